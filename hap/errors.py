@@ -1,0 +1,63 @@
+"""Errors that people read: what is wrong, where, and what to do next.
+
+Every error that a user can cause derives from :class:`HapError` and carries the exit code
+of the command line. Broken invariants of our own code are ``AssertionError`` instead.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HapError(Exception):
+    """Base of all errors meant for people.
+
+    Args:
+        what: One sentence that says what is wrong.
+        where: The place, as ``file``, ``file:line`` or a name in the model; may be empty.
+        hint: What to do next; may be empty.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+class InputError(HapError):
+    """A file or an argument that the user gave is wrong."""
+
+    exit_code = 2
+
+
+class ClusterError(InputError):
+    """The cluster file cannot be used."""
+
+
+class ModelError(InputError):
+    """The model file, or what its functions return, cannot be used."""
+
+
+class UnsupportedOpError(InputError):
+    """The model uses an operator that the rule table does not know."""
+
+
+class PlanError(InputError):
+    """A plan file cannot be used here: damaged, of another model, or of another world size."""
+
+
+class InfeasibleError(HapError):
+    """No program fits the devices' memory."""
+
+    exit_code = 3
+
+
+class VerifyError(HapError):
+    """The distributed program does not compute what one device computes."""
