@@ -1,0 +1,271 @@
+"""nn.Module -> Graph: the joint training step of a user's model, without its data.
+
+Everything runs under fake tensors: no weight is allocated, no kernel called, and nothing of
+the capturing machine's device gets into the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor as TorchTensor
+from torch import fx, nn
+
+from hap import ops, torch_private
+from hap.errors import ModelError
+from hap.graph import Arg, Dtype, Graph, Input, Node, Output, Ref, Tensor
+from hap.peephole import Builder
+
+aten = torch.ops.aten
+
+Loss = Callable[[Any, Any], TorchTensor]
+Batch = Any  # a tensor, a tuple of tensors (positional), or a dict of them (keywords)
+
+
+class Step(nn.Module):
+    """The user's module as a function of flat tensors that returns the scalar loss."""
+
+    def __init__(self, module: nn.Module, batch: Batch, loss: Loss | None) -> None:
+        super().__init__()
+        self.module = module
+        self._names = tuple(flatten(batch))
+        self._fixed = {k: v for k, v in _entries(batch).items() if k not in self._names}
+        self._order = tuple(_entries(batch))
+        self._keywords = isinstance(batch, Mapping)
+        self._single = isinstance(batch, TorchTensor)
+        self._loss = loss
+
+    def forward(self, *tensors: TorchTensor) -> TorchTensor:
+        given = dict(zip(self._names, tensors, strict=True)) | self._fixed
+        entries = {name: given[name] for name in self._order}
+        output = self.module(**entries) if self._keywords else self.module(*entries.values())
+        if self._loss is not None:
+            batch: Batch = entries if self._keywords else tuple(entries.values())
+            output = self._loss(output, batch[0] if self._single else batch)
+        elif not isinstance(output, TorchTensor):
+            output = output["loss"] if isinstance(output, dict) else output.loss
+        return output  # type: ignore[no-any-return]
+
+
+def flatten(batch: Batch) -> dict[str, TorchTensor]:
+    """The tensors of a batch by name; positional ones are called ``0``, ``1``, ..."""
+    return {k: v for k, v in _entries(batch).items() if isinstance(v, TorchTensor)}
+
+
+def _entries(batch: Batch) -> dict[str, Any]:
+    match batch:
+        case TorchTensor():
+            return {"0": batch}
+        case Mapping():
+            return {str(k): v for k, v in batch.items()}
+        case tuple() | list():
+            return {str(k): v for k, v in enumerate(batch)}
+    raise ModelError(
+        f"batch() returned {type(batch).__name__}",
+        hint="return a tensor, a tuple of tensors, or a dict of tensors by keyword",
+    )
+
+
+def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
+    """The joint forward and backward graph of one step on the *global* batch.
+
+    Args:
+        module: the user's module, real, on the meta device, or built under fake tensors.
+        batch: the global batch, likewise; only shapes and dtypes are looked at.
+        loss: ``loss(output, batch)``, if the module's output is not a loss itself.
+
+    Raises:
+        ModelError: the forward is no scalar loss, or depends on data; the error has the line.
+    """
+    mode = torch_private.fake_mode()
+    step, tensors = _fake(Step(module, batch, loss), flatten(batch), mode)
+    with mode:
+        _check_loss(step, tensors)
+        try:
+            traced = torch_private.dynamo_graph(step, tensors)
+        except torch_private.GraphBreak as error:
+            raise ModelError(
+                f"the forward can't be captured as one graph: {error}",
+                where=error.line,
+                hint="the program must not depend on tensor data: no `if` on a tensor's value, "
+                "no .item(), no shapes made from data; torch.where often does instead",
+            ) from error
+        for node in traced.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                node.target = ops.scaled_dot_product_attention
+        traced.recompile()
+        joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+    return _convert(joint, step, tuple(flatten(batch)))
+
+
+def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
+    """Run the forward once on fake tensors, so that a mistake of the user's reads as one."""
+    fix = "return the scalar loss, an object with .loss, or define loss(output, batch)"
+    try:
+        value = step(*tensors)
+    except (AttributeError, KeyError) as error:
+        if "loss" in str(error):
+            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
+        raise
+    except torch_private.data_dependent_errors():
+        return  # the capture that follows names the line
+    if not isinstance(value, TorchTensor):
+        raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
+    if value.dim() != 0:
+        raise ModelError(f"the loss has shape {tuple(value.shape)}, not a scalar", hint=fix)
+
+
+def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:
+    """A copy of ``step`` and its tensors without data, all of one fake mode, on the CPU."""
+    memo: dict[int, Any] = {}
+
+    def fake(t: TorchTensor) -> TorchTensor:
+        with mode:
+            bare = torch.empty(t.shape, dtype=t.dtype)
+        return nn.Parameter(bare, t.requires_grad) if isinstance(t, nn.Parameter) else bare
+
+    for tensor in [*step.parameters(), *step.buffers()]:
+        memo[id(tensor)] = fake(tensor)
+    for sub in step.modules():
+        for value in vars(sub).values():
+            if isinstance(value, TorchTensor):
+                memo.setdefault(id(value), fake(value))
+    twin = copy.deepcopy(step, memo)
+    for sub in twin.modules():  # a tensor kept as a plain attribute becomes a buffer
+        for key, value in list(vars(sub).items()):
+            if isinstance(value, TorchTensor):
+                delattr(sub, key)
+                sub.register_buffer(key, value, persistent=False)
+    return twin, tuple(fake(t) for t in batch.values())
+
+
+# --- decompositions: where ATen hides a count of local elements, write the count out ---
+
+
+def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return torch.sum(x, list(dims), keepdim, dtype=dtype) / count
+
+
+def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    if reduction != 1:
+        return NotImplemented
+    total, count = aten.nll_loss_forward(x, target, weight, 2, ignore)
+    return total / count, count
+
+
+def _nll_loss_backward(
+    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, count: Any
+) -> Any:
+    if reduction != 1:
+        return NotImplemented
+    return aten.nll_loss_backward(grad / count, x, target, weight, 2, ignore, count)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **torch._decomp.get_decompositions([  # type: ignore[attr-defined]
+        aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
+        aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
+        aten.binary_cross_entropy_with_logits, aten.var, aten.var_mean, aten.std,
+        aten.addcmul, aten.addcdiv, aten.rsub,
+    ]),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+}  # fmt: skip
+"""Mean reductions become a sum over the shards and a division by the *global* count."""
+
+
+# --- fx -> Graph ---
+
+_DROPPED_KWARGS = {"device", "layout", "pin_memory"}
+
+
+def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]) -> Graph:
+    build = Builder()
+    values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
+    inputs = []
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
+        target = batch_names[int(target)] if role == "input" else target.removeprefix("module.")
+        values[node] = Ref(build.tensor(_tensor(node.name, node.meta["val"])))
+        inputs.append(Input(tensor=node.name, role=role, target=target))
+
+    def arg(value: Any) -> Arg:
+        match value:
+            case fx.Node():
+                return values[value]
+            case list() | tuple():
+                return tuple(arg(v) for v in value)
+            case torch.dtype():
+                return Dtype(str(value).removeprefix("torch."))
+            case torch.device() | torch.layout():
+                return None
+            case torch.memory_format():
+                return str(value).removeprefix("torch.")
+            case bool() | int() | float() | str() | None:
+                return value
+        raise ModelError(f"an operator's argument is a {type(value).__name__}: {value!r}")
+
+    for node in joint.graph.nodes:
+        if node.op == "get_attr":
+            raise ModelError(
+                f"the forward makes a tensor from Python data ({node.target})",
+                where=_source(node),
+                hint="make it once in __init__ and keep it with register_buffer",
+            )
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+            continue
+        results = node.meta["val"]
+        many = isinstance(results, tuple | list)
+        tensors = [
+            None if r is None else _tensor(f"{node.name}.{k}" if many else node.name, r)
+            for k, r in enumerate(results if many else [results])
+        ]
+        refs = build.node(
+            name=node.name,
+            op=str(node.target).replace("::", "."),
+            args=arg(node.args),
+            kwargs=tuple((k, arg(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS),
+            results=tensors,
+            source=_source(node),
+            module=_module(node),
+        )
+        values[node] = refs if many else refs[0]
+    outputs = [
+        Output(tensor=values[n].name, role=role, target=target.removeprefix("module."))
+        for n, (role, target) in zip(joint.graph.output_node().args[0], joint.outputs, strict=True)
+        if n is not None and role != "unused"
+    ]
+    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _tensor(name: str, value: TorchTensor) -> Tensor:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Tensor(name=name, shape=tuple(int(s) for s in value.shape), dtype=dtype)
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost line of the user's code (outside torch) that made ``node``."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [f"{file}:{line}" for file, line in found if "/torch/" not in file]
+    return outside[-1] if outside else ""
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

@@ -1,0 +1,252 @@
+"""What the hardware can do: devices, the links between them, and where each figure comes from.
+
+Pure data with one formula, the roofline of :meth:`Device.seconds`. The figures are *effective*
+rates, reached by real layers, not the peaks of a datasheet. Files are read by
+:mod:`hap.cluster_file`, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+from hap.errors import ClusterError
+from hap.units import format_bandwidth
+
+# How a dtype without a figure of its own is computed. A GPU without bfloat16 units emulates
+# them in float32; integers and booleans run on the ordinary (non-tensor) units.
+_STAND_IN: Final[Mapping[str, str]] = {
+    "bfloat16": "float32",
+    "float16": "float32",
+    "float8_e4m3fn": "float16",
+    "float8_e5m2": "float16",
+    "complex64": "float32",
+    "complex128": "float64",
+}
+
+
+class Work(NamedTuple):
+    """One operator's work, or that of one local shard of it."""
+
+    kind: str  # 'matmul' | 'conv' | 'attention' | 'memory'
+    dtype: str  # 'float32', 'float16', 'bfloat16', 'float64', 'int64', ...
+    flops: float  # a multiplication and an addition count as two
+    bytes: float  # read from and written to the device's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One rank's accelerator (or share of a CPU).
+
+    Attributes:
+        name: Unique, ``node:index``.
+        kind: Name in the catalogue; ``cpu`` for a processor.
+        node: The machine it sits in.
+        memory_bytes: What a plan may use.
+        flops_per_s: Achieved rate of large matrix products, per dtype.
+        memory_bytes_per_s: Achieved rate of operators that only move data.
+        launch_s: Constant cost of one operator.
+        efficiency: Rate of another kind of work, as a fraction of ``flops_per_s``; for example
+            ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs at the full rate.
+        source: Where each figure comes from, by the name of the figure.
+    """
+
+    name: str
+    kind: str
+    node: str
+    memory_bytes: int
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    memory_bytes_per_s: float
+    launch_s: float
+    efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    source: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.flops_per_s:
+            raise ClusterError(
+                f"device {self.name} has no float32 rate", hint="add flops: {float32: 14 TFLOP/s}"
+            )
+        positive = {
+            "memory_bytes": self.memory_bytes,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            **{f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()},
+            **{f"efficiency[{kind}]": part for kind, part in self.efficiency.items()},
+        }
+        for figure, value in positive.items():
+            if not 0 < value < float("inf"):
+                raise ClusterError(
+                    f"{figure} of device {self.name} is {value}", hint="give a positive figure"
+                )
+        if not 0 <= self.launch_s < float("inf"):
+            raise ClusterError(f"launch_s of device {self.name} is {self.launch_s}")
+
+    def rate(self, kind: str, dtype: str) -> float:
+        """Achieved FLOP/s of a kind of work in a dtype."""
+        while dtype not in self.flops_per_s:
+            dtype = _STAND_IN.get(dtype, "float32")
+        return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
+
+    def seconds(self, work: Work) -> float:
+        """Time of one operator: launch, then arithmetic or memory traffic, whichever is longer.
+
+        Work without flops and bytes (a zero-length shard, a view) takes no time at all.
+        """
+        if not work.flops and not work.bytes:
+            return 0.0
+        compute_s = work.flops / self.rate(work.kind, work.dtype) if work.flops else 0.0
+        return self.launch_s + max(compute_s, work.bytes / self.memory_bytes_per_s)
+
+    @property
+    def figures(self) -> tuple[object, ...]:
+        """What two devices must share to be alike: everything but name, node and provenance."""
+        return (
+            self.kind,
+            self.memory_bytes,
+            tuple(sorted(self.flops_per_s.items())),
+            self.memory_bytes_per_s,
+            self.launch_s,
+            tuple(sorted(self.efficiency.items())),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Inside a machine: between two of its devices. Between machines: one machine's adapter."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth_bytes_per_s < float("inf"):
+            raise ClusterError(f"a link's bandwidth is {self.bandwidth_bytes_per_s} bytes/s")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ClusterError(f"a link's latency is {self.latency_s} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All the devices in rank order, and how they are joined.
+
+    Attributes:
+        name: For people.
+        devices: One per rank.
+        intra: Node -> the link between two devices of that node.
+        inter: Each node's adapter: what leaves or enters the node shares it.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    intra: Mapping[str, Link] = field(hash=False)
+    inter: Link
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("the cluster has no devices", hint="give at least one node a GPU")
+        twice = [name for name, n in Counter(d.name for d in self.devices).items() if n > 1]
+        if twice:
+            raise ClusterError(f"two devices are named {twice[0]}", hint="name the nodes apart")
+        missing = [node for node in self.nodes if node not in self.intra]
+        if missing:
+            raise ClusterError(f"node {missing[0]} has no inner link")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machines, in the order of their first rank."""
+        return tuple(dict.fromkeys(device.node for device in self.devices))
+
+    def ranks(self, node: str) -> tuple[int, ...]:
+        """The ranks that sit in a node."""
+        return tuple(rank for rank, device in enumerate(self.devices) if device.node == node)
+
+    def types(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks grouped by alike devices (same figures, whatever the node), first rank first."""
+        groups: dict[object, list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            groups.setdefault(device.figures, []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    def without(self, rank: int) -> Self:
+        """The cluster after the loss of one device; the ranks above it move down by one."""
+        if not 0 <= rank < self.world_size:
+            raise ClusterError(f"there is no rank {rank}", hint=f"ranks are 0..{self.world_size - 1}")
+        devices = self.devices[:rank] + self.devices[rank + 1 :]
+        nodes = {device.node for device in devices}
+        intra = {node: link for node, link in self.intra.items() if node in nodes}
+        return replace(self, devices=devices, intra=intra)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all that a plan depends on: not the names, nor where figures come from."""
+        content = self.to_dict()
+        del content["name"]
+        for device in content["devices"]:
+            del device["source"]
+        for link in (*content["intra"].values(), content["inter"]):
+            del link["source"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; :meth:`from_dict` is its inverse."""
+        return {
+            "name": self.name,
+            "devices": [_plain(device) for device in self.devices],
+            "intra": {node: _plain(link) for node, link in self.intra.items()},
+            "inter": _plain(self.inter),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            ClusterError: A figure is missing, unknown, of another type, or out of range.
+        """
+        try:
+            return cls(
+                name=str(data["name"]),
+                devices=tuple(Device(**device) for device in data["devices"]),
+                intra={node: Link(**link) for node, link in data["intra"].items()},
+                inter=Link(**data["inter"]),
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"the stored cluster is damaged: {error!r}", hint="make the plan again"
+            ) from error
+
+    def __str__(self) -> str:
+        """``hap-testbed: 16 V100-16 + 48 P100 on 8 nodes, 1.3 GB/s between``."""
+        kinds = Counter(device.kind for device in self.devices)
+        text = f"{self.name}: " + " + ".join(f"{n} {kind}" for kind, n in kinds.items())
+        if len(self.nodes) == 1:
+            return f"{text} on 1 node"
+        between = format_bandwidth(self.inter.bandwidth_bytes_per_s)
+        return f"{text} on {len(self.nodes)} nodes, {between} between"
+
+
+def load_cluster(text_or_path: str | Path) -> Cluster:
+    """Reads a cluster: a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
+
+    Raises:
+        ClusterError: Says the line, what is wrong with it, and what to write instead.
+    """
+    # Here, not at the top: the parser pulls in ruamel.yaml, and most readers of this module
+    # never parse a file.
+    from hap.cluster_file import read_cluster
+
+    return read_cluster(text_or_path)
+
+
+def _plain(record: Device | Link) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}

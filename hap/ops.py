@@ -1,0 +1,171 @@
+"""Logical operators: one name in the graph, the best kernel of whatever device runs it.
+
+A captured graph must not depend on the machine that captured it, and scaled-dot-product
+attention does: its ATen operators name kernels of one device. ``hap::sdpa`` stands for it in
+the graph, with a backward that reuses the saved log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("hap::sdpa", mutates_args=())
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention without dropout.
+
+    Shapes: ``q`` (B, H, L, D), ``k`` (B, H, M, D), ``v`` (B, H, M, E), ``mask`` broadcasts
+    to (B, H, L, M), boolean (True: attend) or added. Returns (B, H, L, E) and the float
+    log-sum-exp of the scores, (B, H, L).
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        return _like_fake(q, v)
+    kernel = _kernel(q, v)
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        )
+        return _fresh(out), lse
+    if kernel == "cuda":
+        bias = _additive(mask, q)
+        bias = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, causal, scale=scale
+        )
+        return _fresh(out), lse[..., : q.shape[-2]].contiguous()
+    scores = _scores(q, k, mask, causal, scale)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ v, lse.to(_lse_dtype(q))
+
+
+@torch.library.custom_op("hap::sdpa_backward", mutates_args=())
+def sdpa_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``q``, ``k`` and ``v``; ``mask`` gets none."""
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = _kernel(q, v)
+    if kernel == "cpu":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        )
+    elif kernel == "cuda":
+        bias = _additive(mask, q)
+        bias = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
+        rows = -(-q.shape[-2] // 32) * 32  # the kernel reads the log-sum-exp in padded rows
+        padded = F.pad(lse, (0, rows - lse.shape[-1]), value=math.inf)
+        none = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, bias, out, padded, none, none, 0.0, [True, True, True, False],
+            causal, scale=scale,
+        )  # fmt: skip
+    else:
+        weights = torch.exp(_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).to(q.dtype)
+        dv = weights.transpose(-2, -1) @ grad
+        inner = (grad * out).sum(-1, keepdim=True)
+        ds = weights * (grad @ v.transpose(-2, -1) - inner) * scale
+        dq, dk = ds @ k, ds.transpose(-2, -1) @ q
+    return _fresh(dq), _fresh(dk), _fresh(dv)
+
+
+def _kernel(q: Tensor, v: Tensor) -> str:
+    if q.shape[-1] != v.shape[-1]:
+        return "math"
+    if q.device.type == "cuda":
+        return "math" if q.dtype == torch.float64 else "cuda"
+    return "cpu" if q.device.type == "cpu" else "math"
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)) * scale
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    bias = _additive(mask, q)
+    return scores if bias is None else scores + bias
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fresh(out: Tensor) -> Tensor:
+    # The layout that the kernels write and that models undo at once with a transpose.
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _like_fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    b, h, length, _ = q.shape
+    out = q.new_zeros((b, length, h, v.shape[-1])).transpose(1, 2)
+    return out, q.new_zeros((b, h, length), dtype=_lse_dtype(q))
+
+
+@sdpa.register_fake
+def _(q, k, v, mask, causal, scale):  # type: ignore[no-untyped-def]
+    return _like_fake(q, v)
+
+
+@sdpa_backward.register_fake
+def _(grad, q, k, v, mask, out, lse, causal, scale):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+
+
+def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    grads = torch.ops.hap.sdpa_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
+    return *grads, None, None, None
+
+
+sdpa.register_autograd(_backward, setup_context=_setup)
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Stands in a captured graph for the function of the same name.
+
+    Dropout, and a mask that is trained, have no fused kernel that all devices share: those
+    calls are written out, so that the rules see their matmuls and their dropout.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        key, value = (_repeat_heads(x, query.shape[-3]) for x in (key, value))
+    trained = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() == 4 and dropout_p == 0.0 and not trained:
+        out: Tensor = torch.ops.hap.sdpa(query, key, value, attn_mask, is_causal, scale)[0]
+        return out
+    scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+    return torch.matmul(F.dropout(scores.softmax(-1), dropout_p), value)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    b, h, length, d = x.shape
+    return x.unsqueeze(2).expand(b, h, heads // h, length, d).reshape(b, heads, length, d)

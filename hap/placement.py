@@ -1,0 +1,67 @@
+"""Where the data of one tensor is: replicated, sharded on a dim, or partial.
+
+The vocabulary of PyTorch's DTensor; the HAP paper (EuroSys'24) writes Identity, Gather(d)
+and Reduce. A placement is a *property* of a tensor in the sense of Hoare: rules state which
+placements of the inputs make which placement of the output true.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Placement(NamedTuple):
+    """``R``, ``P`` or ``S(dim)``; prints as ``R``, ``P``, ``S0``."""
+
+    kind: str
+    dim: int = -1
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "S"
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" if self.sharded else self.kind
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        if text in ("R", "P"):
+            return Placement(text)
+        if text[:1] == "S" and text[1:].isdigit():
+            return S(int(text[1:]))
+        raise ValueError(f"placement {text!r}: write R, P or S<dim>, such as S0")
+
+
+R = Placement("R")
+"""Every rank holds the whole tensor."""
+
+P = Placement("P")
+"""Every rank holds a term of full shape; the tensor is the sum of the terms."""
+
+
+def S(dim: int) -> Placement:
+    """Every rank holds its shard along ``dim``, in rank order; a shard may be empty."""
+    return Placement("S", dim)
+
+
+def conversion(src: Placement, dst: Placement) -> str | None:
+    """The instruction that turns ``src`` into ``dst``; ``None`` if it is already there.
+
+    ``slice`` and ``mask`` (rank 0 keeps its copy, the others hold zeros) move no data between
+    ranks; ``P`` can't be reached from a shard without a collective that no program needs.
+    """
+    if src == dst:
+        return None
+    table = {
+        ("R", "S"): "slice", ("R", "P"): "mask",
+        ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
+        ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
+    }  # fmt: skip
+    try:
+        return table[src.kind, dst.kind]
+    except KeyError:
+        raise ValueError(f"no instruction turns {src} into {dst}") from None
+
+
+LOCAL = frozenset({"slice", "mask"})
+"""Conversions that need no communication."""

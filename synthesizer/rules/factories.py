@@ -1,0 +1,24 @@
+"""Operators that make tensors from nothing: every rank may make any part of them."""
+
+from __future__ import annotations
+
+from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+
+
+@rule("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
+      "aten.scalar_tensor.default")  # fmt: skip
+def _constant(call: Call) -> list[Row]:
+    return equation(call, [], [letters(call.out)])
+
+
+@rule("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default",
+      "aten.new_empty.default")  # fmt: skip
+def _new(call: Call) -> list[Row]:
+    # The input only lends its dtype; splitting it would tie axes that have nothing in common.
+    return equation(call, [[None] * len(call.ins[0].shape)], [letters(call.out)])
+
+
+@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+def _arange(call: Call) -> list[Row]:
+    # Small, and its elements depend on their place: made whole, then sliced where needed.
+    return equation(call, [], [[None]])

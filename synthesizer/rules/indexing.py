@@ -1,0 +1,58 @@
+"""Operators that look elements up by number: the dim that is looked up in must be whole."""
+
+from __future__ import annotations
+
+from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+
+
+@rule("aten.embedding.default")
+def _embedding(call: Call) -> list[Row]:
+    _, index = call.ins
+    picked = letters(index, "i")
+    return equation(call, [[None, "h"], picked], [[*picked, "h"]], linear=[{0}])
+
+
+@rule("aten.embedding_dense_backward.default")
+def _embedding_backward(call: Call) -> list[Row]:
+    # A looked-up row collects the gradients of all its uses: a sum over the indices.
+    _, index = call.ins
+    picked = letters(index, "i")
+    return equation(call, [[*picked, "h"], picked], [[None, "h"]], linear=[{0}])
+
+
+@rule("aten.gather.default")
+def _gather(call: Call) -> list[Row]:
+    x, index = call.ins
+    dim = call.dim(1, x)
+    same = {d for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if a == b}
+    given = letters(index, fixed=set(range(len(index.shape))) - same - {dim})
+    inside = [None if d == dim else letter for d, letter in enumerate(given)]
+    return equation(call, [inside, given], [given], linear=[{0}] if "float" in x.dtype else [])
+
+
+@rule("aten.index_select.default")
+def _index_select(call: Call) -> list[Row]:
+    x, _ = call.ins
+    dim = call.dim(1, x)
+    inside = letters(x, fixed=(dim,))
+    out = [*inside[:dim], "i", *inside[dim + 1 :]]
+    return equation(call, [inside, ["i"]], [out], linear=[{0}] if "float" in x.dtype else [])
+
+
+@rule("aten.index.Tensor")
+def _index(call: Call) -> list[Row]:
+    """``x[:, i, j]``: the indices broadcast together and stand where the first of them does."""
+    x = call.ins[0]
+    given = call.arg(1)
+    at = [d for d, index in enumerate(given) if index is not None]
+    if at != list(range(at[0], at[-1] + 1)) or any(t.dtype == "bool" for t in call.ins[1:]):
+        return equation(call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)])
+    kept = letters(x, fixed=at)
+    rank = len(call.out.shape) - (len(x.shape) - len(at))
+    picked = [f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[at[0] : at[0] + rank])]
+    indices = [
+        [None if s == 1 else f"i{k + rank - len(t.shape)}" for k, s in enumerate(t.shape)]
+        for t in call.ins[1:]
+    ]
+    out = [*kept[: at[0]], *picked, *kept[at[-1] + 1 :]]
+    return equation(call, [kept, *indices], [out], linear=[{0}] if "float" in x.dtype else [])

@@ -1,0 +1,80 @@
+"""Each element of the output needs the elements of the inputs at its own place, alone."""
+
+from __future__ import annotations
+
+from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
+
+# Nonlinear in every argument, or acting on numbers that are no sums: no partial inputs.
+PLAIN = """
+abs.default acos.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor ceil.default
+clamp.default clamp_max.default clamp_min.default cos.default elu.default eq.Scalar eq.Tensor
+erf.default exp.default expm1.default floor.default floor_divide.default ge.Scalar ge.Tensor
+gelu.default gt.Scalar gt.Tensor hardswish.default hardtanh.default isinf.default isnan.default
+le.Scalar le.Tensor leaky_relu.default log.default log1p.default logical_and.default
+logical_not.default logical_or.default lt.Scalar lt.Tensor maximum.default minimum.default
+ne.Scalar ne.Tensor ones_like.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+reciprocal.default relu.default remainder.Scalar round.default rsqrt.default rsub.Scalar
+sigmoid.default sign.default silu.default sin.default softplus.default sqrt.default tanh.default
+full_like.default zeros_like.default empty_like.default add.Scalar sub.Scalar
+native_dropout.default rand_like.default elu_backward.default
+"""  # elu_backward is linear in the gradient only where its input is no result
+
+# Linear in the tensors at these places (each set jointly, the sets one at a time).
+LINEAR: dict[str, list[set[int]]] = {
+    "neg.default": [{0}],
+    "mul.Tensor": [{0}, {1}],
+    "mul.Scalar": [{0}],
+    "div.Tensor": [{0}],
+    "div.Scalar": [{0}],
+    "threshold_backward.default": [{0}],
+    "gelu_backward.default": [{0}],
+    "silu_backward.default": [{0}],
+    "sigmoid_backward.default": [{0}],
+    "tanh_backward.default": [{0}],
+    "leaky_relu_backward.default": [{0}],
+    "hardtanh_backward.default": [{0}],
+    "native_dropout_backward.default": [{0}],
+}
+
+
+def pointwise(call: Call, linear: list[set[int]]) -> list[Row]:
+    out = call.out
+    count = len(call.ins)
+    return equation(
+        call,
+        [broadcast(t, out) for t in call.ins],
+        [letters(out) for _ in call.node.outputs],
+        linear=[group for group in linear if max(group) < count],
+    )
+
+
+@rule(*(f"aten.{op}" for op in PLAIN.split()))
+def _plain(call: Call) -> list[Row]:
+    return pointwise(call, [])
+
+
+@rule(*(f"aten.{op}" for op in LINEAR))
+def _linear(call: Call) -> list[Row]:
+    return pointwise(call, LINEAR[call.node.op.removeprefix("aten.")])
+
+
+@rule("aten.add.Tensor", "aten.sub.Tensor")
+def _sum(call: Call) -> list[Row]:
+    # With a number as second argument the sum is affine, not linear.
+    return pointwise(call, [{0, 1}] if len(call.ins) == 2 else [])
+
+
+@rule("aten.where.self")
+def _where(call: Call) -> list[Row]:
+    return pointwise(call, [{1, 2}])
+
+
+@rule("aten.masked_fill.Scalar")
+def _masked_fill(call: Call) -> list[Row]:
+    return pointwise(call, [{0}] if call.arg(2) == 0 else [])
+
+
+@rule("aten._to_copy.default")
+def _to_copy(call: Call) -> list[Row]:
+    floats = all("float" in t.dtype for t in (call.ins[0], call.out))
+    return pointwise(call, [{0}] if floats else [])

@@ -1,0 +1,113 @@
+"""Sums of products: matrix products, convolutions, attention. A contracted letter is partial."""
+
+from __future__ import annotations
+
+from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+
+
+@rule("aten.mm.default")
+def _mm(call: Call) -> list[Row]:
+    return equation(call, ["mk", "kn"], ["mn"], linear=[{0}, {1}])
+
+
+@rule("aten.bmm.default")
+def _bmm(call: Call) -> list[Row]:
+    return equation(call, ["bmk", "bkn"], ["bmn"], linear=[{0}, {1}])
+
+
+@rule("aten.addmm.default")
+def _addmm(call: Call) -> list[Row]:
+    bias = call.ins[0]
+    given = ["m" if len(bias.shape) == 2 and bias.shape[0] > 1 else None, "n"]
+    return equation(
+        call,
+        [given[-len(bias.shape) :] if bias.shape else [], "mk", "kn"],
+        ["mn"],
+        linear=[{0, 1}, {0, 2}],
+        additive={0},
+    )
+
+
+@rule("aten.convolution.default")
+def _convolution(call: Call) -> list[Row]:
+    x, w, *bias = call.ins
+    space = [None] * (len(x.shape) - 2)
+    plain = not call.arg(6) and call.arg(8) == 1  # neither transposed nor grouped
+    c, o = ("c", "o") if plain else (None, None)
+    return equation(
+        call,
+        [["n", c, *space], [o, c, *space], *([o] for _ in bias)],
+        [["n", o, *space]],
+        linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}],
+        additive={2},
+    )
+
+
+@rule("aten.convolution_backward.default")
+def _convolution_backward(call: Call) -> list[Row]:
+    grad = call.ins[0]
+    space = [None] * (len(grad.shape) - 2)
+    plain = not call.arg(7) and call.arg(9) == 1
+    c, o = ("c", "o") if plain else (None, None)
+    x, w = ["n", c, *space], [o, c, *space]
+    return equation(
+        call,
+        [["n", o, *space], x, w],
+        [x, w, [o]],
+        linear=[{0}],
+        depends=[{0, 2}, {0, 1}, {0}],
+    )
+
+
+def _attention_letters(call: Call, q: int) -> tuple[list[str | None], ...]:
+    """Letters of query, key or value, log-sum-exp, and of the mask if there is one."""
+    causal = next(a for a in call.node.args if isinstance(a, bool))
+    length = None if causal else "l"  # a causal mask counts queries from the first
+    mask = call.ins[q + 3] if len(call.ins) in (4, 7) else None
+    full = ["b", "h", length, None]
+    shift = 4 - len(mask.shape) if mask else 0
+    seen = [x if s > 1 else None for x, s in zip(full[shift:], mask.shape, strict=True)] if mask else []
+    return full, ["b", "h", None, None], ["b", "h", length], seen
+
+
+@rule("hap.sdpa.default")
+def _sdpa(call: Call) -> list[Row]:
+    q, kv, lse, mask = _attention_letters(call, 0)
+    has_mask = len(call.ins) == 4
+    return equation(call, [q, kv, kv, *([mask] if has_mask else [])], [q, lse])
+
+
+@rule("hap.sdpa_backward.default")
+def _sdpa_backward(call: Call) -> list[Row]:
+    q, kv, lse, mask = _attention_letters(call, 1)
+    has_mask = len(call.ins) == 7
+    return equation(
+        call,
+        [q, q, kv, kv, *([mask] if has_mask else []), q, lse],
+        [q, kv, kv],
+        linear=[{0}],
+    )
+
+
+@rule("aten.max_pool2d_with_indices.default")
+def _max_pool(call: Call) -> list[Row]:
+    planes = letters(call.out, fixed=(2, 3))
+    return equation(call, [planes], [planes for _ in call.node.outputs])
+
+
+@rule("aten.max_pool2d_with_indices_backward.default")
+def _max_pool_backward(call: Call) -> list[Row]:
+    planes = letters(call.out, fixed=(2, 3))
+    return equation(call, [planes, planes, planes], [planes], linear=[{0}])
+
+
+@rule("aten._adaptive_avg_pool2d.default", "aten.avg_pool2d.default")
+def _avg_pool(call: Call) -> list[Row]:
+    planes = letters(call.out, fixed=(2, 3))
+    return equation(call, [planes], [planes], linear=[{0}])
+
+
+@rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
+def _avg_pool_backward(call: Call) -> list[Row]:
+    planes = letters(call.out, fixed=(2, 3))
+    return equation(call, [planes, planes], [planes], linear=[{0}])

@@ -1,0 +1,111 @@
+"""Operators that look along some dims: those must be whole, unless the reduction is a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hap.graph import Tensor
+from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+
+
+def _dims(value: object, tensor: Tensor) -> set[int]:
+    rank = len(tensor.shape)
+    if value is None or value == ():
+        return set(range(rank))
+    given: Iterable[int] = [value] if isinstance(value, int) else value  # type: ignore[assignment]
+    return {d % rank for d in given} if rank else set()
+
+
+def _reduced(all_letters: list[str | None], dims: set[int], keepdim: bool) -> list[str | None]:
+    if keepdim:
+        return [None if d in dims else x for d, x in enumerate(all_letters)]
+    return [x for d, x in enumerate(all_letters) if d not in dims]
+
+
+@rule("aten.sum.default", "aten.sum.dim_IntList")
+def _sum(call: Call) -> list[Row]:
+    (x,) = call.ins
+    named = call.node.op.endswith("IntList")
+    dims = _dims(call.arg(1, "dim"), x) if named else _dims(None, x)
+    keepdim = bool(call.arg(2, "keepdim", False)) if named else False
+    given = letters(x)
+    linear = [{0}] if "float" in x.dtype else []
+    return equation(call, [given], [_reduced(given, dims, keepdim)], linear=linear)
+
+
+@rule("aten.amax.default", "aten.amin.default", "aten.any.dim", "aten.argmax.default",
+      "aten.prod.dim_int", "aten.logsumexp.default")  # fmt: skip
+def _whole(call: Call) -> list[Row]:
+    (x,) = call.ins
+    dims = _dims(call.arg(1, "dim"), x)
+    given = letters(x, fixed=dims)
+    return equation(call, [given], [_reduced(given, dims, bool(call.arg(2, "keepdim", False)))])
+
+
+@rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default",
+      "aten.topk.default", "aten.sort.default")  # fmt: skip
+def _along(call: Call) -> list[Row]:
+    (x,) = call.ins
+    position, default = (2, -1) if call.node.op == "aten.topk.default" else (1, -1)
+    dim = call.dim(position, x, default=default)
+    given = letters(x, fixed=(dim,))
+    return equation(call, [given], [given for _ in call.node.outputs])
+
+
+@rule("aten.cumsum.default")
+def _cumsum(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x, fixed=(call.dim(1, x),))
+    return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
+
+
+@rule("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")
+def _softmax_backward(call: Call) -> list[Row]:
+    grad = call.ins[0]
+    given = letters(grad, fixed=(call.dim(2, grad),))
+    return equation(call, [given, given], [given], linear=[{0}])
+
+
+@rule("aten.nll_loss_forward.default")
+def _nll(call: Call) -> list[Row]:
+    # Captured with a sum (or no) reduction: see hap.capture.DECOMPOSITIONS.
+    batch = ["n"] if len(call.ins[0].shape) == 2 else []
+    x, rest = [*batch, None], [[None] for _ in call.ins[2:]]
+    loss = batch if call.arg(3) == 0 else []
+    # Without a reduction the second result is a zero that no split changes.
+    depends = [{0, 1}, set() if call.arg(3) == 0 else {0, 1}]
+    return equation(call, [x, batch, *rest], [loss, []], depends=depends)
+
+
+@rule("aten.nll_loss_backward.default")
+def _nll_backward(call: Call) -> list[Row]:
+    grad, x = call.ins[:2]
+    batch = ["n"] if len(x.shape) == 2 else []
+    weight = [[None] for _ in call.ins[3:-1]]
+    grad_letters = batch if grad.shape else []
+    ins = [grad_letters, [*batch, None], batch, *weight, []]
+    return equation(call, ins, [[*batch, None]], linear=[{0}])
+
+
+@rule("aten.native_layer_norm.default")
+def _layer_norm(call: Call) -> list[Row]:
+    x = call.ins[0]
+    outer = _outer(x, len(call.arg(1)))
+    inner: list[str | None] = [None] * len(call.arg(1))
+    affine = [inner for _ in call.ins[1:]]
+    return equation(call, [[*outer, *inner], *affine], [[*outer, *inner]] + [[*outer, *inner]] * 2)
+
+
+@rule("aten.native_layer_norm_backward.default")
+def _layer_norm_backward(call: Call) -> list[Row]:
+    x = call.ins[1]
+    outer = _outer(x, len(call.arg(2)))
+    inner: list[str | None] = [None] * len(call.arg(2))
+    full = [*outer, *inner]
+    affine = [inner for _ in call.ins[4:]]
+    return equation(call, [full, full, full, full, *affine], [full, inner, inner], linear=[{0}])
+
+
+def _outer(x: Tensor, inner: int) -> list[str | None]:
+    rank = len(x.shape)
+    return letters(x, fixed=range(rank - inner, rank))[: rank - inner]

@@ -1,0 +1,142 @@
+"""Operators that only move or repeat elements: which dim of the input is which of the output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
+
+
+@rule("aten.view.default")
+def _view(call: Call) -> list[Row]:
+    """Only the leading dim of a group that is merged or split can carry a shard.
+
+    Merging (12, 64) into 768 keeps a split of the 12 as a split of the 768 in 12 blocks.
+    """
+    (x,) = call.ins
+    ins: list[str | None] = [None] * len(x.shape)
+    outs: list[str | None] = [None] * len(call.out.shape)
+    units = {}
+    for k, (i, o) in enumerate(leading_pairs(x.shape, call.out.shape)):
+        ins[i] = outs[o] = f"g{k}"
+        units[f"g{k}"] = math.gcd(x.shape[i], call.out.shape[o])
+    return equation(call, [ins], [outs], linear=[{0}], units=units)
+
+
+def leading_pairs(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs of leading dims of the smallest groups of ``a`` and ``b`` of equal product."""
+    pairs = []
+    i = j = 0
+    left = [d for d, s in enumerate(a) if s != 1]
+    right = [d for d, s in enumerate(b) if s != 1]
+    while i < len(left) and j < len(right):
+        first = (left[i], right[j])
+        m, n = a[left[i]], b[right[j]]
+        while m != n:
+            if m < n:
+                i += 1
+                m *= a[left[i]]
+            else:
+                j += 1
+                n *= b[right[j]]
+        pairs.append(first)
+        i, j = i + 1, j + 1
+    return pairs
+
+
+@rule("aten.permute.default")
+def _permute(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x)
+    return equation(call, [given], [[given[d] for d in call.arg(1)]], linear=[{0}])
+
+
+@rule("aten.t.default", "aten.transpose.int")
+def _transpose(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x)
+    last = len(given) - 1
+    a, b = (call.dim(1, x), call.dim(2, x)) if call.node.op == "aten.transpose.int" else (0, last)
+    turned = list(given)
+    if turned:
+        turned[a], turned[b] = given[b], given[a]
+    return equation(call, [given], [turned], linear=[{0}])
+
+
+@rule("aten.unsqueeze.default")
+def _unsqueeze(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x)
+    at = call.dim(1, call.out)
+    return equation(call, [given], [[*given[:at], None, *given[at:]]], linear=[{0}])
+
+
+@rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+def _squeeze(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = call.arg(1, "dim", tuple(range(len(x.shape))))
+    dims = {d % len(x.shape) for d in ([given] if isinstance(given, int) else given)} if x.shape else set()
+    gone = {d for d in dims if x.shape[d] == 1}
+    kept = [letter for d, letter in enumerate(letters(x)) if d not in gone]
+    return equation(call, [letters(x)], [kept], linear=[{0}])
+
+
+@rule("aten.expand.default")
+def _expand(call: Call) -> list[Row]:
+    (x,) = call.ins
+    return equation(call, [broadcast(x, call.out)], [letters(call.out)], linear=[{0}])
+
+
+@rule("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default",
+      "aten.constant_pad_nd.default")  # fmt: skip
+def _within(call: Call) -> list[Row]:
+    """Dims that keep their size are untouched: slicing and padding change the others'."""
+    (x,) = call.ins
+    changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
+    if call.node.op == "aten.flip.default":
+        changed = {d % len(x.shape) for d in call.arg(1)}
+    given = letters(x, fixed=changed)
+    shifts = call.node.op == "aten.constant_pad_nd.default" and call.arg(2, "value", 0) != 0
+    linear = [{0}] if not shifts and "float" in x.dtype else []
+    return equation(call, [given], [given], linear=linear)
+
+
+@rule("aten.select.int", "aten.unbind.int")
+def _select(call: Call) -> list[Row]:
+    (x,) = call.ins
+    dim = call.dim(1, x)
+    given = letters(x, fixed=(dim,))
+    out = given[:dim] + given[dim + 1 :]
+    return equation(call, [given], [out for _ in call.node.outputs], linear=[{0}])
+
+
+@rule("aten.select_backward.default")
+def _select_backward(call: Call) -> list[Row]:
+    dim = call.dim(2, call.out)
+    given = letters(call.out, fixed=(dim,))
+    return equation(call, [given[:dim] + given[dim + 1 :]], [given], linear=[{0}])
+
+
+@rule("aten.split.Tensor", "aten.split_with_sizes.default")
+def _split(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x, fixed=(call.dim(2, x),))
+    return equation(call, [given], [given for _ in call.node.outputs], linear=[{0}])
+
+
+@rule("aten.cat.default")
+def _cat(call: Call) -> list[Row]:
+    out = call.out
+    dim = call.dim(1, out)
+    given = letters(out, fixed=(dim,))
+    everything = set(range(len(call.ins)))
+    return equation(call, [given for _ in call.ins], [given], linear=[everything])
+
+
+@rule("aten.stack.default")
+def _stack(call: Call) -> list[Row]:
+    dim = call.dim(1, call.out)
+    given = letters(call.out, fixed=(dim,))
+    ins = [given[:dim] + given[dim + 1 :] for _ in call.ins]
+    return equation(call, ins, [given], linear=[set(range(len(ins)))])
