@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from ruamel.yaml import YAML
 
+from hap.cluster import Device, Link
 from hap.units import parse
 
 _FILE: Final[Path] = Path(__file__).with_name("gpus.yaml")
@@ -19,22 +20,11 @@ _FILE: Final[Path] = Path(__file__).with_name("gpus.yaml")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One kind of device; figures are effective, ``peak`` is what the vendor prints.
+    """One kind of device."""
 
-    ``source`` names the origin of each figure, by the attribute names of
-    :class:`hap.cluster.Device`.
-    """
-
-    kind: str
-    memory_bytes: int
-    flops_per_s: Mapping[str, float]
-    memory_bytes_per_s: float
-    launch_s: float
-    efficiency: Mapping[str, float]
-    link_bytes_per_s: float
-    link_latency_s: float
-    peak: Mapping[str, float]  # flop/s per dtype and, as memory_bandwidth, bytes/s; cpu: empty
-    source: Mapping[str, str]
+    device: Device  # a pattern: named after its kind, in no node; figures are effective
+    link: Link  # between two of them in one machine
+    peak: Mapping[str, float]  # the vendor's: per dtype, and memory_bandwidth; empty for the cpu
 
 
 def find(name: str) -> Entry | None:
@@ -60,7 +50,6 @@ def catalogue() -> dict[str, Entry]:
 def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
     """One entry, given the fitted figures of all kinds (a fit starts from none of its own)."""
     raw, typical = _data()["gpus"][kind], _data()["typical"]
-    sheet = f"catalogue: {raw['datasheet']}"
     rates = _rates(raw.get("rough", {}))
     origin = dict.fromkeys(rates, "catalogue: rough")
     peak = _peak(raw)
@@ -75,25 +64,29 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         # Tensor cores multiply both half precisions alike.
         rates["bfloat16"], origin["bfloat16"] = own["float16"], f"{origin['float16']} in float16"
     bandwidth = rates.pop("memory_bandwidth")
-    return Entry(
+    device = Device(
+        name=kind,
         kind=kind,
+        node="",
         memory_bytes=round(parse(raw["memory"], "bytes")),
         flops_per_s=rates,
         memory_bytes_per_s=bandwidth,
         launch_s=parse(typical["launch"], "seconds"),
         efficiency={k: float(v) for k, v in typical["efficiency"].items()},
-        link_bytes_per_s=parse(raw["link"], "bytes/s"),
-        link_latency_s=parse(typical["link_latency"], "seconds"),
-        peak=peak,
         source={
-            "memory_bytes": sheet,
+            "memory_bytes": f"catalogue: {raw['datasheet']}",
             **{f"flops_per_s.{dtype}": origin[dtype] for dtype in rates},
             "memory_bytes_per_s": origin["memory_bandwidth"],
             "launch_s": "catalogue: typical",
             "efficiency": "catalogue: typical",
-            "link": f"catalogue: typical of a machine with {kind}",
         },
     )
+    link = Link(
+        parse(raw["link"], "bytes/s"),
+        parse(typical["link_latency"], "seconds"),
+        f"catalogue: typical of machines with {kind}",
+    )
+    return Entry(device=device, link=link, peak=peak)
 
 
 def like(kind: str) -> str | None:

@@ -178,7 +178,9 @@ class Cluster:
     def without(self, rank: int) -> Self:
         """The cluster after the loss of one device; the ranks above it move down by one."""
         if not 0 <= rank < self.world_size:
-            raise ClusterError(f"there is no rank {rank}", hint=f"ranks are 0..{self.world_size - 1}")
+            raise ClusterError(
+                f"there is no rank {rank}", hint=f"ranks are 0..{self.world_size - 1}"
+            )
         devices = self.devices[:rank] + self.devices[rank + 1 :]
         nodes = {device.node for device in devices}
         intra = {node: link for node, link in self.intra.items() if node in nodes}
@@ -186,7 +188,7 @@ class Cluster:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of all that a plan depends on: not the names, nor where figures come from."""
+        """SHA-256 (hex) of what a plan depends on: not the title, nor where figures come from."""
         content = self.to_dict()
         del content["name"]
         for device in content["devices"]:

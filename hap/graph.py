@@ -168,6 +168,14 @@ class Graph:
                 needed.update(node.inputs)
         return frozenset(n.name for n in self.nodes if n.name not in forward)
 
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """Tensors that the forward makes and the backward reads: kept in memory in between."""
+        made = {o for n in self.nodes if n.name not in self.backward for o in n.outputs if o}
+        return frozenset(made.intersection(*[set().union(
+            *(n.inputs for n in self.nodes if n.name in self.backward)
+        )]))  # fmt: skip
+
     def role(self, role: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.role == role)
 

@@ -16,7 +16,11 @@ ALIASES = {
     "aten.lift_fresh.default", "aten.clone.default",
 }  # fmt: skip
 VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
-RANDOM = {"aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"}
+# Never merged: random values, and position numbers, which would tie the axes of all layers.
+DISTINCT = {
+    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default",
+    "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+}  # fmt: skip
 
 
 class Builder:
@@ -48,7 +52,7 @@ class Builder:
             return (args[0],)
         # repr tells 1 from True and 1.0, which compare equal.
         key = (op, repr(args), repr(kwargs))
-        if op not in RANDOM and key in self._seen:
+        if op not in DISTINCT and key in self._seen:
             return self._seen[key]
         for result in results:
             if result is not None:

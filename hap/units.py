@@ -7,31 +7,42 @@ Decimal prefixes are powers of 1000, binary ones (``Ki``, ``Mi``, ``Gi``) powers
 
 from __future__ import annotations
 
-import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Final
 
-_PREFIX: Final[dict[str, float]] = {
-    "": 1.0,
-    "k": 1e3,
-    "K": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "P": 1e15,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
+# Decimal, so that 30 us is the float 30e-6 and not its neighbour.
+_PREFIX: Final[dict[str, Decimal]] = {
+    "": Decimal(1),
+    "k": Decimal("1e3"),
+    "K": Decimal("1e3"),
+    "M": Decimal("1e6"),
+    "G": Decimal("1e9"),
+    "T": Decimal("1e12"),
+    "P": Decimal("1e15"),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
 }
-_TIME: Final[dict[str, float]] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_ONE, _BIT = Decimal(1), Decimal("0.125")
 
 # Per dimension: the spellings of its base unit, each with its size, and an example to show.
-_BASE: Final[dict[str, dict[str, float]]] = {
-    "bytes": {"B": 1.0, "byte": 1.0, "bytes": 1.0},
-    "bytes/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": 1 / 8, "bits/s": 1 / 8, "bps": 1 / 8, "b/s": 1 / 8},
-    "flop/s": {"FLOP/s": 1.0, "FLOPs/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0, "flops": 1.0},
+_BASE: Final[dict[str, dict[str, Decimal]]] = {
+    "bytes": dict.fromkeys(("B", "byte", "bytes"), _ONE),
+    "bytes/s": {
+        **dict.fromkeys(("B/s", "Bps", "byte/s", "bytes/s"), _ONE),
+        **dict.fromkeys(("b/s", "bps", "bit/s", "bits/s"), _BIT),
+    },
+    "flop/s": dict.fromkeys(("FLOP/s", "FLOPs/s", "FLOPS", "flop/s", "flops"), _ONE),
     "seconds": {},
+}
+_TIME: Final[dict[str, Decimal]] = {
+    "s": _ONE,
+    "ms": Decimal("1e-3"),
+    "us": Decimal("1e-6"),
+    "µs": Decimal("1e-6"),
+    "ns": Decimal("1e-9"),
 }
 _EXAMPLE: Final[dict[str, str]] = {
     "bytes": "16 GiB",
@@ -66,10 +77,10 @@ def parse(text: object, dimension: str) -> float:
     scale = unit_scales(dimension).get(unit)
     if scale is None:
         raise ValueError(f"{unit!r} is not a unit of {dimension}: write for example {example}")
-    return number * scale
+    return float(number * scale)
 
 
-def unit_scales(dimension: str) -> dict[str, float]:
+def unit_scales(dimension: str) -> dict[str, Decimal]:
     """All the spellings of the units of a dimension, each with its size in base units."""
     if dimension == "seconds":
         return _TIME
@@ -80,22 +91,25 @@ def unit_scales(dimension: str) -> dict[str, float]:
     }
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> Decimal | None:
     try:
-        value = float(text)
-    except ValueError:
+        return Decimal(text)
+    except InvalidOperation:
         return None
-    return value if math.isfinite(value) else None
 
 
 def format_bytes(count: float) -> str:
     """``17179869184`` -> ``16 GiB``."""
-    return _format(count, (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)), "B")
+    return _format(
+        count, (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)), "B"
+    )
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
     """``1.3e9`` -> ``1.3 GB/s``."""
-    return _format(bytes_per_s, (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)), "B/s")
+    return _format(
+        bytes_per_s, (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)), "B/s"
+    )
 
 
 def format_flops(flops_per_s: float) -> str:

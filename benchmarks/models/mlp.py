@@ -1,0 +1,51 @@
+"""A plain multilayer perceptron that learns to reproduce its input.
+
+The smallest complete model file, and the one that shows a loss kept outside of the module:
+``forward`` returns an output and ``loss(output, batch)`` turns it into a scalar.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def build(features: int = 1024, hidden: int = 4096, layers: int = 6, dropout: float = 0.1):
+    """``layers`` linear layers: features -> hidden -> ... -> hidden -> features."""
+    widths = [features, *[hidden] * (layers - 1), features]
+    stack: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        stack += [nn.Linear(fan_in, fan_out), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*stack[:-2])  # the output is linear
+
+
+def inputs(size: int = 512, features: int = 1024) -> Tensor:
+    return torch.randn(size, features)  # (batch, features)
+
+
+def loss(output: Tensor, batch: Tensor) -> Tensor:
+    return F.mse_loss(output, batch)
+
+
+def model():
+    return build()
+
+
+def batch():
+    return inputs()
+
+
+def tiny():
+    return build(features=21, hidden=48, layers=3, dropout=0.0)
+
+
+def tiny_batch():
+    return inputs(size=12, features=21)
+
+
+def tiny_dropout():
+    return build(features=21, hidden=48, layers=3, dropout=0.2)
+
+
+tiny_dropout_batch = tiny_batch

@@ -1,0 +1,128 @@
+"""From measured times to a device's figures: robust least squares on the relative error.
+
+The roofline ``launch + max(flops / rate, bytes / bandwidth)`` is linear in ``1 / rate``,
+``1 / bandwidth`` and ``launch`` once every operator is known to be bound by arithmetic or by
+memory. So :func:`fit_device` alternates: label the operators with the present figures (:func:`_row`), solve the
+linear problem (:func:`_solve`), until the labels rest. The unknowns are relative to the prior's figures, so
+that one small ridge pulls them all alike: what no sample touches keeps the prior's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hap.cluster import Device, Work
+
+_LAUNCH, _MEMORY = "launch_s", "memory_bytes_per_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What was run, and how long it took."""
+
+    works: Sequence[Work]
+    seconds: float
+
+
+def predict(device: Device, works: Sequence[Work]) -> float:
+    """Seconds of operators that run one after the other."""
+    return sum(device.seconds(work) for work in works)
+
+
+def relative_error(device: Device, sample: Sample) -> float:
+    """Predicted over measured, minus one: +0.1 is ten percent too slow."""
+    return predict(device, sample.works) / sample.seconds - 1
+
+
+def fit_device(
+    samples: Sequence[Sample],
+    *,
+    prior: Device,
+    source: str,
+    launch: bool = False,
+    ridge: float = 0.03,
+    rounds: int = 60,
+) -> Device:
+    """Fits the figures of a device to samples.
+
+    Args:
+        samples: Measured works, each of one or more operators.
+        prior: First guess; keeps the figures that the samples say nothing about.
+        source: Provenance of the figures that were fitted.
+        launch: Fit the cost of a launch too; only where the samples' clock saw it.
+        ridge: Weight of the prior against one sample's relative error; larger trusts it more.
+        rounds: Upper bound on the alternations.
+
+    Returns:
+        The prior with fitted rates.
+
+    Raises:
+        ValueError: No sample, or a time that is not positive.
+    """
+    if not samples or any(not sample.seconds > 0 for sample in samples):
+        raise ValueError("a fit needs samples, each with a positive time")
+    dtypes = sorted({w.dtype for s in samples for w in s.works if w.flops} & set(prior.flops_per_s))
+    names = [*dtypes, _MEMORY, _LAUNCH]
+    free = np.array([*[True] * len(dtypes), True, launch])
+    device, slowness = prior, np.ones(len(names))
+    for _ in range(rounds):
+        rows = np.array([_row(sample, device, prior, names) for sample in samples])
+        # Damped: an operator near the roof's ridge would else flip sides for ever.
+        step = 0.5 * (slowness + _solve(rows, slowness, free, ridge))
+        device = _scaled(prior, dict(zip(names, map(float, step), strict=True)))
+        if np.allclose(step, slowness, rtol=1e-6):
+            break
+        slowness = step
+    # A figure that binds in no sample is the prior's, and says so.
+    fitted = [name for name, ok in zip(names, free & rows.any(axis=0), strict=True) if ok]
+    figures = [f"flops_per_s.{name}" if name in dtypes else name for name in fitted]
+    return replace(device, source={**prior.source, **dict.fromkeys(figures, source)})
+
+
+def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> list[float]:
+    """The sample's time under the prior, split by the figure that binds; relative to its seconds.
+
+    Its product with the slowness (prior figure / fitted figure) is predicted / measured.
+    """
+    share = dict.fromkeys(names, 0.0)
+    for work in sample.works:
+        if not work.flops and not work.bytes:
+            continue
+        share[_LAUNCH] += prior.launch_s
+        memory_s = work.bytes / device.memory_bytes_per_s
+        if work.flops / device.rate(work.kind, work.dtype) > memory_s:
+            # A dtype without a rate of its own shares that of float32.
+            dtype = work.dtype if work.dtype in share else "float32"
+            share[dtype] += work.flops / prior.rate(work.kind, work.dtype)
+        else:
+            share[_MEMORY] += work.bytes / prior.memory_bytes_per_s
+    return [share[name] / sample.seconds for name in names]
+
+
+def _solve(rows: np.ndarray, slowness: np.ndarray, free: np.ndarray, ridge: float) -> np.ndarray:
+    """min over x of sum |rows @ x - 1| + ridge * |x - 1|^2, one reweighted least-squares step.
+
+    Absolute errors, because measured tables hold a few points that no physics explains. The
+    slowness stays within a factor 20 of the prior, so that no rate turns negative.
+    """
+    # The scale of 0.05 is where an error stops counting as noise.
+    weight = 1 / np.maximum(np.abs(rows @ slowness - 1), 0.05)
+    a = np.vstack([rows[:, free] * np.sqrt(weight)[:, None], np.sqrt(ridge) * np.eye(free.sum())])
+    fixed = rows[:, ~free] @ slowness[~free]
+    b = np.concatenate([(1 - fixed) * np.sqrt(weight), np.full(free.sum(), np.sqrt(ridge))])
+    solved = slowness.copy()
+    solved[free] = np.clip(np.linalg.lstsq(a, b, rcond=None)[0], 0.05, 20.0)
+    return solved
+
+
+def _scaled(prior: Device, slowness: dict[str, float]) -> Device:
+    rates = {dtype: rate / slowness.get(dtype, 1.0) for dtype, rate in prior.flops_per_s.items()}
+    return replace(
+        prior,
+        flops_per_s=rates,
+        memory_bytes_per_s=prior.memory_bytes_per_s / slowness[_MEMORY],
+        launch_s=prior.launch_s * slowness[_LAUNCH],
+    )

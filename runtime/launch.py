@@ -1,0 +1,351 @@
+"""Run one function on every rank: real processes here, or ranks that torchrun or srun started.
+
+:func:`spawn` is a small torchrun for one machine, made for tests, ``hap verify`` and emulated
+clusters: results come back in rank order, the first thing that went wrong comes back as one
+error, and no process outlives the call. Each rank talks to the parent over its own pipe:
+
+    rank                          parent
+    imports, unpickles the target
+    "ready"                 ->    before_rank(rank, pid): put the process in a cgroup, say
+                            <-    go
+    joins the process group
+    "report", any number    ->    on_report(rank, obj)
+    "result" or "error"     ->
+
+:func:`init_from_env` is the rank's side alone, for programs started by the lines that
+:func:`launch_lines` prints for several machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import os
+import pickle
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hap.errors import HapError, InputError
+
+T = TypeVar("T")
+
+_POLL_S = 0.1  # how soon the death of a rank is noticed
+_GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _blame
+_EXIT_S = 5.0  # a rank that has sent its result and still runs after this is killed
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+_to_parent: Connection | None = None  # in a spawned rank: the pipe to the parent
+_send_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Where this process stands: its rank, the number of ranks, and the device it computes on."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def init_from_env(backend: str | None = None) -> World:
+    """Join the process group that torchrun (RANK, ...) or srun (SLURM_PROCID, ...) describes.
+
+    Args:
+        backend: A backend of torch.distributed; by default nccl where CUDA is there, else gloo.
+            With nccl in it, the CUDA device of this process becomes that of its local rank.
+
+    Raises:
+        InputError: The variables are missing or not numbers, or the device is missing.
+    """
+    slurm = "RANK" not in os.environ  # torchrun inside srun: torchrun's numbers are the right ones
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    rank, size, local_rank = map(_env_int, names if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if "MASTER_ADDR" not in os.environ:
+        hint = "export MASTER_ADDR with the name of the machine on which rank 0 runs"
+        raise InputError("MASTER_ADDR is not set", hint=hint)
+    os.environ.setdefault("MASTER_PORT", "29500")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cpu")
+    if "nccl" in backend:
+        count = torch.cuda.device_count()
+        index = 0 if slurm and count == 1 else local_rank  # srun may bind one GPU to each task
+        if index >= count:
+            what = f"local rank {local_rank} has no CUDA device: this process sees {count}"
+            raise InputError(what, hint="start as many ranks per machine as it has GPUs")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    on_cuda = device if device.type == "cuda" else None
+    dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda)
+    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def _env_int(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        what = f"{name} is {value!r}, not a number" if value else f"{name} is not set"
+        raise InputError(what, hint="start the program with torchrun or srun")
+    return int(value)
+
+
+def report(obj: object) -> None:
+    """Send a small picklable object to ``on_report`` in the parent of a spawned rank.
+
+    Does nothing where no parent listens, so that a program may report under torchrun as well.
+    """
+    if _to_parent is not None:
+        _send(_to_parent, "report", obj)
+
+
+def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -> str:
+    """The shell lines that run a command on several machines, ``(host name, devices)`` each.
+
+    Ranks are numbered machine by machine in the order given, which must be the order of the
+    devices in the cluster file. Unequal counts are legal. torchrun: its static rendezvous sums
+    the counts of the machines before, so every machine needs its own line with its own count
+    (and TORCH_ELASTIC_WORKER_IDENTICAL unset). srun: --ntasks-per-node is one number for all,
+    and --nodelist is sorted, so a host file with a line per rank fixes both count and order.
+
+    Raises:
+        InputError: No machine, no command, or a machine without devices.
+    """
+    if not command or not cluster_nodes or any(count < 1 for _, count in cluster_nodes):
+        what = f"cannot launch {command!r} on {list(cluster_nodes)!r}"
+        raise InputError(what, hint="give a command and at least one device on each machine")
+    program, head = shlex.join(command), shlex.quote(cluster_nodes[0][0])
+    lines = ["# torchrun: each line on the machine that it names"]
+    for node, (host, count) in enumerate(cluster_nodes):
+        place = f"--nnodes={len(cluster_nodes)} --node-rank={node} --nproc-per-node={count}"
+        lines += [
+            f"# on {host}",
+            f"torchrun {place} --master-addr={head} --master-port=29500 --no-python {program}",
+        ]
+    hosts = shlex.join(host for host, count in cluster_nodes for _ in range(count))
+    sizes = f"--nodes={len(cluster_nodes)} --ntasks={sum(count for _, count in cluster_nodes)}"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "# srun: inside an allocation that owns these machines and their GPUs",
+            f"printf '%s\\n' {hosts} > hap.hosts",
+            f"MASTER_ADDR={head} MASTER_PORT=29500 SLURM_HOSTFILE=hap.hosts \\",
+            f"  srun --distribution=arbitrary {sizes} --kill-on-bad-exit=1 {program}",
+        ]
+    )
+
+
+def spawn(
+    target: Callable[..., T],
+    world_size: int,
+    *,
+    args: tuple[Any, ...] = (),
+    backend: str = "gloo",
+    before_rank: Callable[[int, int], None] | None = None,
+    on_report: Callable[[int, Any], None] | None = None,
+    timeout_s: float | None = None,
+) -> list[T]:
+    """Run ``target(*args)`` on ``world_size`` new local processes that form a process group.
+
+    Each has one torch thread and the variables of torchrun. Linux only.
+
+    Args:
+        target: A function at the top level of a module; its result must be picklable. A script
+            that calls ``spawn`` needs ``if __name__ == "__main__":``, since ranks import it.
+        backend: As in :func:`init_from_env`.
+        before_rank: Called here with (rank, pid) once that rank has done its imports and before
+            it joins the group; no target runs before all of these calls have returned.
+        on_report: Called here with (rank, obj) for each :func:`report` of a rank.
+        timeout_s: Seconds for the whole call; None waits for ever.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        InputError: A world size below one, or a target that cannot be pickled.
+        HapError: A rank raised (its traceback is in the message), died, or was too late. All the
+            others have been killed. Errors of the two callbacks pass through, likewise.
+    """
+    if world_size < 1:
+        raise InputError(f"{world_size} ranks asked for", hint="ask for at least one")
+    try:
+        payload = pickle.dumps((target, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        hint = "pass a function at the top level of a module, and picklable arguments"
+        raise InputError(
+            f"{target!r} cannot be sent to other processes: {error}", hint=hint
+        ) from error
+    # The store lives here and its port is chosen by the kernel: no rank can find it taken.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(world_size):
+            with _environment(_torchrun_variables(rank, world_size, store.port)):
+                ranks.append(_start(payload, backend))
+        results = _collect(ranks, before_rank, on_report, timeout_s)
+        for one in ranks:
+            one.process.join(_EXIT_S)
+        return results
+    finally:
+        for one in ranks:
+            _kill(one)
+
+
+class _Rank(NamedTuple):
+    process: SpawnProcess
+    pid: int
+    pipe: Connection
+
+
+def _start(payload: bytes, backend: str) -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_rank_main, args=(theirs, payload, backend, os.getpid()))
+    process.start()
+    theirs.close()  # so that the rank's death closes the pipe
+    assert process.pid is not None
+    return _Rank(process, process.pid, ours)
+
+
+def _kill(rank: _Rank) -> None:
+    """End a rank and all that it started; by SIGKILL, since it may wait in a collective."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.process.kill()  # for one that does not lead its group yet
+    rank.process.join()
+    rank.pipe.close()
+
+
+def _collect(
+    ranks: list[_Rank],
+    before_rank: Callable[[int, int], None] | None,
+    on_report: Callable[[int, Any], None] | None,
+    timeout_s: float | None,
+) -> list[Any]:
+    """Serve the ranks' messages until all results are there; raise on the first failure."""
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    raised: dict[int, str] = {}  # in the order in which the errors came
+    ended: set[int] = set()  # ranks whose pipe is at its end
+    while len(results) < len(ranks):
+        ready = wait([rank.pipe for n, rank in enumerate(ranks) if n not in ended], _POLL_S)
+        for n, (_, pid, pipe) in enumerate(ranks):
+            if pipe not in ready:
+                continue
+            try:
+                kind, body = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                ended.add(n)
+                continue
+            if kind == "ready":
+                if before_rank is not None:
+                    before_rank(n, pid)
+                with contextlib.suppress(BrokenPipeError):  # it has died: seen below
+                    pipe.send_bytes(b"go")
+            elif kind == "report" and on_report is not None:
+                on_report(n, body)
+            elif kind == "result":
+                results[n] = body
+            elif kind == "error":
+                raised[n] = body
+        late = [n for n in range(len(ranks)) if n not in results and n not in raised]
+        died = {
+            n: code
+            for n in late
+            if (code := ranks[n].process.exitcode) is not None
+            and (n in ended or not ranks[n].pipe.poll())  # it left nothing unread
+        }
+        if died or raised:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if time.monotonic() >= deadline:
+            raise _failure(died, raised, late, timeout_s)
+    return [results[n] for n in range(len(ranks))]
+
+
+def _failure(
+    died: Mapping[int, int], raised: Mapping[int, str], late: list[int], timeout_s: float | None
+) -> HapError:
+    """One error for the cause: a rank that died before one that raised, as its peers then do."""
+    for n, code in died.items():
+        if code >= 0:
+            hint = "what it printed above says why, if anything does"
+            return HapError(f"exited with code {code} and no result", where=f"rank {n}", hint=hint)
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        hint = "the kernel kills with SIGKILL when memory runs out" if name == "SIGKILL" else ""
+        return HapError(f"killed by {name}", where=f"rank {n}", hint=hint)
+    for n, text in raised.items():
+        return HapError(text, where=f"rank {n}")
+    what = f"no result from rank {', '.join(map(str, late))} after {timeout_s} s"
+    return HapError(what, hint="ranks that issue different collectives wait for ever")
+
+
+def _rank_main(pipe: Connection, payload: bytes, backend: str, parent: int) -> None:
+    """The life of a spawned rank."""
+    global _to_parent
+    os.setsid()  # its own group: killed with all its children, and deaf to the terminal's Ctrl-C
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever ends the parent
+    if os.getppid() != parent:  # it ended before that call
+        sys.exit(1)
+    _to_parent = pipe
+    try:
+        target, args = pickle.loads(payload)
+        torch.set_num_threads(1)
+        _send(pipe, "ready", None)
+        pipe.recv_bytes()
+        init_from_env(backend)
+        result = target(*args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _send(pipe, "result", result)
+    except BaseException as error:
+        # The group is left to the death of this process: an orderly end could wait for the peers.
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        _send(pipe, "error", f"{summary}\n\n{traceback.format_exc().rstrip()}")
+        sys.exit(1)
+
+
+def _send(pipe: Connection, kind: str, body: object) -> None:
+    # Plain pickle, not torch's: a tensor sent by handle would be lost when its rank exits.
+    message = pickle.dumps((kind, body))
+    with _send_lock:
+        pipe.send_bytes(message)
+
+
+def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a child: set here, since OMP's are read when the child first loads torch."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)

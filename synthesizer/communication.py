@@ -1,0 +1,83 @@
+"""What a conversion between placements costs on the cluster's links, by implementation.
+
+The ranks form a ring in rank order, which crosses every machine's adapter once each way, so
+that the slowest link of the ring bounds all its traffic (alpha-beta model; Thakur et al.,
+"Optimization of collective communication operations in MPICH", 2005). Shards may be uneven:
+a *padded* collective moves the largest shard for everyone, a *grouped* one sends each shard
+with an operation of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hap.cluster import Cluster
+
+Fractions = npt.NDArray[np.float64]
+"""Per rank, its part of a sharded dim; sums to 1."""
+
+
+class Choice(NamedTuple):
+    """One implementation of a conversion and its predicted time."""
+
+    implementation: str
+    seconds: float
+
+
+class Network:
+    """The figures of the ring and of each machine's adapter."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.world_size = cluster.world_size
+        nodes = [d.node for d in cluster.devices]
+        hops = [
+            cluster.intra[a] if a == b else cluster.inter
+            for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)
+        ]
+        self.latency_s = max(h.latency_s for h in hops)
+        self.bytes_per_s = min(h.bandwidth_bytes_per_s for h in hops)
+        self._many = len(cluster.nodes) > 1
+        self._adapter = cluster.inter.bandwidth_bytes_per_s
+        self._inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
+        self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+
+    def choices(self, kind: str, nbytes: int, src: Fractions, dst: Fractions) -> list[Choice]:
+        """All implementations of a collective, the fastest first.
+
+        Args:
+            kind: as :func:`hap.placement.conversion` names it.
+            nbytes: size of the whole tensor.
+            src, dst: parts of the ranks before and after, where that side is sharded.
+        """
+        found = getattr(self, f"_{kind}")(float(nbytes), src, dst)
+        return sorted(found, key=lambda choice: choice.seconds)
+
+    def _gather(self, nbytes: float, parts: Fractions) -> list[Choice]:
+        n, a, bw = self.world_size, self.latency_s, self.bytes_per_s
+        padded = math.ceil(math.log2(n)) * a + (n - 1) * nbytes * float(parts.max()) / bw
+        senders = int(np.count_nonzero(parts))
+        return [Choice("padded", padded), Choice("grouped", senders * a + nbytes / bw)]
+
+    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
+        return self._gather(nbytes, src)
+
+    def _reduce_scatter(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
+        return self._gather(nbytes, dst)
+
+    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
+        n, a, bw = self.world_size, self.latency_s, self.bytes_per_s
+        steps, ring = math.ceil(math.log2(n)), 2 * (n - 1) / n * nbytes / bw
+        return [Choice("ring", 2 * steps * a + ring), Choice("tree", steps * (a + 2 * nbytes / bw))]
+
+    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
+        sent, received = src * (1 - dst), dst * (1 - src)
+        busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())
+        if self._many:
+            s, d = self._member @ src, self._member @ dst
+            leaving = float(np.maximum(s * (1 - d), d * (1 - s)).max())
+            busiest = max(busiest, nbytes * leaving / self._adapter)
+        return [Choice("exact", (self.world_size - 1) * self.latency_s + busiest)]

@@ -1,0 +1,280 @@
+"""Choosing a program is labelling a graph: build the tables, solve, read the program back.
+
+Variables (all costs in integer picoseconds):
+
+* each node: which of its rows runs it (unary: its computing time);
+* each tensor: how it is held (:data:`hap.synthesizer.space.Holding`);
+* each input: the placement in which it is stored; a parameter shares it with its gradient,
+  so that the optimizer updates shards where they lie (unary: the update's time).
+
+Pairs: producer-tensor, the cheapest conversions from the placement that the row makes to the
+holding; tensor-consumer, 0 if the holding gives the placement that the row needs. Elimination
+(:mod:`hap.synthesizer.exact`) minimises the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.graph import Graph, Node
+from hap.placement import Placement, P, R, conversion
+from hap.program import Compute, Convert, Instruction, Program
+from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.rules.base import Row
+from hap.synthesizer.space import Holding, Space
+
+PICOSECONDS = 1e12
+
+Allowed = Callable[[str, Placement, bool], bool]
+"""(tensor, placement, stored) -> may the program hold, or store, the tensor like that?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aims:
+    """What the search minimises: time as one number per vector over ranks, and memory.
+
+    ``memory_s_per_byte`` prices each rank's stored parameters and saved activations; it is
+    raised for the ranks that run out of memory.
+    """
+
+    time: Callable[[PerRank], float] = np.max
+    memory_s_per_byte: PerRank | None = None
+
+
+class Problem:
+    """The tables of one search."""
+
+    def __init__(
+        self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
+    ) -> None:
+        self.space, self.cost, self.aims = space, cost, aims
+        self._allowed = allowed or (lambda tensor, placement, stored: True)
+        self.unary: list[Costs] = []
+        self.pairs: dict[tuple[int, int], Costs] = {}
+        self._conversions: dict[object, tuple[float, tuple[Convert, ...]]] = {}
+        graph = space.graph
+        self.held: dict[str, tuple[Holding, ...]] = {}
+        self._variable: dict[str, int] = {}
+        for name in graph.tensors:
+            self.held[name] = self._filter(name)
+            self._variable[name] = self._add([self._hold_cost(name, h) for h in self.held[name]])
+        self.rows: dict[str, tuple[Row, ...]] = {}
+        self._node: dict[str, int] = {}
+        for node in graph.nodes:
+            self._add_node(node)
+        self.stored: dict[str, tuple[Placement, ...]] = {}
+        self._stored: dict[str, int] = {}
+        for i in graph.inputs:
+            self._add_input(i.tensor, i.role, i.target)
+        for o in graph.outputs:
+            if o.role != "gradient":
+                self._require(self._add([0]), o.tensor, [R])
+
+    def solve(self) -> Labelling | None:
+        """The optimal labelling, or ``None`` if the allowed placements admit no program."""
+        return minimise(self.unary, self.pairs)
+
+    # --- tables ---
+
+    def _filter(self, name: str) -> tuple[Holding, ...]:
+        return tuple(
+            h for h in self.space.holdings[name] if all(self._allowed(name, p, False) for p in h)
+        )
+
+    def _add(self, costs: Iterable[float]) -> int:
+        self.unary.append(np.array([_scaled(c) for c in costs], dtype=np.int64))
+        return len(self.unary) - 1
+
+    def _pair(self, u: int, v: int, table: Costs) -> None:
+        key, table = ((u, v), table) if u < v else ((v, u), table.T)
+        self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
+
+    def _add_node(self, node: Node) -> None:
+        rows = tuple(r for r in self.space.rows[node.name] if self._row_allowed(node, r))
+        self.rows[node.name] = rows
+        v = self._node[node.name] = self._add(
+            self.aims.time(self.cost.compute(node, row)) for row in rows
+        )
+        for k, name in enumerate(node.inputs):
+            self._require(v, name, [row.ins[k] for row in rows])
+        for k, out in enumerate(node.outputs):
+            if out is not None:
+                self._produce(v, out, [row.outs[k] or R for row in rows])
+
+    def _row_allowed(self, node: Node, row: Row) -> bool:
+        placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+        return all(self._allowed(n, p, False) for n, p in placed if n and p and p.sharded)
+
+    def _add_input(self, tensor: str, role: str, target: str) -> None:
+        graph = self.space.graph
+        options = tuple(p for p in self.space.sources[tensor] if self._allowed(tensor, p, True))
+        gradient = graph.gradients.get(target) if role == "parameter" else None
+        costs = [0.0] * len(options)
+        if role == "parameter":
+            costs = [self._store_cost(tensor, p, gradient is not None) for p in options]
+        v = self._stored[tensor] = self._add(costs)
+        self.stored[tensor] = options
+        self._produce(v, tensor, options)
+        if gradient is not None:
+            self._require(v, gradient, options)
+
+    def _store_cost(self, tensor: str, p: Placement, trained: bool) -> float:
+        t = self.space.graph.tensors[tensor]
+        seconds = float(self.aims.time(self.cost.update(t, p))) if trained else 0.0
+        price = self.aims.memory_s_per_byte
+        if price is not None:
+            seconds += float(price @ self.cost.stored_bytes(t, p, trained=trained))
+        return seconds
+
+    def _hold_cost(self, name: str, holding: Holding) -> float:
+        price = self.aims.memory_s_per_byte
+        graph = self.space.graph
+        if price is None or name not in graph.saved:
+            return 0.0
+        return float(sum(price @ self.cost.local_bytes(graph.tensors[name], p) for p in holding))
+
+    def _require(self, v: int, tensor: str, needs: Iterable[Placement]) -> None:
+        """Variable ``v`` needs ``tensor`` in the placement that its label names."""
+        table = [[_given(h, need) for h in self.held[tensor]] for need in needs]
+        self._pair(v, self._variable[tensor], np.array(table, dtype=np.int64))
+
+    def _produce(self, v: int, tensor: str, makes: Iterable[Placement]) -> None:
+        """Variable ``v`` makes ``tensor`` in the placement that its label names."""
+        table = [
+            [_scaled(self.conversions(tensor, p, h)[0]) for h in self.held[tensor]] for p in makes
+        ]
+        self._pair(v, self._variable[tensor], np.array(table, dtype=np.int64))
+
+    def conversions(
+        self, tensor: str, made: Placement, holding: Holding
+    ) -> tuple[float, tuple[Convert, ...]]:
+        """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
+        t = self.space.graph.tensors[tensor]
+        shares = tuple(
+            id(self.cost.parts(t, p)) for p in (made, *holding) if p.sharded
+        )
+        key = (t.shape, t.dtype, made, holding, shares)
+        if key not in self._conversions:
+            self._conversions[key] = self._cheapest(tensor, made, holding)
+        seconds, steps = self._conversions[key]
+        return seconds, tuple(
+            Convert(tensor=tensor, src=s.src, dst=s.dst, implementation=s.implementation, backward=False)
+            for s in steps
+        )
+
+    def _cheapest(
+        self, tensor: str, made: Placement, holding: Holding
+    ) -> tuple[float, tuple[Convert, ...]]:
+        wanted = [p for p in holding if p != made]
+        if made == R and wanted:
+            return float("inf"), ()  # a replica gives every shard by slicing: hold it as R
+        if made in holding:
+            return self._chain(tensor, made, wanted)
+        routes = [wanted, wanted[::-1]] if len(wanted) == 2 else [wanted]
+        return min((self._chain(tensor, made, route) for route in routes), key=lambda c: c[0])
+
+    def _chain(
+        self, tensor: str, made: Placement, route: list[Placement]
+    ) -> tuple[float, tuple[Convert, ...]]:
+        """Convert to each placement in turn: the first from ``made``, the next from the first."""
+        total, steps, src = 0.0, [], made
+        for dst in route:
+            if src.sharded and dst == P:
+                return float("inf"), ()
+            choice = self.cost.convert(self.space.graph.tensors[tensor], src, dst)[0]
+            total += choice.seconds
+            steps.append(
+                Convert(tensor=tensor, src=src, dst=dst, backward=False,
+                        implementation=choice.implementation)
+            )  # fmt: skip
+            src = dst if made == P else made
+        return total, tuple(steps)
+
+    # --- reading the program back ---
+
+    def program(self, labelling: Labelling) -> Program:
+        """The program that a labelling stands for, conversions placed before their first use."""
+        labels = labelling.labels
+        graph = self.space.graph
+        rows = {n: rows[labels[self._node[n]]] for n, rows in self.rows.items()}
+        held = {t: h[labels[self._variable[t]]] for t, h in self.held.items()}
+        stored = {t: p[labels[self._stored[t]]] for t, p in self.stored.items()}
+        return write_program(self, graph, rows, held, stored)
+
+
+def write_program(
+    problem: Problem,
+    graph: Graph,
+    rows: dict[str, Row],
+    held: dict[str, Holding],
+    stored: dict[str, Placement],
+) -> Program:
+    """Instructions in graph order; each conversion stands right before its first use."""
+    made: dict[str, Placement] = dict(stored)
+    exists = {(t, p) for t, p in stored.items()}
+    steps: list[Instruction] = []
+    axes: dict[str, tuple[str, int]] = {}
+
+    def place(tensor: str, p: Placement) -> None:
+        exists.add((tensor, p))
+        if p.sharded:
+            axis = problem.space.axes.axis(tensor, p.dim)
+            assert axis is not None
+            axes[f"{tensor}:{p.dim}"] = (axis.name, axis.units)
+
+    def need(tensor: str, p: Placement, backward: bool) -> None:
+        if (tensor, p) in exists:
+            return
+        holding = held[tensor]
+        if p not in holding:  # a local part of the replica
+            need(tensor, R, backward)
+            convert(Convert(tensor=tensor, src=R, dst=p, implementation="", backward=backward))
+            return
+        for step in problem.conversions(tensor, made[tensor], holding)[1]:
+            if (tensor, step.dst) not in exists:
+                need(tensor, step.src, backward)
+                convert(Convert(tensor=tensor, src=step.src, dst=step.dst, backward=backward,
+                                implementation=step.implementation))  # fmt: skip
+            if step.dst == p:
+                return
+
+    def convert(step: Convert) -> None:
+        steps.append(step)
+        place(step.tensor, step.dst)
+
+    for tensor, p in stored.items():
+        place(tensor, p)
+    for node in graph.nodes:
+        row, backward = rows[node.name], node.name in graph.backward
+        for name, p in zip(node.inputs, row.ins, strict=True):
+            need(name, p, backward)
+        steps.append(Compute(node=node.name, ins=row.ins, outs=row.outs, backward=backward))
+        for out, p_out in zip(node.outputs, row.outs, strict=True):
+            if out is not None and p_out is not None:
+                made[out] = p_out
+                place(out, p_out)
+    parameters = {i.target: i.tensor for i in graph.role("parameter")}
+    ends = []
+    for o in graph.outputs:
+        p = stored[parameters[o.target]] if o.role == "gradient" else R
+        need(o.tensor, p, o.role == "gradient")
+        ends.append(p)
+    program = Program(
+        inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
+        outputs=tuple(ends), axes=axes,
+    )  # fmt: skip
+    program.check(graph)
+    return program
+
+
+def _given(holding: Holding, need: Placement) -> int:
+    """0 if a tensor held like that gives the placement, at once or as a local part."""
+    return 0 if need in holding or R in holding else FORBIDDEN
+
+
+def _scaled(seconds: float) -> int:
+    return FORBIDDEN if seconds == float("inf") else round(float(seconds) * PICOSECONDS)

@@ -1,0 +1,145 @@
+"""The space of programs of one graph: rows of every node, axes, and what each tensor may be.
+
+Built once per graph, before any cost is known. Three restrictions keep it small, and all are
+part of what "optimal" means for this planner:
+
+* only axes on which some product (matmul, convolution, attention) can be split are used:
+  the others can't divide the arithmetic;
+* a tensor is *held* replicated (from which every shard is a free slice), or partial, or in
+  one sharded placement, or in two if a product and another operator read it;
+* what is computed from constants alone (position numbers, causal masks) is made whole by
+  every rank, since each consumer could make its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hap.axes import Axes, Dim, Ties
+from hap.errors import UnsupportedOpError
+from hap.graph import Graph, Node
+from hap.placement import Placement, P, R, S
+from hap.synthesizer.naming import axis_names
+from hap.synthesizer.rules import RULES, Row, rows_of
+from hap.synthesizer.work import FLOPS
+
+Holding = tuple[Placement, ...]
+"""The placements in which a tensor exists at once, besides free slices of a replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Everything that a program of ``graph`` may choose from."""
+
+    graph: Graph
+    axes: Axes
+    rows: Mapping[str, tuple[Row, ...]]
+    holdings: Mapping[str, tuple[Holding, ...]]
+    sources: Mapping[str, tuple[Placement, ...]]
+
+
+def build_space(graph: Graph) -> Space:
+    """Rows, axes and holdings of a graph.
+
+    Raises:
+        UnsupportedOpError: an operator has no rule; the message names it, its line, and the
+            nearest operators that have one.
+    """
+    ties = Ties(graph.tensors)
+    constant = _constants(graph)
+    rows: dict[str, tuple[Row, ...]] = {}
+    for node in graph.nodes:
+        known = _rows(node, graph)
+        if constant.issuperset(o for o in node.outputs if o):
+            known = known[:1]
+        rows[node.name] = tuple(r for r in known if not r.units or ties.tie(_dims(node, r), r.units))
+    axes = _working(graph, rows, ties.build(axis_names(graph)))
+    rows = {
+        n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
+        for n in graph.nodes
+    }
+    stored = {
+        i.tensor: (R, *_shards(i.tensor, graph, axes)) if i.role in ("parameter", "input") else (R,)
+        for i in graph.inputs
+    }
+    return Space(
+        graph=graph,
+        axes=axes,
+        rows=rows,
+        holdings=_holdings(graph, axes, rows, constant),
+        sources=stored,
+    )
+
+
+def _rows(node: Node, graph: Graph) -> list[Row]:
+    try:
+        return rows_of(node, graph)
+    except KeyError:
+        if node.op in RULES:
+            raise
+        near = difflib.get_close_matches(node.op, RULES, n=3, cutoff=0.5)
+        raise UnsupportedOpError(
+            f"no rule says how operator {node.op} may be split",
+            where=node.source or node.name,
+            hint=f"nearest known: {', '.join(near) or 'none'}; rules are in synthesizer/rules",
+        ) from None
+
+
+def _dims(node: Node, row: Row) -> list[Dim]:
+    placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+    return [(name, p.dim) for name, p in placed if name and p and p.sharded]
+
+
+def _shards(tensor: str, graph: Graph, axes: Axes) -> tuple[Placement, ...]:
+    rank = len(graph.tensors[tensor].shape)
+    return tuple(S(d) for d in range(rank) if axes.axis(tensor, d))
+
+
+def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes) -> Axes:
+    """The axes that some product can be split on; all of them if there are no products."""
+    useful = {
+        axes.of[d] for n in graph.nodes if n.op in FLOPS for row in rows[n.name]
+        for d in _dims(n, row)
+    } or set(axes.axes)  # fmt: skip
+    return Axes(
+        axes={name: axis for name, axis in axes.axes.items() if name in useful},
+        of={dim: name for dim, name in axes.of.items() if name in useful},
+    )
+
+
+def _constants(graph: Graph) -> frozenset[str]:
+    """Tensors that depend on no parameter, batch or gradient."""
+    found = {i.tensor for i in graph.inputs if i.role in ("buffer", "constant")}
+    written = {o.target for o in graph.outputs if o.role == "buffer"}
+    found -= {i.tensor for i in graph.inputs if i.target in written}
+    for node in graph.nodes:
+        if found.issuperset(node.inputs) and node.op != "aten.native_dropout.default":
+            found.update(o for o in node.outputs if o)
+    return frozenset(found)
+
+
+def _holdings(
+    graph: Graph, axes: Axes, rows: Mapping[str, tuple[Row, ...]], constant: frozenset[str]
+) -> dict[str, tuple[Holding, ...]]:
+    """What each tensor may be held as: R, P, one shard, or two shards for unlike consumers."""
+    partial = {
+        o for n in graph.nodes for row in rows[n.name]
+        for o, p in zip(n.outputs, row.outs, strict=True) if p == P
+    } & {
+        i for n in graph.nodes for row in rows[n.name]
+        for i, p in zip(n.inputs, row.ins, strict=True) if p == P
+    }  # fmt: skip
+    found: dict[str, tuple[Holding, ...]] = {}
+    for name in graph.tensors:
+        if name in constant:
+            found[name] = ((R,),)
+            continue
+        shards = _shards(name, graph, axes)
+        readers = graph.consumers[name]
+        twice = len(readers) > 1 and any(n.op in FLOPS for n in readers)
+        pairs = tuple(itertools.combinations(shards, 2)) if twice else ()
+        found[name] = ((R,), *(((P,),) if name in partial else ()), *((s,) for s in shards), *pairs)
+    return found

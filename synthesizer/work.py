@@ -1,0 +1,74 @@
+"""How much arithmetic and memory traffic each operator is: one row per op that has any.
+
+Everything not named here is memory traffic: it reads its inputs and writes its outputs. Only
+the operators in :data:`FREE` cost nothing, because they run no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hap.cluster import Work
+from hap.graph import Graph, Node
+from hap.synthesizer.rules.base import Call, numel
+
+FREE = frozenset(
+    f"aten.{op}"
+    for op in """
+    view.default t.default transpose.int permute.default unsqueeze.default squeeze.dim
+    squeeze.dims squeeze.default expand.default slice.Tensor select.int unbind.int split.Tensor
+    split_with_sizes.default
+    """.split()
+)
+
+
+def _mm(call: Call) -> float:
+    a, b = call.ins[-2:]
+    return 2.0 * numel(a.shape) * b.shape[-1]
+
+
+def _convolution(call: Call) -> float:
+    weight = call.ins[1]
+    return 2.0 * call.out.numel * numel(weight.shape[1:])
+
+
+def _convolution_backward(call: Call) -> float:
+    grad, _, weight = call.ins
+    products = sum(o is not None for o in call.node.outputs[:2])
+    return 2.0 * grad.numel * numel(weight.shape[1:]) * products
+
+
+def _attention(products: int, first: int) -> Callable[[Call], float]:
+    def flops(call: Call) -> float:
+        q, k, v = call.ins[first : first + 3]
+        causal = next(a for a in call.node.args if isinstance(a, bool))
+        scores = numel(q.shape[:-1]) * k.shape[-2] * (0.5 if causal else 1.0)
+        return products * scores * (q.shape[-1] + v.shape[-1])
+
+    return flops
+
+
+FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
+    "aten.mm.default": ("matmul", _mm),
+    "aten.bmm.default": ("matmul", _mm),
+    "aten.addmm.default": ("matmul", _mm),
+    "aten.convolution.default": ("conv", _convolution),
+    "aten.convolution_backward.default": ("conv", _convolution_backward),
+    "hap.sdpa.default": ("attention", _attention(2, 0)),
+    "hap.sdpa_backward.default": ("attention", _attention(5, 1)),
+}
+"""Op -> (kind of work, floating-point operations of the whole call)."""
+
+
+def node_work(node: Node, graph: Graph) -> Work:
+    """The work of the undivided operator; both figures are 0 if it runs no kernel."""
+    call = Call(node=node, tensors=graph.tensors)
+    tensors = [*dict.fromkeys(call.ins), *(o for o in call.outs if o is not None)]
+    dtype = call.out.dtype
+    if node.op in FREE:
+        return Work("memory", dtype, 0.0, 0.0)
+    traffic = float(sum(t.nbytes for t in tensors))
+    if node.op in FLOPS:
+        kind, flops = FLOPS[node.op]
+        return Work(kind, dtype, flops(call), traffic)
+    return Work("memory", dtype, float(max(t.numel for t in tensors)), traffic)

@@ -1,0 +1,365 @@
+"""Cluster files: what they describe, every complaint with its line, and the roofline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hap.catalogue import catalogue, find
+from hap.cluster import Cluster, Device, Link, Work, load_cluster
+from hap.errors import ClusterError
+
+CLUSTERS = Path(__file__).parents[1] / "benchmarks" / "clusters"
+
+TWO_NODES = """\
+name: two
+links:
+  between: {bandwidth: 10 Gbit/s, latency: 30 us}
+nodes:
+  - name: fast
+    gpus: 2
+    type: V100
+  - name: slow
+    gpus: 1
+    type: P100
+"""
+
+
+def device(**changes: object) -> Device:
+    figures: dict[str, object] = {
+        "name": "a:0",
+        "kind": "toy",
+        "node": "a",
+        "memory_bytes": 2**30,
+        "flops_per_s": {"float32": 1e12, "float16": 4e12},
+        "memory_bytes_per_s": 1e11,
+        "launch_s": 1e-5,
+        "efficiency": {"attention": 0.5},
+    }
+    return Device(**{**figures, **changes})  # type: ignore[arg-type]
+
+
+# --- the roofline ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Work("matmul", "float32", 1e12, 0), 1.0),
+        (Work("matmul", "float16", 1e12, 0), 0.25),
+        (Work("attention", "float16", 1e12, 0), 0.5),
+        (Work("matmul", "float32", 1e12, 2e11), 2.0),
+        (Work("memory", "int64", 0, 1e11), 1.0),
+        (Work("matmul", "bfloat16", 1e12, 0), 1.0),  # no units of its own: emulated in float32
+        (Work("matmul", "complex128", 1e12, 0), 1.0),  # by way of float64, which has no figure
+    ],
+)
+def test_time_is_launch_plus_the_longer_of_arithmetic_and_traffic(work, seconds) -> None:
+    assert device().seconds(work) == pytest.approx(1e-5 + seconds)
+
+
+def test_no_work_takes_no_time() -> None:
+    assert device().seconds(Work("matmul", "float32", 0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory_bytes": 0},
+        {"memory_bytes_per_s": -1.0},
+        {"flops_per_s": {"float32": float("nan")}},
+        {"flops_per_s": {"float16": 1e12}},
+        {"launch_s": -1e-6},
+        {"efficiency": {"conv": 0.0}},
+    ],
+)
+def test_a_device_refuses_impossible_figures(changes) -> None:
+    with pytest.raises(ClusterError, match=r"a:0"):
+        device(**changes)
+
+
+@pytest.mark.parametrize("figures", [(0, 1e-6), (-1, 0), (float("inf"), 0), (1e9, -1)])
+def test_a_link_refuses_impossible_figures(figures) -> None:
+    with pytest.raises(ClusterError, match="link"):
+        Link(*figures)
+
+
+# --- the catalogue -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("V100", "v100-16", "V100x16", "V100_16GB", "Tesla V100-SXM2-16GB"),
+        ("V100-32", "v100x32"),
+        ("A100", "A100-40", "a100x40", "A100-40GB", "NVIDIA A100-SXM4-40GB"),
+        ("A100-80", "A100 80GB"),
+        ("RTX3090", "RTX 3090", "3090", "NVIDIA GeForce RTX 3090"),
+        ("A6000", "RTX A6000", "NVIDIA RTX A6000"),
+    ],
+)
+def test_spellings_of_one_gpu(names) -> None:
+    kinds = {entry.device.kind for entry in map(find, names) if entry}
+    assert len(kinds) == 1
+    assert all(find(name) for name in names)
+
+
+def test_the_catalogue_is_complete_and_plausible() -> None:
+    wanted = "P100 V100-16 V100-32 T4 A10G L4 L40S P40 A100-40 A100-80 RTX3090 RTX4090 A6000 H100"
+    assert {*wanted.split(), "H200", "MI250X", "MI300X", "cpu"} <= set(catalogue())
+    for kind, entry in catalogue().items():
+        known = entry.device
+        assert {f"flops_per_s.{dtype}" for dtype in known.flops_per_s} < set(known.source), kind
+        for dtype, rate in known.flops_per_s.items():
+            assert rate <= entry.peak.get(dtype, rate), f"{kind} beats its {dtype} datasheet"
+        assert known.memory_bytes_per_s <= entry.peak.get("memory_bandwidth", float("inf")), kind
+
+
+def test_provenance_tells_fitted_figures_from_derived_ones() -> None:
+    assert (
+        "fitted to measured layers" in catalogue()["V100-16"].device.source["flops_per_s.float32"]
+    )
+    assert "as H100-NVL reaches" in catalogue()["H200"].device.source["flops_per_s.float16"]
+    assert "typical of the fitted" in catalogue()["MI300X"].device.source["flops_per_s.float16"]
+    assert "rough" in catalogue()["cpu"].device.source["flops_per_s.float32"]
+
+
+# --- files -------------------------------------------------------------------------------
+
+
+EXAMPLES = {  # file: (ranks of each type, nodes)
+    "hap_testbed.yaml": ([16, 48], 8),
+    "lab_mixed.yaml": ([4, 8], 2),
+    "unlike8.yaml": ([4, 4], 2),
+    "even8.yaml": ([8], 1),
+    "demo4.yaml": ([2, 2], 4),
+    "three_types64.yaml": ([16, 24, 24], 8),
+    "irregular29.yaml": ([21, 8], 8),
+    "hostfile.txt": ([4, 4], 2),
+}
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in CLUSTERS.iterdir()))
+def test_example_clusters(file: str) -> None:
+    ranks_of_each_type, nodes = EXAMPLES[file]
+    cluster = load_cluster(CLUSTERS / file)
+    assert [len(ranks) for ranks in cluster.types()] == ranks_of_each_type
+    assert len(cluster.nodes) == nodes
+    assert cluster.world_size == sum(ranks_of_each_type)
+    again = Cluster.from_dict(json.loads(json.dumps(cluster.to_dict())))
+    assert again == cluster
+    assert again.digest == cluster.digest
+    assert hash(again) == hash(cluster)
+
+
+def test_unequal_machines_keep_their_order() -> None:
+    cluster = load_cluster(CLUSTERS / "irregular29.yaml")
+    assert [len(cluster.ranks(node)) for node in cluster.nodes] == [7, 1, 3, 8, 1, 6, 1, 2]
+    assert {cluster.devices[rank].kind for rank in cluster.ranks("v100")} == {"V100-16"}
+
+
+def test_ranks_follow_the_file() -> None:
+    cluster = load_cluster(TWO_NODES)
+    assert [d.name for d in cluster.devices] == ["fast:0", "fast:1", "slow:0"]
+    assert cluster.nodes == ("fast", "slow")
+    assert cluster.ranks("fast") == (0, 1)
+    assert cluster.inter == Link(1.25e9, 30e-6, "<text>:3")
+    assert str(cluster) == "two: 2 V100-16 + 1 P100 on 2 nodes, 1.25 GB/s between"
+
+
+def test_the_paths_and_the_text_of_a_hostfile_agree() -> None:
+    path = CLUSTERS / "hostfile.txt"
+    assert load_cluster(path).digest == load_cluster(path.read_text()).digest
+    unlike8 = load_cluster(CLUSTERS / "unlike8.yaml")
+    assert [d.figures for d in load_cluster(path).devices] == [d.figures for d in unlike8.devices]
+
+
+def test_a_node_may_mix_gpus_and_override_figures() -> None:
+    cluster = load_cluster("""\
+nodes:
+  - name: box
+    memory: 10 GiB
+    gpus:
+      - A100-40
+      - type: V100
+        count: 2
+        memory: 12 GiB
+        flops: {float32: 10 TFLOP/s}
+        memory_bandwidth: 500 GB/s
+        launch: 0 us
+        efficiency: {conv: 0.7}
+        source: measured in May
+      - {type: K80, memory: 12 GiB, flops: 3 TFLOP/s, memory_bandwidth: 150 GB/s}
+    inside: 8 GB/s
+""")
+    a100, v100, _, k80 = cluster.devices
+    assert [d.memory_bytes >> 30 for d in cluster.devices] == [10, 12, 12, 12]
+    assert v100.flops_per_s["float32"] == 10e12
+    assert v100.flops_per_s["float16"] == catalogue()["V100-16"].device.flops_per_s["float16"]
+    assert v100.memory_bytes_per_s == 500e9
+    assert v100.launch_s == 0
+    assert v100.efficiency == {"attention": 0.5, "conv": 0.7}
+    assert a100.source["memory_bytes"] == "<text>:3"
+    assert v100.source["memory_bytes"] == "measured in May (<text>:8)"
+    assert v100.source["flops_per_s.float16"].startswith("catalogue")
+    assert k80.kind == "K80"
+    assert k80.flops_per_s == {"float32": 3e12}
+    assert cluster.intra["box"] == Link(8e9, 10e-6, "<text>:15; latency assumed")
+
+
+def test_one_rate_moves_all_the_dtypes() -> None:
+    cluster = load_cluster("nodes:\n  - {gpus: 1, type: cpu, flops: 10 GFLOP/s}\n")
+    assert cluster.devices[0].flops_per_s == {"float32": 10e9, "float64": 5e9}
+
+
+def test_a_mixed_machine_is_as_fast_inside_as_its_slower_kind() -> None:
+    cluster = load_cluster("nodes:\n  - {gpus: [A100-40, P100]}\n")
+    assert cluster.intra["node"].bandwidth_bytes_per_s == 10e9
+    assert cluster.inter.source.startswith("not used")
+
+
+def test_local_shares_this_machine() -> None:
+    one, four = load_cluster("local:1"), load_cluster("local:4")
+    assert four.world_size == 4
+    assert len(four.types()) == 1
+    whole, quarter = one.devices[0], four.devices[0]
+    assert quarter.flops_per_s["float32"] == pytest.approx(whole.flops_per_s["float32"] / 4)
+    assert quarter.memory_bytes == whole.memory_bytes // 4
+    assert load_cluster("local").world_size >= 1
+
+
+def test_loss_of_a_device() -> None:
+    cluster = load_cluster(TWO_NODES)
+    assert [d.name for d in cluster.without(0).devices] == ["fast:1", "slow:0"]
+    alone = cluster.without(2)
+    assert alone.nodes == ("fast",)
+    assert set(alone.intra) == {"fast"}
+    with pytest.raises(ClusterError, match="no rank 3"):
+        cluster.without(3)
+
+
+def test_digest_follows_the_figures_alone() -> None:
+    base = load_cluster(TWO_NODES)
+    assert load_cluster("# a comment\n" + TWO_NODES.replace("two", "2")).digest == base.digest
+    for old, new in (("10 Gbit", "11 Gbit"), ("gpus: 1", "gpus: 2"), ("type: P100", "type: T4")):
+        assert load_cluster(TWO_NODES.replace(old, new)).digest != base.digest
+
+
+def test_damaged_plan_data_is_an_error_for_people() -> None:
+    data = load_cluster(TWO_NODES).to_dict()
+    del data["inter"]["latency_s"]
+    with pytest.raises(ClusterError, match="damaged"):
+        Cluster.from_dict(data)
+
+
+NODE = "nodes:\n  - gpus: 2\n    type: V100\n"
+BAD = {
+    "unknown key": (NODE + "    memroy: 3 GiB\n", 4, "memroy", "memory"),
+    "unknown key at the top": ("nods:\n  - gpus: 1\n", 1, "nods", "nodes"),
+    "unknown gpu": ("nodes:\n  - gpus: 1\n    type: A101-40\n", 3, "A101-40", "A100-40"),
+    "gpu unlike any": ("nodes:\n  - gpus: 1\n    type: zzzzz\n", 3, "zzzzz", "give its memory"),
+    "unknown gpu, half described": (
+        "nodes:\n  - gpus: 1\n    type: zzzzz\n    memory: 1 GiB\n    memory_bandwidth: 1 GB/s\n"
+        "    flops: {float16: 1 TFLOP/s}\n",
+        3,
+        "zzzzz",
+        "give its flops: {float32: ...}",
+    ),
+    "unknown dtype": (NODE + "    flops: {fp32: 1 TFLOP/s}\n", 4, "fp32", "float32"),
+    "missing type": ("nodes:\n  - name: a\n    gpus: 2\n", 2, "'type' is missing", "V100"),
+    "missing gpus": ("nodes:\n  - name: a\n    type: V100\n", 2, "'gpus' is missing", "gpus: 8"),
+    "missing nodes": ("name: x\nlinks: {}\n", 1, "'nodes' is missing", "list"),
+    "no nodes": ("name: x\nnodes: []\n", 2, "not a list", "dash"),
+    "nodes not a list": ("name: x\nnodes: {gpus: 1}\n", 2, "not a list", "dash"),
+    "node not a mapping": ("nodes:\n  - worker0\n", 2, "worker0", "key: value"),
+    "empty file": ("\n\n", 1, "is empty", "nodes"),
+    "no devices": ("nodes:\n  - gpus: 0\n    type: V100\n", 1, "no node has a GPU", "gpus: 1"),
+    "negative count": (NODE + "    count: -1\n", 4, "count is -1", ">= 1"),
+    "fractional gpus": ("nodes:\n  - gpus: 1.5\n    type: V100\n", 2, "gpus is 1.5", ">= 0"),
+    "missing unit": (NODE + "    memory: 16\n", 4, "no unit", "16 GiB"),
+    "wrong unit": (NODE + "    memory_bandwidth: 16 GiB\n", 4, "'GiB'", "GB/s"),
+    "zero bandwidth": (NODE + "    memory_bandwidth: 0 GB/s\n", 4, "0 GB/s", "above zero"),
+    "negative link": (NODE + "    inside: -3 GB/s\n", 4, "-3 GB/s", "above zero"),
+    "negative latency": (
+        NODE + "    inside: {bandwidth: 3 GB/s, latency: -1 us}\n",
+        4,
+        "-1 us",
+        "above zero",
+    ),
+    "link without bandwidth": (NODE + "    inside: {latency: 1 us}\n", 4, "missing", "10 Gbit/s"),
+    "bad efficiency": (NODE + "    efficiency: {conv: fast}\n", 4, "conv", "positive number"),
+    "no link between nodes": (NODE + "    count: 2\n", 1, "no link between", "between"),
+    "type beside a list": ("nodes:\n  - gpus: [V100]\n    type: P100\n", 3, "list", "entry"),
+    "two nodes of a name": (
+        "links: {between: 1 GB/s}\nnodes:\n  - {gpus: 1, type: T4}\n  - {gpus: 1, type: T4}\n",
+        3,
+        "two nodes are named 'node'",
+        "apart",
+    ),
+    "yaml syntax": (
+        "nodes:\n  - gpus: [1\n    type: V100\n",
+        3,
+        "not valid yaml",
+        "brackets|quotes",
+    ),
+    "yaml key twice": (NODE + "    gpus: 3\n", 4, "duplicate key", "this line"),
+    "hostfile: unknown gpu": ("a slots=2 type=V100\nb slots=2 type=V10\n", 2, "V10", "V100"),
+    "hostfile: no type": ("a slots=2\nb slots=2\n", 1, "no type", "type="),
+    "hostfile: unknown key": ("a slots=2 type=T4\nb slot=2 type=T4\n", 2, "slot=2", "slots"),
+    "hostfile: bad slots": ("a slots=two type=T4\n\n", 1, "two", "slots=8"),
+    "hostfile: twice": ("a slots=2 type=T4\na slots=2 type=P100\n", 2, "twice", "yaml"),
+    "hostfile: missing unit": (
+        "# hap: between=10,1us\na slots=2 type=T4\n",
+        1,
+        "no unit",
+        "Gbit/s",
+    ),
+    "hostfile: zero": ("# hap: between=0GB/s\na slots=2 type=T4\n", 1, "bandwidth", "positive"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_complaints_name_the_line_and_the_remedy(case: str) -> None:
+    text, line, what, hint = BAD[case]
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(text)
+    assert caught.value.where == f"<text>:{line}"
+    assert what in caught.value.what
+    assert any(part in caught.value.hint for part in hint.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("no/such/file.yaml", "no such file"),
+        ("local:x", "not a number of ranks"),
+        ("local:0", "not a number of ranks"),
+        ("a slots=0 type=T4\n", "no GPUs"),
+        ("a slots=2 type=T4\nb slots=2 type=T4\n", "no link between"),
+    ],
+)
+def test_complaints_about_the_whole(given: str, what: str) -> None:
+    with pytest.raises(ClusterError, match=what) as caught:
+        load_cluster(given)
+    assert caught.value.hint
+
+
+def test_a_file_is_named_in_its_complaints(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(NODE + "    kount: 2\n")
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(path)
+    assert str(caught.value) == "mine.yaml:4: unknown key 'kount'\n  hint: did you mean 'count'?"
+
+
+def test_the_module_stays_light() -> None:
+    """Planning reads clusters from plan files: no parser, no torch."""
+    code = (
+        "import sys, hap.cluster; print(*{'torch', 'numpy', 'pydantic', 'ruamel'} & {*sys.modules})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""

@@ -1,0 +1,311 @@
+"""Ranks as real processes: results, every way to fail, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from hap.errors import HapError, InputError
+from hap.runtime.launch import init_from_env, launch_lines, report, spawn
+
+gloo = pytest.mark.gloo
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within some seconds (a zombie has ended)."""
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def add_up(offset: torch.Tensor) -> tuple[int, torch.Tensor, int, str]:
+    total = torch.tensor([float(dist.get_rank())]) + offset
+    dist.all_reduce(total)
+    report({"step": 1, "rank": dist.get_rank()})
+    report({"step": 2, "rank": dist.get_rank()})
+    return os.getpid(), total, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+@gloo
+def test_results_reports_and_pids_come_back_in_rank_order() -> None:
+    pids: dict[int, int] = {}
+    reports: list[tuple[int, dict[str, int]]] = []
+    variables = dict(os.environ)
+    results = spawn(
+        add_up,
+        3,
+        args=(torch.tensor([10.0]),),
+        before_rank=pids.__setitem__,
+        on_report=lambda rank, obj: reports.append((rank, obj)),
+        timeout_s=120,
+    )
+    assert [pid for pid, *_ in results] == [pids[rank] for rank in range(3)]
+    assert all(total.item() == 33 for _, total, *_ in results)
+    assert {rest for _, _, *rest in results for rest in [tuple(rest)]} == {(1, "1")}
+    assert sorted((rank, obj["rank"], obj["step"]) for rank, obj in reports) == [
+        (rank, rank, step) for rank in range(3) for step in (1, 2)
+    ]
+    assert all(gone(pid) for pid in pids.values())
+    assert dict(os.environ) == variables
+
+
+def fail(how: str) -> None:
+    """Rank 1 fails in a named way while rank 0 waits for it in a collective."""
+    child = subprocess.Popen(["sleep", "1000"])
+    report(child.pid)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("the boiler burst")
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+        time.sleep(1000)
+    dist.all_reduce(torch.zeros(1))
+
+
+@gloo
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "said"),
+    [
+        ("raise", 120, ["rank 1: ValueError: the boiler burst", "in fail", "Traceback"]),
+        ("signal", 120, ["rank 1: killed by SIGKILL"]),
+        ("exit", 120, ["rank 1: exited with code 7"]),
+        ("hang", 8, ["no result from rank 0, 1 after 8 s"]),
+    ],
+)
+def test_a_failure_is_one_error_that_names_its_rank(
+    how: str, timeout_s: float, said: list[str]
+) -> None:
+    pids: list[int] = []
+    with pytest.raises(HapError) as error:
+        spawn(
+            fail,
+            2,
+            args=(how,),
+            before_rank=lambda rank, pid: pids.append(pid),
+            on_report=lambda rank, pid: pids.append(pid),
+            timeout_s=timeout_s,
+        )
+    assert all(text in str(error.value) for text in said), error.value
+    assert len(pids) == 4 or how == "hang"  # a slow machine may need longer to begin
+    assert all(gone(pid) for pid in pids)
+
+
+@gloo
+def test_an_error_of_a_callback_passes_through_and_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def refuse(rank: int, pid: int) -> None:
+        pids.append(pid)
+        raise EOFError("no more")  # of a type that the pipes raise, too
+
+    with pytest.raises(EOFError, match="no more"):
+        spawn(add_up, 2, args=(torch.zeros(1),), before_rank=refuse, timeout_s=120)
+    assert all(gone(pid) for pid in pids)
+
+
+PARENT = """
+import time
+from hap.runtime.launch import report, spawn
+
+def wait():
+    report("running")
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    pids = []
+    spawn(wait, 1, before_rank=lambda rank, pid: pids.append(pid),
+          on_report=lambda rank, obj: print(pids[rank], flush=True))
+"""
+
+
+@gloo
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.send_signal(ending)
+        assert gone(pid)
+        assert parent.wait(30) != 0
+        if ending == signal.SIGINT:
+            assert parent.stderr.read().splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_what_cannot_be_started_is_refused_before_any_process_is() -> None:
+    with pytest.raises(InputError, match="0 ranks"):
+        spawn(add_up, 0)
+    with pytest.raises(InputError, match="cannot be sent"):
+        spawn(lambda: None, 1)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what the code sets is taken away, too
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@gloo
+def test_srun_variables_are_understood(bare_environment: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }.items():
+        bare_environment.setenv(name, value)
+    world = init_from_env("gloo")
+    try:
+        assert (world.rank, world.size, world.local_rank) == (0, 1, 0)
+        assert (dist.get_backend(), world.device.type) == ("gloo", "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "SLURM_PROCID is not set"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "zero"}, "RANK is 'zero', not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_missing_variables_are_named(
+    bare_environment: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        bare_environment.setenv(name, value)
+    with pytest.raises(InputError, match=said) as error:
+        init_from_env("gloo")
+    assert error.value.hint
+
+
+def test_a_local_rank_without_a_device_is_refused(bare_environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        bare_environment.setenv(name, value)
+    bare_environment.setenv("MASTER_ADDR", "127.0.0.1")
+    bare_environment.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="local rank 1 has no CUDA device: this process sees 1"):
+        init_from_env("nccl")
+
+
+@pytest.mark.gpu
+@gloo
+def test_nccl_takes_the_device_of_the_local_rank() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: init_from_env was not tried with nccl")
+    count = torch.cuda.device_count()
+    assert spawn(nccl_device, count, backend="nccl", timeout_s=300) == list(range(count))
+
+
+def nccl_device() -> int:
+    one = torch.ones(1, device="cuda")
+    dist.all_reduce(one)
+    assert one.item() == dist.get_world_size()
+    return torch.cuda.current_device()
+
+
+WHO_AM_I = """
+import os
+from hap.runtime.launch import init_from_env
+import torch.distributed as dist
+world = init_from_env("gloo")
+everyone = [None] * world.size
+dist.all_gather_object(everyone, (world.rank, world.local_rank, os.environ["GROUP_RANK"]))
+print("seen", everyone, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@gloo
+@pytest.mark.slow
+def test_torchrun_lines_of_unequal_machines_work_as_printed(tmp_path: Path) -> None:
+    script = tmp_path / "who_am_i.py"
+    script.write_text(WHO_AM_I)
+    text = launch_lines([sys.executable, str(script)], [("127.0.0.1", 1), ("localhost", 2)])
+    lines = [line for line in text.splitlines() if line.startswith("torchrun")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    port = str(free_port())
+    agents = [
+        subprocess.Popen(
+            line.replace("29500", port),
+            shell=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for line in lines
+    ]
+    try:
+        printed = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    seen = "seen [(0, 0, '0'), (1, 0, '1'), (2, 1, '1')]\n"
+    assert printed == [seen, seen * 2]
+
+
+def as_srun(tmp_path: Path) -> Callable[[str], list[str]]:
+    """A stand-in srun that prints the tasks as its arbitrary distribution lays them out."""
+    fake = tmp_path / "srun"
+    fake.write_text('#!/bin/sh\ncat "$SLURM_HOSTFILE"; echo "$MASTER_ADDR"; echo "$@"\n')
+    fake.chmod(0o755)
+
+    def run(text: str) -> list[str]:
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        lines = text[text.index("# srun") :]
+        done = subprocess.run(
+            ["sh", "-ec", lines], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_srun_lines_give_each_rank_its_machine(tmp_path: Path) -> None:
+    text = launch_lines(["python", "train.py", "a file"], [("old-1", 2), ("new", 1)])
+    *hosts, head, arguments = as_srun(tmp_path)(text)
+    assert hosts == ["old-1", "old-1", "new"]
+    assert head == "old-1"
+    assert arguments == (
+        "--distribution=arbitrary --nodes=2 --ntasks=3 --kill-on-bad-exit=1 python train.py a file"
+    )
+
+
+@pytest.mark.parametrize("nodes", [[], [("a", 0)], [("a", 1), ("b", -1)]])
+def test_machines_without_devices_are_refused(nodes: list[tuple[str, int]]) -> None:
+    with pytest.raises(InputError, match="cannot launch"):
+        launch_lines(["train"], nodes)
