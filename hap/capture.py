@@ -54,14 +54,14 @@ class Step(nn.Module):
 
 
 def flatten(batch: Batch) -> dict[str, TorchTensor]:
-    """The tensors of a batch by name; positional ones are called ``0``, ``1``, ..."""
+    """The tensors of a batch by name; positional ones are ``0``, ``1``, ...; a lone one ``*``."""
     return {k: v for k, v in _entries(batch).items() if isinstance(v, TorchTensor)}
 
 
 def _entries(batch: Batch) -> dict[str, Any]:
     match batch:
         case TorchTensor():
-            return {"0": batch}
+            return {"*": batch}
         case Mapping():
             return {str(k): v for k, v in batch.items()}
         case tuple() | list():

@@ -142,6 +142,10 @@ class Graph:
             raise ValueError(f"no shape is known for {sorted(missing)}")
 
     @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
     def producer(self) -> Mapping[str, Node]:
         return {out: node for node in self.nodes for out in node.outputs if out is not None}
 
@@ -172,9 +176,8 @@ class Graph:
     def saved(self) -> frozenset[str]:
         """Tensors that the forward makes and the backward reads: kept in memory in between."""
         made = {o for n in self.nodes if n.name not in self.backward for o in n.outputs if o}
-        return frozenset(made.intersection(*[set().union(
-            *(n.inputs for n in self.nodes if n.name in self.backward)
-        )]))  # fmt: skip
+        read = {i for n in self.nodes if n.name in self.backward for i in n.inputs}
+        return frozenset(made & read)
 
     def role(self, role: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.role == role)

@@ -77,13 +77,15 @@ class Builder:
         return node.args[0] if same and node is not None else None
 
     def graph(self, *, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Graph:
-        """The finished graph without nodes and results that nobody uses."""
+        """The finished graph without nodes, results and inputs that nobody uses."""
         needed = {o.tensor for o in outputs}
         kept: list[Node] = []
         for node in reversed(self._nodes):
             if needed.intersection(node.outputs):
                 needed.update(node.inputs)
                 kept.append(node)
+        # The second name of a tied parameter, and what the forward ignores, is no input.
+        inputs = tuple(i for i in inputs if i.tensor in needed or i.role in ("input", "tangent"))
         used = needed | {i.tensor for i in inputs}
         nodes = tuple(
             Node(name=n.name, op=n.op, args=n.args, kwargs=n.kwargs, source=n.source,

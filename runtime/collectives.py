@@ -1,0 +1,155 @@
+"""The collectives of a program, with uneven shards, on torch.distributed.
+
+:class:`Comm` is what an emitted program calls. :class:`ProcessGroupComm` runs it on NCCL or
+gloo with the same code; :mod:`hap.runtime.emulate` runs it in one process. ``sizes`` are the
+elements of every rank along the sharded dim, so that no rank ever asks another for a shape.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Sizes = Sequence[int]
+
+
+class Comm(ABC):
+    """One rank's end of the collectives. All ranks call them in the same order."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        """Shards of ``sizes`` along ``dim`` -> the whole tensor on every rank."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        """Terms of full shape -> this rank's shard of their sum."""
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        """Terms of full shape -> their sum on every rank."""
+
+    @abstractmethod
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
+    ) -> Tensor:
+        """A shard along dim ``src`` -> this rank's shard along dim ``dst``."""
+
+    @abstractmethod
+    def agree(self, text: str) -> bool:
+        """Do all ranks pass the same text?"""
+
+
+class ProcessGroupComm(Comm):
+    """Collectives on the default (or a given) process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        whole = _rows_first(x, dim, sum(sizes))
+        parts = list(whole.split(list(sizes)))
+        mine = x.movedim(dim, 0).contiguous()
+        if how == "grouped":
+            parts[self.rank].copy_(mine)
+            works = [
+                dist.broadcast(part, group=self._group, group_src=rank, async_op=True)
+                for rank, part in enumerate(parts)
+                if part.numel()
+            ]
+            for work in works:
+                work.wait()
+            return whole.movedim(0, dim)
+        largest = max(sizes)
+        padded = mine.new_zeros((largest, *mine.shape[1:]))
+        padded[: mine.shape[0]] = mine
+        gathered = padded.new_empty((self.world_size * largest, *mine.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        for rank, part in enumerate(parts):
+            part.copy_(gathered[rank * largest : rank * largest + sizes[rank]])
+        return whole.movedim(0, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        terms = [part.contiguous() for part in x.movedim(dim, 0).split(list(sizes))]
+        if how == "grouped":
+            # The collective works in place on every rank's term; only the owner keeps it.
+            terms = [term.clone() for term in terms]
+            works = [
+                dist.reduce(term, group=self._group, group_dst=rank, async_op=True)
+                for rank, term in enumerate(terms)
+                if term.numel()
+            ]
+            for work in works:
+                work.wait()
+            return terms[self.rank].movedim(0, dim)
+        largest = max(sizes)
+        padded = x.new_zeros((self.world_size, largest, *terms[0].shape[1:]))
+        for rank, term in enumerate(terms):
+            padded[rank, : sizes[rank]] = term
+        out = padded.new_empty(padded.shape[1:])
+        dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=self._group)
+        return out[: sizes[self.rank]].movedim(0, dim)
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        out = x.contiguous().clone()
+        dist.all_reduce(out, group=self._group)
+        return out
+
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
+    ) -> Tensor:
+        pieces = x.split(list(dst_sizes), dim=dst)
+        sent = torch.cat([p.reshape(-1) for p in pieces])
+        shapes = [list(pieces[self.rank].shape) for _ in src_sizes]
+        for shape, size in zip(shapes, src_sizes, strict=True):
+            shape[src] = size
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        received = sent.new_empty(sum(counts))
+        dist.all_to_all_single(
+            received, sent, counts, [p.numel() for p in pieces], group=self._group
+        )
+        parts = received.split(counts)
+        return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim=src)
+
+    def agree(self, text: str) -> bool:
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, text, group=self._group)
+        return len(set(texts)) == 1
+
+
+class LocalComm(Comm):
+    """A world of one rank: nothing to exchange."""
+
+    rank, world_size = 0, 1
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        return x
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        return x
+
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
+    ) -> Tensor:
+        return x
+
+    def agree(self, text: str) -> bool:
+        return True
+
+
+def _rows_first(x: Tensor, dim: int, rows: int) -> Tensor:
+    """An empty tensor of ``x``'s shape with ``dim`` moved to the front and ``rows`` long."""
+    shape = list(x.shape)
+    del shape[dim]
+    return x.new_empty((rows, *shape))

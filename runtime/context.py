@@ -1,0 +1,41 @@
+"""What an emitted program calls at run time: its collectives, and its random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hap.runtime.collectives import Comm
+
+
+class Context:
+    """The ``ctx`` of a rank's forward and backward.
+
+    Random masks come from a generator seeded by (seed, step, operator, place of the shard):
+    replicas draw the same numbers on every rank, shards draw different ones, and a run can be
+    repeated. Masks do depend on how the plan cuts the tensor.
+    """
+
+    def __init__(self, comm: Comm, seed: int = 0) -> None:
+        self.comm = comm
+        self.seed = seed
+        self.step = 0
+        self.training = True
+        self.all_gather = comm.all_gather
+        self.reduce_scatter = comm.reduce_scatter
+        self.all_reduce = comm.all_reduce
+        self.all_to_all = comm.all_to_all
+
+    def dropout(self, x: Tensor, p: float, site: str, place: int) -> Sequence[Tensor]:
+        """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
+        if not self.training or p == 0:
+            return x, torch.ones_like(x, dtype=torch.bool)
+        key = f"{self.seed}/{self.step}/{site}/{place}".encode()
+        generator = torch.Generator(device=x.device)
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        mask.bernoulli_(1 - p, generator=generator)
+        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask

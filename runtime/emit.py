@@ -1,0 +1,225 @@
+"""Plan -> one ``torch.fx.GraphModule`` pair per rank: local shapes, explicit collectives.
+
+The forward takes the rank's context, parameters, buffers and batch, and returns the loss,
+the new buffers, and what the backward needs; the backward takes those and the gradient of
+the loss, and returns a gradient per parameter. Which instruction belongs where is written
+in the program, so that all ranks cut alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hap import ops  # noqa: F401  (registers the logical operators)
+from hap.axes import Shares
+from hap.graph import Dtype, Graph, Node, substitute
+from hap.placement import R
+from hap.program import Compute, Convert, Program, Value
+from hap.runtime.localize import FACTORIES, localize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """A rank's two graphs and what their ends mean.
+
+    ``forward``: ``(ctx, *inputs) -> (loss, *buffers, *saved)``;
+    ``backward``: ``(ctx, *saved, tangent) -> (*gradients,)``.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    inputs: tuple[str, ...]
+    buffers: tuple[str, ...]
+    saved: tuple[Value, ...]
+    gradient_of: tuple[int | None, ...]
+    """Per input of the forward, the place of its gradient among the backward's results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitter:
+    """Emits the program of one rank.
+
+    Args:
+        device: where tensors made from nothing are put.
+        widen: emit float32 as float64, to verify a plan beyond float32's rounding.
+    """
+
+    graph: Graph
+    program: Program
+    shares: Shares
+    rank: int
+    device: torch.device
+    widen: bool = False
+
+    def emit(self) -> Emitted:
+        """Both graphs of this rank."""
+        graph, program = self.graph, self.program
+        tangent = next((i.tensor for i in graph.role("tangent")), None)
+        inputs = tuple(i.tensor for i in graph.inputs if i.role != "tangent")
+        forward = [s for s in program.instructions if not s.backward]
+        backward = [s for s in program.instructions if s.backward]
+        ends = list(zip(graph.outputs, program.outputs, strict=True))
+        results = [Value(o.tensor, p) for o, p in ends if o.role == "loss"]
+        results += [Value(o.tensor, p) for o, p in ends if o.role == "buffer"]
+        gradients = [Value(o.tensor, p) for o, p in ends if o.role == "gradient"]
+        start = {Value(t, program.inputs[t]) for t in inputs}
+        made = start | {v for s in forward for v in self._made(s)}
+        later = [v for s in backward for v in self._used(s)] + gradients
+        saved = tuple(v for v in dict.fromkeys(later) if v in made)
+        given = [Value(tangent, program.inputs[tangent])] if tangent else []
+        return Emitted(
+            forward=self._module([Value(t, program.inputs[t]) for t in inputs], forward,
+                                 [*results, *saved], "Forward"),
+            backward=self._module([*saved, *given], backward, gradients, "Backward"),
+            inputs=inputs,
+            buffers=tuple(o.target for o, _ in ends if o.role == "buffer"),
+            saved=saved,
+            gradient_of=self._gradient_of(inputs),
+        )  # fmt: skip
+
+    def _gradient_of(self, inputs: tuple[str, ...]) -> tuple[int | None, ...]:
+        targets = {i.tensor: i.target for i in self.graph.role("parameter")}
+        places = {target: k for k, target in enumerate(self.graph.gradients)}
+        return tuple(places.get(targets.get(tensor, "")) for tensor in inputs)
+
+    def _made(self, step: Compute | Convert) -> list[Value]:
+        if isinstance(step, Convert):
+            return [Value(step.tensor, step.dst)]
+        outs = zip(self._node(step).outputs, step.outs, strict=True)
+        return [Value(o, p) for o, p in outs if o and p]
+
+    def _used(self, step: Compute | Convert) -> list[Value]:
+        if isinstance(step, Convert):
+            return [Value(step.tensor, step.src)]
+        return [Value(n, p) for n, p in zip(self._node(step).inputs, step.ins, strict=True)]
+
+    def _node(self, step: Compute) -> Node:
+        return self.graph.by_name[step.node]
+
+    def _module(
+        self, given: list[Value], steps: list[Any], results: list[Value], name: str
+    ) -> fx.GraphModule:
+        out = fx.Graph()
+        ctx = out.placeholder("ctx")
+        env: dict[Value, fx.Node] = {}
+        for value in given:
+            env[value] = out.placeholder(_name(value))
+        for step in steps:
+            if isinstance(step, Convert):
+                env[Value(step.tensor, step.dst)] = self._convert(out, ctx, env, step)
+            else:
+                self._compute(out, ctx, env, step)
+        out.output(tuple(env[value] for value in results))
+        out.lint()
+        return fx.GraphModule(torch.nn.Module(), out, name)
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        return self.program.local_shape(self.graph, value, self.shares, self.rank)
+
+    def _compute(
+        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute
+    ) -> None:
+        node = self._node(step)
+        placed = iter(step.ins)
+        if node.op == "aten.native_dropout.default":
+            call = self._dropout(out, ctx, env, step, node)
+        else:
+            ins, outs = self._used(step), zip(node.outputs, step.outs, strict=True)
+            args = localize(
+                node,
+                tuple(self._shape(v) for v in ins),
+                tuple(self._shape(Value(o, p)) if o and p else None for o, p in outs),
+            )
+            args, kwargs = substitute(
+                (args, node.kwargs), lambda ref: env[Value(ref.name, next(placed))]
+            )
+            named = {k: self._plain(v) for k, v in kwargs}
+            if node.op in FACTORIES:
+                dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
+                named |= {"device": self.device, "dtype": self._dtype(dtype)}
+            call = out.call_function(resolve(node.op), tuple(map(self._plain, args)), named)
+        many = len(node.outputs) > 1 or node.op in MANY
+        for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
+            if name and p:
+                value = Value(name, p)
+                env[value] = out.call_function(operator.getitem, (call, k)) if many else call
+                env[value].name = _name(value)
+                env[value].meta["value"] = value
+
+    def _plain(self, arg: Any) -> Any:
+        if isinstance(arg, Dtype):
+            return self._dtype(arg.name)
+        if isinstance(arg, str) and arg.endswith("_format"):
+            return getattr(torch, arg)
+        return [self._plain(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    def _dtype(self, name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, "float64" if self.widen and name == "float32" else name)
+        return found
+
+    def _dropout(
+        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute, node: Node
+    ) -> fx.Node:
+        # Masks must differ between shards and agree between replicas: the place decides.
+        value = Value(node.inputs[0], step.ins[0])
+        place = 0
+        if value.placement.sharded:
+            place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
+        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+
+    def _convert(
+        self, out: fx.Graph, ctx: fx.Node, env: Mapping[Value, fx.Node], step: Convert
+    ) -> fx.Node:
+        src, dst = Value(step.tensor, step.src), Value(step.tensor, step.dst)
+        x, how = env[src], step.implementation
+
+        def sizes(value: Value) -> tuple[int, ...]:
+            return self.program.sizes(self.graph, value, self.shares)
+
+        match step.kind:
+            case "all_gather":
+                call = out.call_method("all_gather", (ctx, x, src.placement.dim, sizes(src), how))
+            case "reduce_scatter":
+                call = out.call_method(
+                    "reduce_scatter", (ctx, x, dst.placement.dim, sizes(dst), how)
+                )
+            case "all_reduce":
+                call = out.call_method("all_reduce", (ctx, x, how))
+            case "all_to_all":
+                dims = (src.placement.dim, dst.placement.dim)
+                call = out.call_method("all_to_all", (ctx, x, *dims, sizes(src), sizes(dst), how))
+            case "slice":
+                mine = sizes(dst)
+                where = (dst.placement.dim, sum(mine[: self.rank]), mine[self.rank])
+                call = out.call_function(torch.narrow, (x, *where))
+            case "mask":
+                call = x if self.rank == 0 else out.call_function(torch.zeros_like, (x,))
+            case kind:
+                raise AssertionError(f"no emission for {kind}")
+        if call is not x:
+            call.name = _name(dst)
+            call.meta["value"] = dst
+        return call
+
+
+# Operators that return a tuple even where the graph uses one result only.
+MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})
+
+
+def resolve(op: str) -> Any:
+    """``aten.mm.default`` -> the operator. Views become reshapes: local strides may differ."""
+    if op == "aten.view.default":
+        return torch.ops.aten.reshape.default
+    namespace, name, overload = op.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _name(value: Value) -> str:
+    """The Python name of a value in emitted code."""
+    return value.tensor.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")

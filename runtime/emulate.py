@@ -1,0 +1,94 @@
+"""N ranks in one process: a thread each, collectives through shared memory.
+
+The definition of what a collective means, in a few lines each, and the way to test a
+program for any world size without processes or a network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hap.runtime.collectives import Comm, Sizes
+
+T = TypeVar("T")
+
+
+class World:
+    """What the ranks share: a slot each, and a barrier between writing and reading."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.slots: list[Any] = [None] * size
+
+    def exchange(self, rank: int, item: Any) -> list[Any]:
+        """Every rank gives an item and gets all of them."""
+        self.slots[rank] = item
+        self.barrier.wait()
+        items = list(self.slots)
+        self.barrier.wait()
+        return items
+
+
+class EmulatedComm(Comm):
+    """One rank of an emulated world."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.world_size = world.size
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        assert x.shape[dim] == sizes[self.rank], (x.shape, dim, sizes, self.rank)
+        return torch.cat(self._world.exchange(self.rank, x), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        start = sum(sizes[: self.rank])
+        terms = self._world.exchange(self.rank, x)
+        return torch.stack(terms).sum(0).narrow(dim, start, sizes[self.rank])
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        return torch.stack(self._world.exchange(self.rank, x)).sum(0)
+
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
+    ) -> Tensor:
+        whole = self.all_gather(x, src, src_sizes, how)
+        return whole.narrow(dst, sum(dst_sizes[: self.rank]), dst_sizes[self.rank])
+
+    def agree(self, text: str) -> bool:
+        return len(set(self._world.exchange(self.rank, text))) == 1
+
+
+def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
+    """``target(comm)`` on every rank of an emulated world; results in rank order.
+
+    Raises:
+        Exception: what the first failing rank raised; the others are released.
+    """
+    world = World(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = target(EmulatedComm(world, rank))
+        except threading.BrokenBarrierError:
+            return  # another rank failed first and has reported why
+        except BaseException as error:
+            errors.append((rank, error))
+            world.barrier.abort()
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0][1]
+    return results

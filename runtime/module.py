@@ -1,0 +1,235 @@
+"""What the user trains: an ``nn.Module`` whose parameters are this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import PlanError
+from hap.plan import Plan
+from hap.runtime.collectives import Comm
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitted, Emitter
+from hap.runtime.shard import cut, gather, stored_value
+
+
+class HapModule(nn.Module):
+    """This rank's part of a planned model; ``module(*local_batch)`` is the global loss.
+
+    Parameters keep their names and are the local shards, so that any elementwise optimizer
+    of torch.optim works on them. ``loss.backward()`` leaves each shard's gradient, reduced
+    over all ranks.
+
+    Args:
+        plan: the plan; its graph must be the model's (see :meth:`hap.plan.Plan.check_model`).
+        model: the whole model, real; its tensors are cut and not kept.
+        comm: this rank's end of the collectives.
+        device: where the shards live.
+        widen: run float32 as float64 (for verification).
+
+    Raises:
+        PlanError: another world size, or the ranks hold different programs.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, comm: Comm, device: torch.device, *,
+        seed: int = 0, widen: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if comm.world_size != plan.world_size:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
+                hint="start as many processes as the cluster file has devices, or plan anew",
+            )
+        digest = f"{plan.graph.digest}/{plan.program.schedule_digest}"
+        if not comm.agree(digest):
+            raise PlanError(
+                "the ranks hold different programs", hint="give every rank the same plan file"
+            )
+        self._plan, self._comm, self._device = plan, comm, device
+        self._emitted = emit(plan, comm.rank, device, widen=widen)
+        self._ctx = Context(comm, seed)
+        self._same = {}  # every name of a tied tensor -> the first
+        for tensors in (
+            dict(model.named_parameters(remove_duplicate=False)),
+            dict(model.named_buffers(remove_duplicate=False)),
+        ):
+            first: dict[int, str] = {}
+            for name, tensor in tensors.items():
+                self._same[name] = first.setdefault(id(tensor), name)
+        self._persistent = set(model.state_dict(keep_vars=True))
+        roles = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
+        self._inputs = {self._same.get(target, target): name for target, name in roles.items()}
+        for name, parameter in model.named_parameters():
+            shard = self._cut(name, parameter)
+            self._put(name, nn.Parameter(shard, parameter.requires_grad))
+        for name, buffer in _tensors(model).items():
+            self._put(name, self._cut(name, buffer))
+        wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
+        self._order = [(i.role, self._same.get(i.target, i.target), i.tensor) for i in wanted]
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The loss over the *global* batch, the same on every rank.
+
+        Args: this rank's part of the batch, in the form that the model takes, as
+            :meth:`hap.plan.Plan.local_batch` cuts it.
+        """
+        batch = {str(k): v for k, v in enumerate(args)} | kwargs
+        if len(args) == 1 and any(i.target == "*" for i in self._plan.graph.inputs):
+            batch["*"] = batch.pop("0")
+        state = self._state()
+        tensors = []
+        for role, target, tensor in self._order:
+            value = self._entry(batch, target, tensor) if role == "input" else state[target]
+            tensors.append(value)
+        self._ctx.training = self.training
+        loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)
+        with torch.no_grad():
+            for target, new in zip(self._emitted.buffers, buffers, strict=True):
+                state[self._same.get(target, target)].copy_(new)
+        self._ctx.step += 1
+        return loss  # type: ignore[no-any-return]
+
+    def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
+        expected = self._plan.local_shape(tensor, self._comm.rank)
+        name = "the batch" if target == "*" else f"batch entry {target!r}"
+        if target not in batch:
+            raise PlanError(f"{name} is missing", hint="pass plan.local_batch(batch, rank)")
+        if tuple(batch[target].shape) != expected:
+            raise PlanError(
+                f"{name} has shape {tuple(batch[target].shape)}, "
+                f"rank {self._comm.rank}'s part is {expected}",
+                hint="cut the global batch with plan.local_batch(batch, rank)",
+            )
+        return batch[target].to(self._device)
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        tensor = self._inputs.get(self._same.get(name, name))
+        if tensor is None:  # unused by the step: kept whole
+            return whole.detach().clone().to(self._device)
+        value = stored_value(self._plan, tensor)
+        return cut(self._plan, value, whole, self._comm.rank).to(self._device)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        """Register under a dotted name, in bare submodules like the model's."""
+        owner: nn.Module = self
+        *path, leaf = name.split(".")
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(leaf, tensor)
+        else:
+            owner.register_buffer(leaf, tensor, persistent=name in self._persistent)
+
+    def _state(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters()) | dict(self.named_buffers())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's ordinary state dict, whole tensors on every rank; all ranks must call it."""
+        state = self._state()
+        whole = {}
+        for name in self._same:
+            if name not in self._persistent:
+                continue
+            first = self._same[name]
+            if first not in whole:
+                tensor = self._inputs.get(first)
+                shard = state[first]
+                value = stored_value(self._plan, tensor) if tensor else None
+                full = gather(self._plan, value, shard, self._comm) if value else shard.detach()
+                whole[first] = full
+            whole[name] = whole[first]
+        return whole
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Cut an ordinary state dict of the model into this rank's shards.
+
+        Raises:
+            PlanError: a name is missing or unknown, or a tensor has another shape.
+        """
+        missing = self._persistent - state_dict.keys()
+        unknown = state_dict.keys() - self._persistent
+        if missing or unknown:
+            raise PlanError(
+                f"the state dict lacks {sorted(missing)[:3]} and has unknown {sorted(unknown)[:3]}",
+                hint="pass the state dict of the model that was planned",
+            )
+        state = self._state()
+        for name, whole in state_dict.items():
+            target = state[self._same[name]]
+            shard = self._cut(self._same[name], whole)
+            if shard.shape != target.shape:
+                raise PlanError(f"{name} has shape {tuple(whole.shape)} in the state dict")
+            with torch.no_grad():
+                target.copy_(shard)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient: shards are summed over ranks, replicas once."""
+        shards = torch.zeros((), dtype=torch.float64, device=self._device)
+        replicas = torch.zeros_like(shards)
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                continue
+            square = parameter.grad.double().square().sum()
+            tensor = self._inputs.get(name)
+            if tensor and self._plan.program.inputs[tensor].sharded:
+                shards += square
+            else:
+                replicas += square
+        return (self._comm.all_reduce(shards, "ring") + replicas).sqrt()
+
+
+def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
+    """Scale all gradients so that their *global* 2-norm is at most ``max_norm``.
+
+    Every rank must call it. Returns the norm before scaling, as
+    ``torch.nn.utils.clip_grad_norm_`` does on one device.
+    """
+    norm = module.grad_norm()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm
+
+
+def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
+    """The two graphs of one rank of a plan."""
+    return Emitter(
+        graph=plan.graph, program=plan.program, shares=plan.shares, rank=rank, device=device,
+        widen=widen,
+    ).emit()  # fmt: skip
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors kept as plain attributes, by dotted name."""
+    found = dict(model.named_buffers())
+    for path, sub in model.named_modules():
+        for key, value in vars(sub).items():
+            if isinstance(value, Tensor):
+                found[f"{path}.{key}" if path else key] = value
+    return found
+
+
+class _Step(torch.autograd.Function):
+    """The emitted forward and backward as one autograd node."""
+
+    @staticmethod
+    def forward(fn: Any, emitted: Emitted, ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = emitted.forward(ctx, *tensors)
+        count = 1 + len(emitted.buffers)
+        fn.emitted, fn.rank_ctx = emitted, ctx
+        fn.save_for_backward(*results[count:])
+        fn.mark_non_differentiable(*results[1:count])
+        return tuple(results[:count])
+
+    @staticmethod
+    def backward(fn: Any, *grads: Tensor) -> Any:
+        results = fn.emitted.backward(fn.rank_ctx, *fn.saved_tensors, grads[0])
+        places = fn.emitted.gradient_of
+        return None, None, *(None if k is None else results[k] for k in places)

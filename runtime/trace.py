@@ -1,0 +1,104 @@
+"""Where a program goes wrong: every value of every rank against one device's.
+
+Slow and memory-hungry; only run when a verification has failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hap.capture import Batch, flatten
+from hap.graph import Graph
+from hap.placement import R
+from hap.plan import Plan
+from hap.program import Compute, Program, Value
+from hap.runtime.collectives import Comm, LocalComm
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+from hap.runtime.emulate import run_ranks
+from hap.runtime.shard import cut, stored_value
+
+
+def first_difference(
+    plan: Plan, model: nn.Module, batch: Batch, *, widen: bool, tolerance: float
+) -> str | None:
+    """The first tensor in program order whose recombined value differs, or ``None``."""
+    whole = _inputs(plan.graph, model, batch)
+
+    def run(comm: Comm) -> dict[Value, Tensor]:
+        given = {t: cut(plan, stored_value(plan, t), x, comm.rank) for t, x in whole.items()}
+        emitter = Emitter(graph=plan.graph, program=plan.program, shares=plan.shares,
+                          rank=comm.rank, device=torch.device("cpu"), widen=widen)  # fmt: skip
+        return trace(emitter, given, comm)
+
+    ranks = run_ranks(plan.world_size, run)
+    single = Emitter(graph=plan.graph, program=undivided(plan.graph), shares={}, rank=0,
+                     device=torch.device("cpu"), widen=widen)  # fmt: skip
+    reference = trace(single, whole, LocalComm())
+    for value in ranks[0]:
+        expected = reference.get(Value(value.tensor, R))
+        if expected is None or not expected.is_floating_point():
+            continue
+        parts = [seen[value] for seen in ranks]
+        if value.placement.sharded:
+            found = torch.cat(parts, value.placement.dim)
+        else:
+            found = torch.stack(parts).sum(0) if value.placement.kind == "P" else parts[-1]
+        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-12)
+        if found.shape != expected.shape or not _close(found, expected, 10 * tolerance * scale):
+            return str(value)
+    return None
+
+
+def trace(emitter: Emitter, given: dict[str, Tensor], comm: Comm) -> dict[Value, Tensor]:
+    """Run a rank's forward and backward and keep every value."""
+    emitted = emitter.emit()
+    ctx = Context(comm)
+    seen: dict[Value, Tensor] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if "value" in n.meta and isinstance(result, Tensor):
+                seen[n.meta["value"]] = result.detach().clone()
+            return result
+
+    with torch.no_grad():
+        results = Recorder(emitted.forward).run(ctx, *(given[t] for t in emitted.inputs))
+        saved = results[1 + len(emitted.buffers) :]
+        Recorder(emitted.backward).run(ctx, *saved, torch.ones_like(results[0]))
+    return seen
+
+
+def undivided(graph: Graph) -> Program:
+    """The program of one device: everything replicated."""
+    steps = tuple(
+        Compute(node=n.name, ins=(R,) * len(n.inputs), backward=n.name in graph.backward,
+                outs=tuple(R if o else None for o in n.outputs))
+        for n in graph.nodes
+    )  # fmt: skip
+    return Program(
+        inputs={i.tensor: R for i in graph.inputs},
+        instructions=tuple(sorted(steps, key=lambda s: s.backward)),
+        outputs=(R,) * len(graph.outputs),
+        axes={},
+    )
+
+
+def _inputs(graph: Graph, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    entries = flatten(batch)
+    found = {}
+    for i in graph.inputs:
+        if i.role == "input":
+            found[i.tensor] = entries[i.target]
+        elif i.role != "tangent":
+            path, _, leaf = i.target.rpartition(".")
+            found[i.tensor] = getattr(model.get_submodule(path), leaf).detach()
+    return found
+
+
+def _close(a: Tensor, b: Tensor, limit: float) -> bool:
+    return bool(((a - b).abs() <= limit).all())

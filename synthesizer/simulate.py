@@ -1,0 +1,147 @@
+"""A program on a timeline: predicted step time and peak memory of every rank.
+
+Each rank has one stream; it computes while it can and waits at every collective until the
+last rank arrives (communication does not yet overlap with computing). Memory is counted
+from first definition to last use; views share the storage of what they look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.graph import Graph, Node
+from hap.placement import Placement
+from hap.program import Compute, Convert, Program, Value
+from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.rules.base import Row
+from hap.synthesizer.work import FREE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What one training step does to each rank; vectors have one entry per rank.
+
+    ``step_s`` ends with the slowest rank's optimizer step. ``compute_s`` + ``wait_s`` +
+    ``communicate_s`` is the same sum for every rank.
+    """
+
+    step_s: float
+    compute_s: PerRank
+    wait_s: PerRank
+    communicate_s: float
+    stored_bytes: PerRank
+    peak_bytes: PerRank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The computing between two collectives: seconds per rank, then the collective's."""
+
+    compute_s: PerRank
+    communicate_s: float
+
+
+def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
+    """The stages of a step in order; the optimizer's step is the last one."""
+    nodes = {n.name: n for n in graph.nodes}
+    world = cost.machine.cluster.world_size
+    found: list[Stage] = []
+    busy = np.zeros(world)
+    for step in program.instructions:
+        if isinstance(step, Compute):
+            busy = busy + cost.compute(nodes[step.node], Row(step.outs, step.ins))
+            continue
+        seconds = convert_seconds(graph, step, cost)
+        if step.local:
+            busy = busy + seconds
+        else:
+            found.append(Stage(compute_s=busy, communicate_s=seconds))
+            busy = np.zeros(world)
+    for i in graph.role("parameter"):
+        if i.target in graph.gradients:
+            busy = busy + cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
+    return [*found, Stage(compute_s=busy, communicate_s=0.0)]
+
+
+def convert_seconds(graph: Graph, step: Convert, cost: CostModel) -> float:
+    """Predicted time of a conversion by the implementation that the program names."""
+    choices = cost.convert(graph.tensors[step.tensor], step.src, step.dst)
+    return next(c.seconds for c in choices if c.implementation == step.implementation)
+
+
+def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
+    """Run a program on the cost model's cluster and shares."""
+    world = cost.machine.cluster.world_size
+    compute, wait, communicate = np.zeros(world), np.zeros(world), 0.0
+    for stage in stages(graph, program, cost):
+        compute = compute + stage.compute_s
+        wait = wait + (stage.compute_s.max() - stage.compute_s)
+        communicate += stage.communicate_s
+    stored, peak = memory(graph, program, cost)
+    return Timeline(
+        step_s=float((compute + wait).max()) + communicate,
+        compute_s=compute, wait_s=wait, communicate_s=communicate,
+        stored_bytes=stored, peak_bytes=peak,
+    )  # fmt: skip
+
+
+def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, PerRank]:
+    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank."""
+    nodes = {n.name: n for n in graph.nodes}
+    root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
+    last: dict[Value, int] = {}  # storage -> index of its last use
+    born: list[list[Value]] = []
+
+    def use(value: Value, at: int) -> None:
+        last[root.setdefault(value, value)] = at
+
+    for at, step in enumerate(program.instructions):
+        made: list[Value] = []
+        if isinstance(step, Compute):
+            node = nodes[step.node]
+            ins = [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
+            outs = _outs(node, step.outs)
+            alias = node.op in FREE
+        else:
+            ins, outs = [Value(step.tensor, step.src)], [Value(step.tensor, step.dst)]
+            alias = step.kind == "slice"
+        for value in ins:
+            use(value, at)
+        for value in outs:
+            root[value] = root[ins[0]] if alias and ins else value
+            if root[value] == value:
+                made.append(value)
+            use(value, at)
+        born.append(made)
+    end = len(program.instructions)
+    for output, p in zip(graph.outputs, program.outputs, strict=True):
+        use(Value(output.tensor, p), end)
+
+    stored = np.zeros(cost.machine.cluster.world_size)
+    alive = np.zeros_like(stored)
+    for i in graph.inputs:
+        t, p = graph.tensors[i.tensor], program.inputs[i.tensor]
+        alive = alive + cost.local_bytes(t, p)
+        if i.role == "parameter":
+            copies = 1 + (cost.optimizer_states if i.target in graph.gradients else 0)
+            stored = stored + copies * cost.local_bytes(t, p)
+            alive = alive + (copies - 1) * cost.local_bytes(t, p)
+    dying: dict[int, list[Value]] = {}
+    for value, at in last.items():
+        dying.setdefault(at, []).append(value)
+    inputs = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
+    peak = alive
+    for at, made in enumerate(born):
+        for value in made:
+            alive = alive + cost.local_bytes(graph.tensors[value.tensor], value.placement)
+        peak = np.maximum(peak, alive)
+        for value in dying.get(at, ()):
+            if value not in inputs:
+                alive = alive - cost.local_bytes(graph.tensors[value.tensor], value.placement)
+    return stored, peak
+
+
+def _outs(node: Node, placements: tuple[Placement | None, ...]) -> list[Value]:
+    return [Value(o, p) for o, p in zip(node.outputs, placements, strict=True) if o and p]
