@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from hap import api as api
+    from hap import model_file as model_file
     from hap import report as report
+    from hap import terminal as terminal
     from hap import worker as worker
     from hap.api import clip_grad_norm_, compile, plan, verify
     from hap.cluster import Cluster, load_cluster
@@ -59,7 +61,13 @@ _NAMES: Final = {
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME: Final = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES: Final = ("api", "report", "worker")  # heavy: the command line takes them from here
+_MODULES: Final = (
+    "api",
+    "model_file",
+    "report",
+    "terminal",
+    "worker",
+)  # heavy: for the command line
 
 
 def __getattr__(name: str) -> Any:

@@ -171,6 +171,14 @@ def _nll_loss_backward(
     return aten.nll_loss_backward(grad / count, x, target, weight, 2, ignore, count)
 
 
+def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> Any:
+    *options, (want_x, want_w, want_bias) = rest
+    if not want_bias:
+        return NotImplemented
+    dx, dw, _ = aten.convolution_backward(grad, x, w, None, *options, [want_x, want_w, False])
+    return dx, dw, grad.sum([0, *range(2, grad.dim())])
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **torch._decomp.get_decompositions([  # type: ignore[attr-defined]
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
@@ -182,8 +190,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.convolution_backward.default: _convolution_backward,
 }  # fmt: skip
-"""Mean reductions become a sum over the shards and a division by the *global* count."""
+"""Mean reductions become a sum over the shards and a division by the *global* count; a
+convolution's bias gradient, which needs no input channel, becomes an operator of its own."""
 
 
 # --- fx -> Graph ---
@@ -193,11 +203,12 @@ _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
 
 def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]) -> Graph:
     build = Builder()
+    names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
     inputs = []
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
-        target = batch_names[int(target)] if role == "input" else target.removeprefix("module.")
+        target = batch_names[int(target)] if role == "input" else names.get(target, target)
         values[node] = Ref(build.tensor(_tensor(node.name, node.meta["val"])))
         inputs.append(Input(tensor=node.name, role=role, target=target))
 
@@ -246,11 +257,22 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
         )
         values[node] = refs if many else refs[0]
     outputs = [
-        Output(tensor=values[n].name, role=role, target=target.removeprefix("module."))
+        Output(tensor=values[n].name, role=role, target=names.get(target, target))
         for n, (role, target) in zip(joint.graph.output_node().args[0], joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _first_names(step: Step) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor in the module."""
+    module = step.module
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {f"module.{name}": first.setdefault(id(t), name) for name, t in named}
 
 
 def _tensor(name: str, value: TorchTensor) -> Tensor:

@@ -149,8 +149,7 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
         with _user_code(path, f"{name}()"):
             result = function(*args)
         if not isinstance(result, returns):
-            expected = f"{returns.__module__.removesuffix('.module')}.{returns.__name__}"
-            what = f"{name}() returned {type(result).__name__}, not {expected}"
+            what = f"{name}() returned a {type(result).__name__}, not a torch {returns.__name__}"
             code = getattr(function, "__code__", None)
             raise ModelError(what, where=f"{path}:{code.co_firstlineno}" if code else path)
         return result

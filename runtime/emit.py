@@ -18,10 +18,10 @@ from torch import fx
 
 from hap import ops  # noqa: F401  (registers the logical operators)
 from hap.axes import Shares
-from hap.graph import Dtype, Graph, Node, substitute
-from hap.placement import R
+from hap.graph import Dtype, Graph, Node, Ref, substitute
+from hap.placement import P, R
 from hap.program import Compute, Convert, Program, Value
-from hap.runtime.localize import FACTORIES, localize
+from hap.runtime.localize import CONTIGUOUS, FACTORIES, localize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,19 +126,30 @@ class Emitter:
         self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute
     ) -> None:
         node = self._node(step)
+        if self._without_share(step):
+            # A partial argument is a bias that one rank alone adds, whatever its share.
+            bias = [v for v in self._used(step) if v.placement == P]
+            for value in self._made(step):
+                empty = self._zeros(out, value)
+                made = self._add_bias(out, env, value, empty, bias[0]) if bias else empty
+                env[value] = self._mark(made, value)
+            return
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
             call = self._dropout(out, ctx, env, step, node)
         else:
-            ins, outs = self._used(step), zip(node.outputs, step.outs, strict=True)
+            outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
                 node,
-                tuple(self._shape(v) for v in ins),
                 tuple(self._shape(Value(o, p)) if o and p else None for o, p in outs),
             )
-            args, kwargs = substitute(
-                (args, node.kwargs), lambda ref: env[Value(ref.name, next(placed))]
-            )
+
+            def tensor(ref: Ref) -> fx.Node:
+                local = env[Value(ref.name, next(placed))]
+                dense = node.op in CONTIGUOUS
+                return out.call_method("contiguous", (local,)) if dense else local
+
+            args, kwargs = substitute((args, node.kwargs), tensor)
             named = {k: self._plain(v) for k, v in kwargs}
             if node.op in FACTORIES:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
@@ -148,9 +159,37 @@ class Emitter:
         for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
             if name and p:
                 value = Value(name, p)
-                env[value] = out.call_function(operator.getitem, (call, k)) if many else call
-                env[value].name = _name(value)
-                env[value].meta["value"] = value
+                part = out.call_function(operator.getitem, (call, k)) if many else call
+                env[value] = self._mark(part, value)
+
+    def _without_share(self, step: Compute) -> bool:
+        """Has this rank no elements here? Its shards are empty then and its terms are zero.
+
+        Many kernels refuse empty dims, and none need run. Results that stay whole must be
+        computed all the same.
+        """
+        values = [v for v in (*self._used(step), *self._made(step)) if v.placement.sharded]
+        whole = any(v.placement == R for v in self._made(step))
+        return not whole and any(0 in self._shape(v) for v in values)
+
+    def _add_bias(
+        self, out: fx.Graph, env: dict[Value, fx.Node], result: Value, zeros: fx.Node, bias: Value
+    ) -> fx.Node:
+        shape, rank = self._shape(bias), len(self._shape(result))
+        if rank > 2 and len(shape) == 1:  # a convolution's: along the channels
+            shape = (*shape, *(1 for _ in range(rank - 2)))
+        term = out.call_function(torch.ops.aten.reshape.default, (env[bias], list(shape)))
+        return out.call_function(torch.add, (zeros, term))
+
+    def _zeros(self, out: fx.Graph, value: Value) -> fx.Node:
+        dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
+        options = {"dtype": dtype, "device": self.device}
+        return out.call_function(torch.zeros, (list(self._shape(value)),), options)
+
+    def _mark(self, node: fx.Node, value: Value) -> fx.Node:
+        node.name = _name(value)
+        node.meta["value"] = value
+        return node
 
     def _plain(self, arg: Any) -> Any:
         if isinstance(arg, Dtype):
@@ -202,10 +241,7 @@ class Emitter:
                 call = x if self.rank == 0 else out.call_function(torch.zeros_like, (x,))
             case kind:
                 raise AssertionError(f"no emission for {kind}")
-        if call is not x:
-            call.name = _name(dst)
-            call.meta["value"] = dst
-        return call
+        return call if call is x else self._mark(call, dst)
 
 
 # Operators that return a tuple even where the graph uses one result only.

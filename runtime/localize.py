@@ -36,16 +36,17 @@ FACTORIES = frozenset(
     """.split()
 )
 
+# Operators whose kernels read some input as if it were contiguous (seen on CPU, torch 2.13).
+CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
+
 
 def localize(
-    node: Node, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape | None, ...]
+    node: Node, out_shapes: tuple[Shape | None, ...]
 ) -> tuple[Arg, ...]:
-    """The arguments of ``node`` on a rank with these local shapes; tensors stay references."""
+    """The arguments of ``node`` on a rank with these local results; tensors stay references."""
     args = list(node.args)
     if node.op in RESULT_SHAPE:
         args[RESULT_SHAPE[node.op]] = next(s for s in out_shapes if s is not None)
-    if node.op == "aten.convolution_backward.default" and args[3] is not None:
-        args[3] = (in_shapes[2][0],)  # the bias has as many elements as the weight has rows
     return tuple(args)
 
 

@@ -62,14 +62,14 @@ class HapModule(nn.Module):
                 self._same[name] = first.setdefault(id(tensor), name)
         self._persistent = set(model.state_dict(keep_vars=True))
         roles = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
-        self._inputs = {self._same.get(target, target): name for target, name in roles.items()}
+        self._inputs = roles
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
             self._put(name, nn.Parameter(shard, parameter.requires_grad))
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
-        self._order = [(i.role, self._same.get(i.target, i.target), i.tensor) for i in wanted]
+        self._order = [(i.role, i.target, i.tensor) for i in wanted]
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The loss over the *global* batch, the same on every rank.
@@ -89,7 +89,7 @@ class HapModule(nn.Module):
         loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)
         with torch.no_grad():
             for target, new in zip(self._emitted.buffers, buffers, strict=True):
-                state[self._same.get(target, target)].copy_(new)
+                state[target].copy_(new)
         self._ctx.step += 1
         return loss  # type: ignore[no-any-return]
 
@@ -107,7 +107,7 @@ class HapModule(nn.Module):
         return batch[target].to(self._device)
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
-        tensor = self._inputs.get(self._same.get(name, name))
+        tensor = self._inputs.get(name)
         if tensor is None:  # unused by the step: kept whole
             return whole.detach().clone().to(self._device)
         value = stored_value(self._plan, tensor)

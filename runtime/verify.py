@@ -8,13 +8,15 @@ should vanish (of a key's bias in attention, say) is all rounding.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capture import Batch, Loss, Step, flatten
 from hap.plan import Plan
@@ -110,7 +112,34 @@ def observe_reference(
     twin = copy.deepcopy(model)
     step = Step(twin, batch, loss)
     tensors = tuple(flatten(batch).values())
-    return _observe(twin, lambda: step(*tensors), optimizer)
+    if next(iter(twin.parameters())).dtype != torch.float64:
+        return _observe(twin, lambda: step(*tensors), optimizer)
+    with float64_throughout():
+        return _observe(twin, lambda: step(*tensors), optimizer)
+
+
+@contextlib.contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Code that names float32 gets float64, as a program emitted with ``widen`` does.
+
+    Models cast to float32 where half precision would hurt; at double precision those casts
+    would be the only rounding left, and the reference the less exact of the two.
+    """
+
+    class Widen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+            def wide(x: Any) -> Any:
+                return torch.float64 if x is torch.float32 else x
+
+            return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Widen():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _observe(

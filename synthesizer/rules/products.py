@@ -50,12 +50,13 @@ def _convolution_backward(call: Call) -> list[Row]:
     plain = not call.arg(7) and call.arg(9) == 1
     c, o = ("c", "o") if plain else (None, None)
     x, w = ["n", c, *space], [o, c, *space]
+    # The third result, the bias's gradient, is a sum of its own: see hap.capture.
     return equation(
         call,
         [["n", o, *space], x, w],
-        [x, w, [o]],
+        [x, w, []],
         linear=[{0}],
-        depends=[{0, 2}, {0, 1}, {0}],
+        depends=[{0, 2}, {0, 1}, set()],
     )
 
 

@@ -1,0 +1,142 @@
+"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``.
+
+Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
+2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+that ``hap --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+import hap
+from hap.errors import HapError, InputError, VerifyError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="hap")
+def main() -> None:
+    """Plan, prove and run one training step across unlike GPUs."""
+
+
+def _command(function: Callable[..., None]) -> click.Command:
+    """A command of ``main`` that tells errors in two lines; with -v, their traceback too."""
+
+    @functools.wraps(function)
+    def told(*, verbose: bool, **given: Any) -> None:
+        try:
+            function(**given)
+        except HapError as error:
+            if verbose:
+                traceback.print_exc()
+            click.echo(f"error: {error}", err=True)
+            raise SystemExit(error.exit_code) from error
+
+    told = click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")(
+        told
+    )
+    return main.command(no_args_is_help=True)(told)
+
+
+@_command
+@click.argument("model")
+@click.option("--cluster", required=True, help="yaml file, hostfile, `local` or `local:4`.")
+@click.option("-o", "--output", default="plan.json", show_default=True, help="The plan file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
+@click.option("--allow-idle", is_flag=True, help="Let devices that would slow the step down wait.")
+def plan(model: str, cluster: str, output: str, as_json: bool, allow_idle: bool) -> None:
+    """Plan MODEL, a file `model.py` or `model.py:function`."""
+    folder = Path(output).absolute().parent
+    if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
+        raise InputError("the plan cannot be written there", where=output, hint="change -o")
+    start = time.perf_counter()
+    made = hap.api.plan_file(model, cluster, allow_idle=allow_idle, progress=_note)
+    made.save(output)
+    _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
+    if as_json:
+        click.echo(json.dumps(hap.report.plan_json(made), indent=1))
+    else:
+        hap.terminal.emit(hap.report.plan_screen(made, output))
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--processes", is_flag=True, help="A process per rank, instead of all in one.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32"]),
+    default="float64",
+    show_default=True,
+    help="What to compute in; float64 tells rounding from mistakes.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
+def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
+    """Compare PLAN with one device: same loss, same gradients?"""
+    made = hap.Plan.load(plan_file)
+    model_file = hap.model_file.model_file_of(made)
+    verdict = hap.api.verify(made, model_file, processes=processes, dtype=dtype, seed=seed)
+    hap.terminal.emit(hap.report.verdict_table(verdict.rows))
+    if not verdict.ok:
+        raise VerifyError(
+            f"{verdict.first_bad} is the first tensor that differs from one device's",
+            hint="hap show tells what makes it; please report this with the plan file",
+        )
+    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}")
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@click.argument("extra", nargs=-1)
+def run(plan_file: str, nproc: int | None, steps: int, extra: tuple[str, ...]) -> None:
+    """Train by PLAN; what follows `--` is sys.argv of the model file.
+
+    For a cluster of several machines this prints the lines to start there. With --nproc, all
+    ranks run on this machine. Under torchrun or srun this process is one rank.
+    """
+    if nproc is None and hap.worker.started_as_rank():
+        hap.worker.run_as_rank(plan_file, steps, extra)
+        return
+    made = hap.Plan.load(plan_file)
+    if nproc is None and len(made.cluster.nodes) > 1:
+        click.echo(hap.worker.machine_lines(made, plan_file, steps, extra))
+        return
+    with hap.terminal.training_progress(steps) as on_step:
+        hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step)
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--rank", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
+@click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
+@click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
+def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None:
+    """Show the program of PLAN, one instruction to a line."""
+    made = hap.Plan.load(plan_file)
+    if rank is not None and rank >= made.world_size:
+        raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
+    if code:
+        click.echo(hap.api.code(made, rank or 0))
+        return
+    for line in hap.report.program_lines(made, rank=rank, side=side or ""):
+        click.echo(line)
+
+
+def _note(text: str) -> None:
+    """What differs from run to run goes to stderr; stdout is the same for the same inputs."""
+    click.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    main()

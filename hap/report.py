@@ -1,0 +1,273 @@
+"""What people read: a plan on one screen, its program as text, a verdict.
+
+The same plan gives the same screen: nothing here looks at a clock.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from hap.cluster import Link
+from hap.plan import Collective, Plan
+from hap.program import Compute, Value
+from hap.synthesizer.work import node_work
+from hap.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table
+from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:  # it imports torch, which showing a plan does without
+    from hap.runtime.verify import Verdict
+
+_COLLECTIVES = 8
+_TENSORS = 20
+
+
+def plan_screen(plan: Plan, path: str = "plan.json") -> RenderableType:
+    """All that a person wants to know of a plan before running it; ``path`` is where it is."""
+    sections = (
+        ("Cluster", _cluster(plan)),
+        ("Model", _model(plan)),
+        ("Shares", _shares(plan)),
+        ("Devices", _devices(plan)),
+        ("Step", _step(plan)),
+        ("Communication", _communication(plan)),
+        ("Next", _next(plan, path)),
+    )
+    parts: list[RenderableType] = []
+    for title, body in sections:
+        parts += [Text(title, style="bold"), Padding(body, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan for other programs: all but graph and program, and what the screen counts."""
+    data = plan.to_json()
+    del data["graph"], data["program"]
+    collectives = plan.prediction.collectives
+    count, nbytes = _parameters(plan)
+    data["totals"] = {
+        "parameters": count,
+        "parameter_bytes": nbytes,
+        "operators": len(plan.graph.nodes),
+        "undivided_operators": dict(_undivided(plan)),
+        "collectives": len(collectives),
+        "collective_bytes": sum(c.nbytes for c in collectives),
+    }
+    return data
+
+
+def _cluster(plan: Plan) -> RenderableType:
+    cluster = plan.cluster
+    rows = []
+    for ranks in cluster.types():
+        device = cluster.devices[ranks[0]]
+        figures = (
+            ("memory", format_bytes(device.memory_bytes), "memory_bytes"),
+            ("float32", format_flops(device.flops_per_s["float32"]), "flops_per_s.float32"),
+            ("memory rate", format_bandwidth(device.memory_bytes_per_s), "memory_bytes_per_s"),
+        )
+        for name, value, key in figures:
+            sources = dict.fromkeys(cluster.devices[r].source.get(key, "not said") for r in ranks)
+            rows.append((f"{len(ranks)} {device.kind}", name, value, "; ".join(sources)))
+    links: dict[Link, list[str]] = {}
+    for node, link in cluster.intra.items():
+        if len(cluster.ranks(node)) > 1:
+            links.setdefault(link, []).append(node)
+    for link, nodes in links.items():
+        rows.append((f"inside {', '.join(alike(nodes))}", "link", *_link(link)))
+    if len(cluster.nodes) > 1:
+        rows.append(("between nodes", "link", *_link(cluster.inter)))
+    return Group(Text(str(cluster)), table(("", "", "", "source"), no_repeats(rows), right=(2,)))
+
+
+def _link(link: Link) -> tuple[str, str]:
+    rate = format_bandwidth(link.bandwidth_bytes_per_s)
+    return f"{rate}, {format_seconds(link.latency_s)}", link.source or "not said"
+
+
+def _model(plan: Plan) -> RenderableType:
+    count, nbytes = _parameters(plan)
+    source = f"{plan.source.path}:{plan.source.function}, " if plan.source.path else ""
+    text = Text(
+        f"{source}{count:,} parameters ({format_bytes(nbytes)}), "
+        f"{len(plan.graph.nodes)} operators, optimizer {plan.optimizer}"
+    )
+    undivided = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in _undivided(plan).items()]
+    if undivided:
+        text.append(f"\ndone whole by every rank: {', '.join(undivided)}")
+    return text
+
+
+def _parameters(plan: Plan) -> tuple[int, int]:
+    tensors = [plan.graph.tensors[i.tensor] for i in plan.graph.role("parameter")]
+    return sum(t.numel for t in tensors), sum(t.nbytes for t in tensors)
+
+
+def _undivided(plan: Plan) -> Counter[str]:
+    """Operators that have work, on more than scalars, all of which every rank does."""
+    nodes = {n.name: n for n in plan.graph.nodes}
+    found: Counter[str] = Counter()
+    for step in plan.program.instructions:
+        if not isinstance(step, Compute) or any(p and p.kind != "R" for p in step.ins + step.outs):
+            continue
+        node = nodes[step.node]
+        work = node_work(node, plan.graph)
+        names = [*node.inputs, *filter(None, node.outputs)]
+        if (work.flops or work.bytes) and any(plan.graph.tensors[n].numel > 1 for n in names):
+            found[node.op] += 1
+    return found
+
+
+def _shares(plan: Plan) -> RenderableType:
+    axes = plan.program.used_axes()
+    if not axes:
+        return Text("nothing is split: every rank does the whole step")
+    kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
+    for name, units in axes.items():
+        kinds.setdefault((pattern(name), units, plan.shares[name]), []).append(name)
+    rows = [
+        (alike(names)[0], str(units), f"-> {runs(shares, plan.world_size)}")
+        for (_, units, shares), names in kinds.items()
+    ]
+    return table(("axis", "units", "per rank"), rows, right=(1,))
+
+
+def _devices(plan: Plan) -> RenderableType:
+    """A line per rank; above 16 ranks, a line per alike device with alike figures."""
+    lines: dict[tuple[object, ...], list[int]] = {}
+    for rank, r in enumerate(plan.prediction.ranks):
+        figures = (
+            f"{r.work:.1%}",
+            f"{r.stored:.1%}",
+            f"{format_bytes(r.peak_bytes)} of {format_bytes(r.memory_bytes)}",
+            f"{r.peak_bytes / r.memory_bytes:.0%}",
+            format_seconds(r.compute_s),
+            format_seconds(r.wait_s),
+            "idle" if rank in plan.idle else "",
+        )
+        device = plan.cluster.devices[rank]
+        one = device.kind if plan.world_size > MANY_RANKS else f"{device.kind} {device.name}"
+        key = rank if plan.world_size <= MANY_RANKS else device.figures
+        lines.setdefault((key, one, *figures), []).append(rank)
+    rows = [(spans(ranks), *map(str, line[1:])) for line, ranks in lines.items()]
+    head = ("rank", "device", "work", "stored", "peak memory", "", "busy", "waiting", "")
+    body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
+    if plan.idle:
+        names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
+        advice = "has no share and only waits: take it out of the cluster file, and plan anew"
+        body.append(Text(f"{names} {advice}", style="yellow"))
+    return Group(*body)
+
+
+def _step(plan: Plan) -> RenderableType:
+    p = plan.prediction
+    computing, communicating = p.step_s - p.communicate_s, p.communicate_s
+    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(computing, communicating))]
+    for other in p.alternatives:
+        fits = () if other.fits else ("does not fit in memory",)
+        note = "; ".join((*fits, *filter(None, [other.note])))
+        ratio = f"{other.step_s / p.step_s:.2f}x"
+        rows.append((other.name, format_seconds(other.step_s), ratio, note))
+    return table(("predicted", "step", "", ""), rows, right=(1, 2))
+
+
+def _split(computing_s: float, communicating_s: float) -> str:
+    return (
+        f"{format_seconds(computing_s)} computing + {format_seconds(communicating_s)} communicating"
+    )
+
+
+def _communication(plan: Plan) -> RenderableType:
+    """The kinds of collectives that take most time; alike ones of several layers are one kind."""
+    kinds: dict[tuple[object, ...], list[Collective]] = {}
+    for c in plan.prediction.collectives:
+        label = _label(plan, c.tensor)
+        key = (pattern(label), c.kind, c.nbytes, c.implementation, c.runner_up)
+        kinds.setdefault(key, []).append(c)
+    if not kinds:
+        return Text("none")
+    groups = sorted(kinds.values(), key=lambda group: -sum(c.seconds for c in group))
+    rows = []
+    for group in groups[:_COLLECTIVES]:
+        c = group[0]
+        total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
+        runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
+        label = alike([_label(plan, x.tensor) for x in group])[0]
+        how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
+        rows.append((label, *how))
+    shown = table(
+        ("tensor", "collective", "each", "by", "seconds", "runner-up"), rows, right=(2, 4)
+    )
+    rest = groups[_COLLECTIVES:]
+    if not rest:
+        return shown
+    seconds = format_seconds(sum(c.seconds for group in rest for c in group))
+    return Group(shown, Text(f"and {sum(map(len, rest))} more, {seconds} together"))
+
+
+def _label(plan: Plan, tensor: str) -> str:
+    """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    for i in plan.graph.inputs:
+        if i.tensor == tensor:
+            return i.target
+    for target, gradient in plan.graph.gradients.items():
+        if gradient == tensor:
+            return f"grad {target}"
+    node = plan.graph.producer.get(tensor)
+    if node is None or not node.module:
+        return tensor
+    return f"{node.module} {node.op.split('.')[1]}"
+
+
+def _next(plan: Plan, path: str) -> RenderableType:
+    file = shlex.quote(path)
+    return Text(f"hap verify {file}\nhap run {file} --nproc {plan.world_size}")
+
+
+def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Iterator[str]:
+    """The instructions as text; with ``rank``, the shapes that this rank makes.
+
+    Args:
+        side: ``fwd`` or ``bwd`` for the instructions of one side alone.
+    """
+    nodes = {n.name: n for n in plan.graph.nodes}
+    made = [[Value(i.tensor, plan.program.inputs[i.tensor])] for i in plan.graph.inputs]
+    for step in plan.program.instructions:
+        if isinstance(step, Compute):
+            outs = zip(nodes[step.node].outputs, step.outs, strict=True)
+            made.append([Value(name, p) for name, p in outs if name and p])
+        else:
+            made.append([Value(step.tensor, step.dst)])
+    made += [[] for _ in plan.graph.outputs]
+    for line, values in zip(plan.program.lines(plan.graph), made, strict=True):
+        if not line.startswith(side):
+            continue
+        if rank is None or not values:
+            yield line
+            continue
+        local = [plan.program.local_shape(plan.graph, v, plan.shares, rank) for v in values]
+        yield f"{line}  # {', '.join(map(str, local))}"
+
+
+def verdict_table(verdict: Verdict) -> RenderableType:
+    """What was compared with one device, the worst first; the rest is counted."""
+    worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
+    shown = table(
+        ("tensor", "", "relative error", ""),
+        [
+            (row.tensor, row.what, f"{row.error:.1e}", "equal" if row.ok else "DIFFERS")
+            for row in worst[:_TENSORS]
+        ],
+        right=(2,),
+    )
+    rest = worst[_TENSORS:]
+    if not rest:
+        return shown
+    bad = sum(not row.ok for row in rest)
+    return Group(shown, Text(f"and {len(rest)} more, {bad or 'none'} of which differ"))

@@ -1,0 +1,116 @@
+"""Text for people: where it is printed, aligned tables, short forms of long lists, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hap.units import format_seconds
+
+MANY_RANKS = 16
+"""Above this many ranks, alike ones share a line."""
+
+_WIDTH = 100
+
+OnStep = Callable[[int, float, float], None]
+"""Called after each training step with (its number from 1, loss, seconds)."""
+
+
+def console() -> Console:
+    """Where reports go: as wide as the terminal, or 100 columns without colour."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def emit(screen: RenderableType) -> None:
+    """Print to stdout, without the blanks with which rich fills its lines."""
+    out = console()
+    with out.capture() as text:
+        out.print(screen)
+    print("\n".join(line.rstrip() for line in text.get().splitlines()))
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
+) -> Table:
+    """Aligned columns without lines. Cells are plain text: ``[0]`` in a name is no markup."""
+    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(head))
+    for at, title in enumerate(head):
+        side = "right" if at in right else "left"
+        out.add_column(Text(title, style="dim"), justify=side, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        out.add_row(*map(Text, row))
+    return out
+
+
+def no_repeats(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows whose first cell is left empty where it repeats the one above."""
+    before = ["", *(row[0] for row in rows)]
+    return [
+        ("", *row[1:]) if row[0] == above else row for above, row in zip(before, rows, strict=False)
+    ]
+
+
+def pattern(name: str) -> str:
+    """``layer.3.mlp out`` -> ``layer.*.mlp out``: what alike layers have in common; ``fc1`` stays."""
+    return re.sub(r"(?<![A-Za-z\d])\d+", "*", name)
+
+
+def alike(names: Sequence[str]) -> list[str]:
+    """Names that differ by numbers alone as one: ``layer.* heads (12x)``; others as they are."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return [
+        members[0]
+        if len(members) == 1
+        else f"{form if len(set(members)) > 1 else members[0]} ({len(members)}x)"
+        for form, members in groups.items()
+    ]
+
+
+def runs(counts: Sequence[int], world_size: int) -> str:
+    """``96 96 32 32``; for many ranks as runs, ``8x32 24x10``: 8 ranks with 32 each, and so on."""
+    if world_size <= MANY_RANKS:
+        return " ".join(map(str, counts))
+    return " ".join(f"{len(list(run))}x{count}" for count, run in groupby(counts))
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2 5``."""
+    found = []
+    for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        found.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return " ".join(found)
+
+
+@contextlib.contextmanager
+def training_progress(steps: int) -> Iterator[OnStep]:
+    """Shows the loss and time of steps as they come: a bar on a terminal, else a line each."""
+    out = console()
+    if not out.is_terminal:
+        yield lambda step, loss, seconds: print(step_line(step, loss, seconds), flush=True)
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
+    with Progress(*columns, console=out) as bar:
+        task = bar.add_task("training", total=steps, at="starting")
+        yield lambda step, loss, seconds: bar.update(
+            task, completed=step, at=step_line(step, loss, seconds)
+        )
+
+
+def step_line(step: int, loss: float, seconds: float) -> str:
+    return f"step {step}  loss {loss:.6g}  {format_seconds(seconds)}"

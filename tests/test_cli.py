@@ -1,0 +1,274 @@
+"""The command line: frozen help, exit codes, errors that say where, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hap.cli import main
+from hap.plan import FORMAT
+from tests.small_plan import small_plan
+
+MODEL = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(20, 48)
+        self.down = nn.Linear(48, 20)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+def model():
+    return Net()
+
+def batch():
+    return torch.randn(12, 20)
+"""
+
+CLUSTER = """\
+name: mine
+links:
+  between: {bandwidth: 10 Gbit/s, latency: 50 us}
+nodes:
+  - {name: fast, gpus: 2, type: V100}
+  - {name: slow, gpus: 2, type: P100}
+"""
+
+HELP = {
+    "": ["--help", "--version", "plan", "run", "show", "verify"],
+    "plan": ["--allow-idle", "--cluster", "--help", "--json", "--output", "--verbose"],
+    "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],
+    "run": ["--help", "--nproc", "--steps", "--verbose"],
+    "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model file, a cluster file and a plan, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    small_plan().save(tmp_path / "small.json")
+    return tmp_path
+
+
+def hap(*words: str) -> Result:
+    """Run a command; anything but an exit is a failure of the test."""
+    result = CliRunner().invoke(main, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(code: int, *words: str) -> str:
+    """The error of a command that must fail with an exit code, without a traceback."""
+    result = hap(*words)
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_the_commands_and_options_are_these(command: str) -> None:
+    text = hap(*filter(None, [command]), "--help").stdout
+    found = re.findall(r"^  (?:-\w, )?(--[a-z-]+|[a-z]+)", text.partition("Options:")[2], re.M)
+    assert sorted(found) == HELP[command]
+
+
+def test_no_such_option_or_command_is_bad_input() -> None:
+    assert hap("plan", "model.py").exit_code == 2  # no cluster
+    assert hap("explode").exit_code == 2
+
+
+# --- bad input that is found before any planning ---
+
+
+def test_plan_files_that_cannot_be_read(folder: Path) -> None:
+    assert "absent.json: no such plan file" in refused(2, "show", "absent.json")
+    whole = (folder / "small.json").read_text()
+    (folder / "cut.json").write_text(whole[: len(whole) // 2])
+    assert "cut.json: the plan file is damaged or cut off" in refused(2, "show", "cut.json")
+    newer = json.loads(whole) | {"format": FORMAT + 1}
+    (folder / "newer.json").write_text(json.dumps(newer))
+    assert f"the plan has format {FORMAT + 1}" in refused(2, "show", "newer.json")
+    other = json.loads(whole) | {"cluster_digest": "0"}
+    (folder / "other.json").write_text(json.dumps(other))
+    assert "don't match its digests" in refused(2, "show", "other.json")
+    assert "this is no plan file" in refused(2, "show", str(_write(folder / "list.json", "[]")))
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_verbose_shows_the_traceback_and_the_same_error() -> None:
+    result = hap("show", "absent.json", "--verbose")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "error: absent.json: no such plan file\n  hint: hap plan makes one\n" in result.stderr
+
+
+def test_show(folder: Path) -> None:
+    plan = small_plan()
+    assert hap("show", "small.json").stdout.splitlines() == list(plan.program.lines(plan.graph))
+    rank = hap("show", "small.json", "--rank", "3", "--forward").stdout.splitlines()
+    assert rank[0] == "fwd  y0@S0 = aten.mm.default(x@S0, w0@R)  # (1, 6)"
+    assert all(line.startswith("fwd") for line in rank)
+    assert "there is no rank 4" in refused(2, "show", "small.json", "--rank", "4")
+
+
+def test_a_plan_is_for_so_many_ranks() -> None:
+    message = refused(2, "run", "small.json", "--nproc", "3")
+    assert "the plan is for 4 ranks, this run has 3" in message
+
+
+def test_run_for_several_machines_prints_their_lines() -> None:
+    text = hap("run", "small.json", "--steps", "3", "--", "--lr", "1").stdout
+    assert "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=new" in text
+    assert "hap run small.json --steps 3 -- --lr 1\n" in text
+    assert "srun --distribution=arbitrary --nodes=2 --ntasks=4" in text
+
+
+def test_a_plan_made_in_python_names_no_model_file(folder: Path) -> None:
+    small_plan(path="").save(folder / "python.json")
+    assert "the plan names no model file" in refused(2, "verify", "python.json")
+
+
+def test_nothing_is_planned_that_cannot_be_written(folder: Path) -> None:
+    words = ("plan", "model.py", "--cluster", "cluster.yaml", "-o")
+    assert "absent/plan.json: the plan cannot be written there" in refused(
+        2, *words, "absent/plan.json"
+    )
+    assert "the plan cannot be written there" in refused(2, *words, str(folder))
+
+
+# --- through the planner ---
+
+
+@pytest.fixture
+def unchanged(folder: Path) -> Iterator[None]:
+    """Nothing is left in the folder by a command that fails, be it half a file."""
+    names = sorted(p.name for p in folder.iterdir() if p.name != "__pycache__")
+    yield
+    assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
+
+
+def change(folder: Path, old: str, new: str, file: str = "model.py") -> None:
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new))
+
+
+def planned() -> str:
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+FORWARD = "return self.down(self.up(x).relu()).square().mean()"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "messages"),
+    [
+        (FORWARD, "return self.down(self.up(x))", ["the loss has shape (12, 20), not a scalar"]),
+        (FORWARD, "return {'x': self.up(x)}", ["the forward returns no loss"]),
+        (
+            "return self.down",
+            "if x.sum() > 0:\n            x = -x\n        return self.down",
+            ["model.py:11: ", "can't be captured as one graph"],
+        ),
+        (".square()", ".erfinv()", ["model.py:11: ", "aten.erfinv.default may be split"]),
+        ("    return Net()", "    return Nett()", ["model.py:14: ", "model() raised NameError"]),
+        ("(12, 20)", "(12, 21)", ["model.py:11: ", "RuntimeError"]),
+        ("def model", "def made", ["model.py: no function `model`"]),
+    ],
+)
+@pytest.mark.usefixtures("unchanged")
+def test_models_that_cannot_be_planned(
+    folder: Path, old: str, new: str, messages: list[str]
+) -> None:
+    change(folder, old, new)
+    error = refused(2, "plan", "model.py", "--cluster", "cluster.yaml")
+    for message in messages:
+        assert message in error
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_clusters_that_cannot_be_used(folder: Path) -> None:
+    assert "cannot read the cluster" in refused(2, "plan", "model.py", "--cluster", "absent.yaml")
+    change(folder, "type: P100", "type: P1000", "cluster.yaml")
+    assert "cluster.yaml:6: " in refused(2, "plan", "model.py", "--cluster", "cluster.yaml")
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_no_program_fits_the_memory(folder: Path) -> None:
+    change(folder, "type: V100", "type: V100, memory: 1 KiB", "cluster.yaml")
+    change(folder, "type: P100", "type: P100, memory: 1 KiB", "cluster.yaml")
+    error = refused(3, "plan", "model.py", "--cluster", "cluster.yaml")
+    assert "memory" in error and "KiB" in error
+
+
+def test_the_screen_is_the_same_each_time_and_time_goes_to_stderr(folder: Path) -> None:
+    first = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    saved = (folder / "plan.json").read_bytes()
+    assert first.exit_code == 0 and "planned in" in first.stderr
+    assert first.stdout == planned() and (folder / "plan.json").read_bytes() == saved
+    assert "hap verify plan.json" in first.stdout
+
+
+def test_plan_as_json(folder: Path) -> None:
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--json", "-o", "other.json")
+    data = json.loads(result.stdout)
+    assert data["totals"]["parameters"] == 20 * 48 + 48 + 48 * 20 + 20
+    assert data["graph_digest"] == json.loads((folder / "other.json").read_text())["graph_digest"]
+
+
+def test_a_plan_verifies_and_shows_its_code() -> None:
+    planned()
+    result = hap("verify", "plan.json")
+    assert result.exit_code == 0, result.output
+    assert "as on one device" in result.stdout and "DIFFERS" not in result.stdout
+    assert "torch.ops" in hap("show", "plan.json", "--code", "--rank", "1").stdout
+
+
+def test_a_plan_of_another_model_says_what_differs(folder: Path) -> None:
+    planned()
+    change(folder, "48", "64")
+    for command in (("verify", "plan.json"), ("run", "plan.json", "--nproc", "4")):
+        error = refused(2, *command)
+        assert "the model is not the one that was planned" in error and "64" in error
+
+
+def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
+    """Other axes are split, or the devices that have no share are named: never a wrong plan."""
+    change(folder, "(12, 20)", "(2, 20)")
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--allow-idle")
+    assert result.exit_code == 0, result.output
+    assert hap("verify", "plan.json").exit_code == 0
+
+
+@pytest.mark.gloo
+def test_run_trains_on_this_machine() -> None:
+    planned()
+    words = [sys.executable, "-m", "hap.cli", "run", "plan.json", "--nproc", "4", "--steps", "2"]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]

@@ -1,0 +1,159 @@
+"""Model files: variants, the folder on the path, and each mistake told with its line."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hap.errors import ModelError, PlanError
+from hap.model_file import load_model_file, model_file_of
+from tests.small_plan import small_plan
+
+GOOD = """\
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(3, 2)
+
+def batch():
+    return torch.zeros(4, 3)
+
+def loss(output, batch):
+    return output.sum()
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str, name: str = "model.py") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_plain_file(write: Write) -> None:
+    path = write(GOOD)
+    file = load_model_file(path)
+    assert (file.path, file.function, file.seed) == (path, "model", 0)
+    assert isinstance(file.model(), nn.Linear) and file.batch().shape == (4, 3)
+    assert file.loss is not None and file.loss(torch.ones(2), None) == 2
+    assert file.optimizer is None and file.batches is None
+
+
+def test_a_variant_has_its_own_functions_or_the_plain_ones(write: Write) -> None:
+    variant = """
+seed = 7
+def batches(): yield batch()
+def optimizer(params): return torch.optim.SGD(params, lr=1.0)
+def tiny(): return nn.Linear(3, 1)
+def tiny_batch(): return torch.zeros(2, 3)
+def tiny_optimizer(params): return torch.optim.Adam(params)
+"""
+    file = load_model_file(f"{write(GOOD + variant)}:tiny")
+    assert file.model().out_features == 1 and file.batch().shape == (2, 3)
+    assert file.optimizer is not None and file.batches is not None and file.loss is not None
+    assert isinstance(file.optimizer(file.model().parameters()), torch.optim.Adam)
+    assert next(file.batches()).shape == (4, 3)
+    assert file.seed == 7
+
+
+def test_siblings_are_importable_and_the_path_is_left_as_it_was(write: Write) -> None:
+    write("WIDTH = 5\n", "sibling_sizes.py")  # type: ignore[call-arg]
+    before = list(sys.path)
+    late = "\ndef wide():\n    from sibling_sizes import WIDTH\n    return nn.Linear(3, WIDTH)\n"
+    file = load_model_file(
+        f"{write('from sibling_sizes import WIDTH' + chr(10) + GOOD + late)}:wide"
+    )
+    assert file.model().out_features == 5
+    assert sys.path == before
+
+
+def test_the_module_is_registered_for_the_tracer_under_a_name_of_its_own(write: Write) -> None:
+    names = set(sys.modules)
+    load_model_file(write(GOOD))
+    (name,) = sys.modules.keys() - names
+    assert name.startswith("hap_model_") and name.endswith("_model")
+    with pytest.raises(ModelError):
+        load_model_file(write("1 / 0"))
+    assert name not in sys.modules, "half a module is not left behind"
+
+
+def test_a_model_file_travels_to_other_processes_as_its_name(write: Write) -> None:
+    file = load_model_file(write(GOOD))
+    there = pickle.loads(pickle.dumps(file))
+    assert (there.path, there.function) == (file.path, file.function)
+    assert isinstance(there.model(), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "line", "what"),
+    [
+        ("x = 1\ny = 1 / 0\n", "", ":2", "the file raised ZeroDivisionError"),
+        ("import nowhere_to_be_found\n", "", ":1", "ModuleNotFoundError"),
+        ("def model(:\n", "", ":1", "SyntaxError"),
+        ("import sys\nsys.exit('no')\n", "", ":2", "SystemExit: no"),
+        ("def other(): pass\n", "", "", "no function `model`"),
+        (GOOD, ":modle", "", "no function `modle`"),
+        ("model = 3\ndef batch(): pass\n", "", "", "`model` is 3, not a function"),
+        ("def model(): pass\n", "", "", "no function `batch`"),
+        (GOOD + "optimizer = 'Adam'\n", "", "", "`optimizer` is 'Adam', not a function"),
+        (GOOD + "seed = 'x'\n", "", "", "`seed` is 'x', not an int"),
+    ],
+)
+def test_mistakes_while_loading(write: Write, text: str, spec: str, line: str, what: str) -> None:
+    path = write(text)
+    with pytest.raises(ModelError) as caught:
+        load_model_file(path + spec)
+    assert caught.value.where == path + line
+    assert what in caught.value.what
+
+
+def test_a_misspelt_function_is_met_with_the_near_ones(write: Write) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model_file(f"{write(GOOD)}:modle")
+    assert "the file has model" in caught.value.hint
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such file") as caught:
+        load_model_file(str(tmp_path / "absent.py"))
+    assert caught.value.where == str(tmp_path / "absent.py")
+
+
+def test_not_a_python_file(write: Write) -> None:
+    with pytest.raises(ModelError, match="not a Python file"):
+        load_model_file(write("nodes: []", "cluster.yaml"))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "line", "what"),
+    [
+        ("model", "    return {}\n", 12, "model() returned a dict, not a torch Module"),
+        ("model", "    x = 1\n    raise KeyError('k')\n", 14, "model() raised KeyError: 'k'"),
+        ("batch", "    return torch.zeros(2) + 'a'\n", 13, "batch() raised TypeError"),
+        ("optimizer", "    return None\n", 12, "optimizer() returned a NoneType, not a torch Opt"),
+    ],
+)
+def test_mistakes_while_calling(write: Write, name: str, body: str, line: int, what: str) -> None:
+    path = write(f"{GOOD}def {name}(*args):\n{body}")
+    file = load_model_file(path)
+    with pytest.raises(ModelError) as caught:
+        getattr(file, name)()
+    assert caught.value.where == f"{path}:{line}"
+    assert what in caught.value.what
+
+
+def test_a_plan_finds_its_model_file(write: Write) -> None:
+    assert model_file_of(small_plan(path=write(GOOD))).function == "model"
+    with pytest.raises(PlanError, match="it was made in Python"):
+        model_file_of(small_plan(path=""))
