@@ -84,7 +84,7 @@ def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
     made = hap.Plan.load(plan_file)
     model_file = hap.model_file.model_file_of(made)
     verdict = hap.api.verify(made, model_file, processes=processes, dtype=dtype, seed=seed)
-    hap.terminal.emit(hap.report.verdict_table(verdict.rows))
+    hap.terminal.emit(hap.report.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(
             f"{verdict.first_bad} is the first tensor that differs from one device's",

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hap import torch_private
 from hap.errors import HapError, ModelError, PlanError
 from hap.plan import Plan
 
@@ -164,8 +165,8 @@ def _user_code(path: str, what: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield
-    except HapError:
-        raise
+    except (HapError, *torch_private.data_dependent_errors()):
+        raise  # the latter: under fake tensors, for which the caller has a remedy
     except (Exception, SystemExit) as error:
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ModelError(

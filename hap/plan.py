@@ -233,7 +233,7 @@ class Plan:
                 where=where, hint="update hap, or plan anew with this version",
             )  # fmt: skip
         try:
-            return _from_json(data)
+            return Plan.from_json(data)
         except PlanError as error:
             raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
         except (KeyError, ValueError, TypeError, IndexError) as error:
@@ -242,28 +242,29 @@ class Plan:
                 where=where, hint="plan anew",
             ) from error  # fmt: skip
 
-
-def _from_json(data: Mapping[str, Any]) -> Plan:
-    graph, cluster = Graph.from_json(data["graph"]), Cluster.from_dict(data["cluster"])
-    if graph.digest != data["graph_digest"] or cluster.digest != data["cluster_digest"]:
-        raise PlanError("the plan's contents don't match its digests", hint="plan anew")
-    p = data["prediction"]
-    prediction = Prediction(
-        step_s=p["step_s"],
-        communicate_s=p["communicate_s"],
-        ranks=tuple(Rank(**r) for r in p["ranks"]),
-        collectives=tuple(Collective(**c) for c in p["collectives"]),
-        alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
-    )
-    program = Program.from_json(data["program"])
-    program.check(graph)
-    return Plan(
-        source=Source(**data["source"]),
-        graph=graph,
-        cluster=cluster,
-        optimizer=data["optimizer"],
-        program=program,
-        shares={name: tuple(units) for name, units in data["shares"].items()},
-        idle=tuple(data["idle"]),
-        prediction=prediction,
-    )
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`; raises what :meth:`load` turns into ``PlanError``."""
+        graph, cluster = Graph.from_json(data["graph"]), Cluster.from_dict(data["cluster"])
+        if graph.digest != data["graph_digest"] or cluster.digest != data["cluster_digest"]:
+            raise PlanError("the plan's contents don't match its digests", hint="plan anew")
+        p = data["prediction"]
+        prediction = Prediction(
+            step_s=p["step_s"],
+            communicate_s=p["communicate_s"],
+            ranks=tuple(Rank(**r) for r in p["ranks"]),
+            collectives=tuple(Collective(**c) for c in p["collectives"]),
+            alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
+        )
+        program = Program.from_json(data["program"])
+        program.check(graph)
+        return Plan(
+            source=Source(**data["source"]),
+            graph=graph,
+            cluster=cluster,
+            optimizer=data["optimizer"],
+            program=program,
+            shares={name: tuple(units) for name, units in data["shares"].items()},
+            idle=tuple(data["idle"]),
+            prediction=prediction,
+        )

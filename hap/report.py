@@ -170,10 +170,10 @@ def _step(plan: Plan) -> RenderableType:
     computing, communicating = p.step_s - p.communicate_s, p.communicate_s
     rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(computing, communicating))]
     for other in p.alternatives:
-        fits = () if other.fits else ("does not fit in memory",)
-        note = "; ".join((*fits, *filter(None, [other.note])))
-        ratio = f"{other.step_s / p.step_s:.2f}x"
-        rows.append((other.name, format_seconds(other.step_s), ratio, note))
+        time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
+        known = time if other.step_s else ("-", "-")  # no such program: the note says why
+        note = other.note or ("" if other.fits else "does not fit the memory")
+        rows.append((other.name, *known, note))
     return table(("predicted", "step", "", ""), rows, right=(1, 2))
 
 

@@ -80,7 +80,8 @@ def machine_lines(plan: Plan, path: str, steps: int, extra: tuple[str, ...]) -> 
 def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep) -> None:
     sys.argv = [plan.source.path, *extra]  # what the model file may read
     first = dist.get_rank() == 0
-    api.train(plan, model_file_of(plan), steps, on_step if first else _ignore)
+    told = on_step if first else _ignore
+    api.train(plan, model_file_of(plan), steps=steps, on_step=told)
 
 
 def _print_step(step: int, loss: float, seconds: float) -> None:

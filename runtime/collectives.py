@@ -2,7 +2,8 @@
 
 :class:`Comm` is what an emitted program calls. :class:`ProcessGroupComm` runs it on NCCL or
 gloo with the same code; :mod:`hap.runtime.emulate` runs it in one process. ``sizes`` are the
-elements of every rank along the sharded dim, so that no rank ever asks another for a shape.
+elements of every rank along the sharded dim, so that no rank ever asks another for a shape;
+``how`` names an implementation of :mod:`hap.synthesizer.communication`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ class ProcessGroupComm(Comm):
         return out[: sizes[self.rank]].movedim(0, dim)
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        if how == "two step":
+            n = self.world_size
+            rows = -(-x.numel() // n)  # the sum is scattered in n equal rows, then gathered
+            padded = x.new_zeros(n * rows)
+            padded[: x.numel()] = x.reshape(-1)
+            mine = padded.new_empty(rows)
+            dist.reduce_scatter_tensor(mine, padded, group=self._group)
+            dist.all_gather_into_tensor(padded, mine, group=self._group)
+            return padded[: x.numel()].view(x.shape)
         out = x.contiguous().clone()
         dist.all_reduce(out, group=self._group)
         return out
@@ -106,6 +116,9 @@ class ProcessGroupComm(Comm):
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
+        if how == "gathered":
+            whole = self.all_gather(x, src, src_sizes, "padded")
+            return whole.narrow(dst, sum(dst_sizes[: self.rank]), dst_sizes[self.rank])
         pieces = x.split(list(dst_sizes), dim=dst)
         sent = torch.cat([p.reshape(-1) for p in pieces])
         shapes = [list(pieces[self.rank].shape) for _ in src_sizes]

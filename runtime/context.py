@@ -39,3 +39,7 @@ class Context:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         mask.bernoulli_(1 - p, generator=generator)
         return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+    def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """The gradient of what :meth:`dropout` let through."""
+        return grad * mask * scale if self.training else grad

@@ -154,7 +154,11 @@ class Emitter:
             if node.op in FACTORIES:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
                 named |= {"device": self.device, "dtype": self._dtype(dtype)}
-            call = out.call_function(resolve(node.op), tuple(map(self._plain, args)), named)
+            plain = tuple(map(self._plain, args))
+            if node.op == "aten.native_dropout_backward.default":
+                call = out.call_method("dropout_backward", (ctx, *plain))
+            else:
+                call = out.call_function(resolve(node.op), plain, named)
         many = len(node.outputs) > 1 or node.op in MANY
         for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
             if name and p:

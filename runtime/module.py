@@ -181,7 +181,7 @@ class HapModule(nn.Module):
                 shards += square
             else:
                 replicas += square
-        return (self._comm.all_reduce(shards, "ring") + replicas).sqrt()
+        return (self._comm.all_reduce(shards, "one shot") + replicas).sqrt()
 
 
 def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:

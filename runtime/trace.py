@@ -60,6 +60,7 @@ def trace(emitter: Emitter, given: dict[str, Tensor], comm: Comm) -> dict[Value,
     """Run a rank's forward and backward and keep every value."""
     emitted = emitter.emit()
     ctx = Context(comm)
+    ctx.training = False
     seen: dict[Value, Tensor] = {}
 
     class Recorder(fx.Interpreter):

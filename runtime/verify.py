@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.capture import Batch, Loss, Step, flatten
+from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
 from hap.program import Value
 from hap.runtime.collectives import Comm
@@ -31,8 +32,6 @@ STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-3
 """Part of the largest tensor of a kind under which errors are no longer relative to a tensor."""
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +72,10 @@ def verify(
         run: runs a function of a :class:`Comm` on every rank; emulated by default.
     """
     widen = dtype == "float64"
-    model, batch = prepared(model, widen), _cast(batch, widen)
+    observer = Observer.make(plan, model, batch, optimizer, dtype)
+    model, batch = observer.model, observer.batch
     expected = observe_reference(model, batch, loss, optimizer)
-    ranks = run(plan.world_size, Observer(plan, model, batch, optimizer, widen))
+    ranks = run(plan.world_size, observer)
     rows = compare(plan, expected, ranks, TOLERANCE[dtype])
     bad = None
     if not all(row.ok for row in rows):
@@ -86,7 +86,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Runs one rank and reports what it saw; picklable, for real processes."""
+    """Runs one rank and reports what it saw. Dropout is off: no two masks could agree."""
 
     plan: Plan
     model: nn.Module
@@ -94,9 +94,17 @@ class Observer:
     optimizer: MakeOptimizer
     widen: bool
 
+    @staticmethod
+    def make(
+        plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str
+    ) -> Observer:
+        """An observer of copies in ``dtype`` with noise on all parameters."""
+        widen = dtype == "float64"
+        return Observer(plan, prepared(model, widen), _cast(batch, widen), optimizer, widen)
+
     def __call__(self, comm: Comm) -> Observed:
         module = HapModule(self.plan, self.model, comm, torch.device("cpu"), widen=self.widen)
-        module.train()
+        module.eval()
         entries = flatten(self.plan.local_batch(self.batch, comm.rank))
         if "*" in entries:
             return _observe(module, lambda: module(entries["*"]), self.optimizer)
@@ -112,31 +120,34 @@ def observe_reference(
     twin = copy.deepcopy(model)
     step = Step(twin, batch, loss)
     tensors = tuple(flatten(batch).values())
-    if next(iter(twin.parameters())).dtype != torch.float64:
-        return _observe(twin, lambda: step(*tensors), optimizer)
-    with float64_throughout():
+    with reference_mode(next(twin.parameters()).dtype == torch.float64):
         return _observe(twin, lambda: step(*tensors), optimizer)
 
 
 @contextlib.contextmanager
-def float64_throughout() -> Iterator[None]:
-    """Code that names float32 gets float64, as a program emitted with ``widen`` does.
+def reference_mode(widen: bool) -> Iterator[None]:
+    """Plain PyTorch with dropout off and, if ``widen``, float64 wherever code names float32.
 
     Models cast to float32 where half precision would hurt; at double precision those casts
     would be the only rounding left, and the reference the less exact of the two.
     """
+    aten = torch.ops.aten
 
-    class Widen(TorchDispatchMode):
+    class Reference(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
             def wide(x: Any) -> Any:
-                return torch.float64 if x is torch.float32 else x
+                return torch.float64 if widen and x is torch.float32 else x
 
+            if func is aten.native_dropout.default:
+                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+            if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
+                return args[0].fill_(args[1])
             return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if widen else before)
     try:
-        with Widen():
+        with Reference():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -209,8 +220,7 @@ def prepared(model: nn.Module, widen: bool) -> nn.Module:
             if parameter.is_floating_point():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(0.02 * noise.to(parameter.dtype))
-    twin = twin.double() if widen else twin
-    return twin.train()
+    return twin.double() if widen else twin
 
 
 def _cast(batch: Batch, widen: bool) -> Batch:

@@ -71,7 +71,9 @@ class Network:
     def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
         n, a, bw = self.world_size, self.latency_s, self.bytes_per_s
         steps, ring = math.ceil(math.log2(n)), 2 * (n - 1) / n * nbytes / bw
-        return [Choice("ring", 2 * steps * a + ring), Choice("tree", steps * (a + 2 * nbytes / bw))]
+        # Libraries send small tensors down a tree, and large ones around a ring.
+        one_shot = min(2 * steps * a + ring, steps * (a + 2 * nbytes / bw))
+        return [Choice("one shot", one_shot), Choice("two step", 2 * (steps + 1) * a + ring)]
 
     def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
@@ -80,4 +82,6 @@ class Network:
             s, d = self._member @ src, self._member @ dst
             leaving = float(np.maximum(s * (1 - d), d * (1 - s)).max())
             busiest = max(busiest, nbytes * leaving / self._adapter)
-        return [Choice("exact", (self.world_size - 1) * self.latency_s + busiest)]
+        exact = Choice("exact", (self.world_size - 1) * self.latency_s + busiest)
+        through = min(self._gather(nbytes, src), key=lambda choice: choice.seconds)
+        return [exact, Choice("gathered", through.seconds)]

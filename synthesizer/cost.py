@@ -93,6 +93,15 @@ class CostModel:
             self._cache[key] = self._compute(node, placed)
         return self._cache[key]
 
+    def flops(self, node: Node, row: Row) -> PerRank:
+        """Floating-point operations of each rank."""
+        names = (*node.inputs, *node.outputs)
+        for name, p in zip(names, (*row.ins, *row.outs), strict=True):
+            if name is not None and p is not None and p.sharded:
+                part = self.parts(self.graph.tensors[name], p)
+                return node_work(node, self.graph).flops * part
+        return node_work(node, self.graph).flops * self._one
+
     def _compute(self, node: Node, placed: list[tuple[Tensor, Placement]]) -> PerRank:
         work = node_work(node, self.graph)
         if not work.flops and not work.bytes:

@@ -58,6 +58,7 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     Raises:
         TooWide: some table would have more than :data:`LARGEST_TABLE` entries.
     """
+    unary, pairs = _without_fixed(unary, pairs)
     sizes = [len(u) for u in unary]
     plan = _best_order(sizes, pairs)
     if plan.largest > LARGEST_TABLE:
@@ -84,6 +85,21 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
         labels[v] = int(best_label[tuple(labels[n] for n in scope)])
     width = max(len(scope) for _, scope in plan.steps)
     return Labelling(cost=constant, labels=tuple(labels), width=width, largest_table=plan.largest)
+
+
+def _without_fixed(
+    unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
+) -> tuple[list[Costs], dict[tuple[int, int], Costs]]:
+    """Tables with a variable of one label are costs of the other variable alone."""
+    costs, kept = list(unary), {}
+    for (u, v), table in pairs.items():
+        if len(unary[u]) == 1:
+            costs[v] = costs[v] + table[0]
+        elif len(unary[v]) == 1:
+            costs[u] = costs[u] + table[:, 0]
+        else:
+            kept[u, v] = table
+    return [np.minimum(c, FORBIDDEN) for c in costs], kept
 
 
 class _Order(NamedTuple):

@@ -24,14 +24,16 @@ Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 * Memory (:func:`_tangents`, :func:`_memory_rows`). The peak is the largest of linear
   functions, one per instant of the step: tangents as well.
 * Communication. Padded gathers grow with the largest part, which is exact (:func:`_padded`).
-  An all-to-all is bilinear, the one thing that is not convex: its rows are tangents of every
-  split tried, less those that overrate the best one (:func:`_exchange`). Grouped gathers and
-  all-reduces are constants.
+  An all-to-all is bilinear, the one thing that is not convex: each round solves with the
+  tangents of all splits tried (:func:`_exchange`), less those that overrate the best one, and
+  with the best one's alone. Grouped gathers and all-reduces are constants.
 
-:func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until a
-split comes back. It returns the best split *under the simulator* among those solutions, the
-start and the rounded relaxation. Not modelled: which devices of a type get a remainder
-(always the first), and the latency that each sender of a grouped gather adds.
+:func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until
+nothing new or better comes. It returns the best split *under the simulator* among those
+solutions, the rounded relaxation of the first round, and :meth:`_Task.first_splits`. Without
+all-to-alls that is the optimum but for what is not modelled: which devices of a type get a
+remainder (always the first), and the latency that each sender of a grouped gather adds. With
+them it is a local one: 2 % off in the worst of the tests.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ Floats = npt.NDArray[np.float64]
 _STEP = 1e-6
 """The difference of parts over which slopes are taken."""
 
-_PATIENCE = 3
+_PATIENCE = 2
 """Rounds in a row without a better split after which the alternation ends."""
 
 _SCALE = 1e4
@@ -126,7 +128,7 @@ def solve_shares(
     new = task.first_splits() if task.groups else []
     tangents = None
     planes: dict[_Split, _Plane] = {}  # of all splits that were tried
-    stalled = 0
+    rounds = stalled = 0
     while new:
         more = _tangents(task, new)
         tangents = tangents.joined(more) if tangents else more
@@ -147,7 +149,12 @@ def solve_shares(
         elastic = False
         if (whole := model.solve()) is None:
             elastic, whole = True, model.solve(elastic=True)
-        solved = [whole, model.solve(elastic=elastic, relaxed=True)]
+        solved = [whole]
+        if not rounds:
+            solved.append(model.solve(elastic=elastic, relaxed=True))
+        if len(model.exchange) > 1 and here.slopes.any():
+            solved.append(replace(model, exchange=[here]).solve(elastic=elastic))
+        rounds += 1
         new = [s for s in dict.fromkeys(solved) if s is not None and s not in planes]
     fits = not best.lack_bytes.any()
     return Outcome(
@@ -239,11 +246,13 @@ class _Task:
         return self.group_of[self.program.axis(tensor, placement.dim)[0]]
 
     def first_splits(self) -> list[_Split]:
-        """The start; even; and, as all-to-alls have several optima, without each of the types."""
+        """The start; even; as all-to-alls have several optima, with each type alone or left out."""
         even = np.ones(self.machine.cluster.world_size)
         weights = [even]
         if len(self.types) > 1 and any(c.kind == "all_to_all" for c in self.program.collectives):
-            weights += [self.machine.speed * ~np.isin(np.arange(len(even)), t) for t in self.types]
+            for ranks in self.types:
+                alone = self.machine.speed * np.isin(np.arange(len(even)), ranks)
+                weights += [alone, self.machine.speed - alone]
         start = tuple(self.start[group[0]] for group in self.groups)
         splits = [tuple(proportional(u, w) for u in self.units) for w in weights]
         return list(dict.fromkeys([start, *splits]))
@@ -341,23 +350,17 @@ def _rows(answers: Floats, at: Floats, *, start_up: bool) -> Floats:
 
 
 def _padded(task: _Task) -> Floats:
-    """Per group, the seconds of its padded collectives per unit of the largest part."""
+    """Per group, the seconds of its padded collectives per unit part of the largest share."""
     slopes = np.zeros(len(task.groups))
-    one = np.ones(task.machine.cluster.world_size)
-    choices = task.machine.network.choices
-    for step in task.program.collectives:
-        if step.implementation == "padded":
-            side = step.dst if step.kind == "reduce_scatter" else step.src
-            nbytes = task.graph.tensors[step.tensor].nbytes
-            all_of_it, nothing = (
-                next(
-                    c.seconds
-                    for c in choices(step.kind, nbytes, p, p)
-                    if c.implementation == "padded"
-                )
-                for p in (one, 0 * one)
+    whole = np.ones(task.machine.cluster.world_size)
+    for c in task.program.collectives:
+        if c.implementation == "padded":
+            nbytes = task.graph.tensors[c.tensor].nbytes
+            side = c.dst if c.kind == "reduce_scatter" else c.src
+            most, least = (
+                _seconds(task, c.kind, "padded", nbytes, p, p) for p in (whole, 0 * whole)
             )
-            slopes[task.group(step.tensor, side)] += all_of_it - nothing
+            slopes[task.group(c.tensor, side)] += most - least
     return slopes
 
 
@@ -374,29 +377,35 @@ class _Plane:
 
 
 def _exchange(task: _Task, split: _Split) -> _Plane:
-    """The tangent plane of the all-to-alls, the devices of a type taking more together."""
+    """The plane of the all-to-alls through a split, its slopes those of one unit more per type."""
     steps = Counter(
-        (task.graph.tensors[c.tensor].nbytes, task.group(c.tensor, c.src), task.group(c.tensor, c.dst))
+        (c.implementation, task.graph.tensors[c.tensor].nbytes,
+         task.group(c.tensor, c.src), task.group(c.tensor, c.dst))
         for c in task.program.collectives if c.kind == "all_to_all"
     )  # fmt: skip
     parts = [np.array(vector) / sum(vector) for vector in split]
 
     def seconds(parts: Sequence[PerRank]) -> float:
-        choices = task.machine.network.choices
         return sum(
-            times * choices("all_to_all", nbytes, parts[src], parts[dst])[0].seconds
-            for (nbytes, src, dst), times in steps.items()
+            times * _seconds(task, "all_to_all", how, nbytes, parts[src], parts[dst])
+            for (how, nbytes, src, dst), times in steps.items()
         )
 
     value = seconds(parts)
     slopes = np.zeros((len(parts), len(task.types)))
     for g, k in np.ndindex(*slopes.shape if steps else (0, 0)):
-        more = parts[g].copy()
-        more[list(task.types[k])] += _STEP
-        rise = seconds([*parts[:g], more, *parts[g + 1 :]]) - value
-        slopes[g, k] = rise / _STEP / (task.units[g] * len(task.types[k]))
+        more, ranks = parts[g].copy(), list(task.types[k])
+        more[ranks] += 1 / (task.units[g] * len(ranks))
+        slopes[g, k] = seconds([*parts[:g], more, *parts[g + 1 :]]) - value
     totals = [[sum(vector[r] for r in ranks) for ranks in task.types] for vector in split]
     return _Plane(value=value, slopes=slopes, totals=np.array(totals, dtype=np.float64))
+
+
+def _seconds(
+    task: _Task, kind: str, implementation: str, nbytes: int, src: PerRank, dst: PerRank
+) -> float:
+    choices = task.machine.network.choices(kind, nbytes, src, dst)
+    return next(c.seconds for c in choices if c.implementation == implementation)
 
 
 _Variables = list[list[Any]]

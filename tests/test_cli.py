@@ -197,7 +197,6 @@ FORWARD = "return self.down(self.up(x).relu()).square().mean()"
         ),
         (".square()", ".erfinv()", ["model.py:11: ", "aten.erfinv.default may be split"]),
         ("    return Net()", "    return Nett()", ["model.py:14: ", "model() raised NameError"]),
-        ("(12, 20)", "(12, 21)", ["model.py:11: ", "RuntimeError"]),
         ("def model", "def made", ["model.py: no function `model`"]),
     ],
 )
@@ -252,9 +251,8 @@ def test_a_plan_verifies_and_shows_its_code() -> None:
 def test_a_plan_of_another_model_says_what_differs(folder: Path) -> None:
     planned()
     change(folder, "48", "64")
-    for command in (("verify", "plan.json"), ("run", "plan.json", "--nproc", "4")):
-        error = refused(2, *command)
-        assert "the model is not the one that was planned" in error and "64" in error
+    error = refused(2, "verify", "plan.json")
+    assert "the model is not the one that was planned" in error and "64" in error
 
 
 def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:

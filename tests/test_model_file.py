@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hap import torch_private
 from hap.errors import ModelError, PlanError
 from hap.model_file import load_model_file, model_file_of
 from tests.small_plan import small_plan
@@ -151,6 +152,16 @@ def test_mistakes_while_calling(write: Write, name: str, body: str, line: int, w
         getattr(file, name)()
     assert caught.value.where == f"{path}:{line}"
     assert what in caught.value.what
+
+
+def test_reading_values_of_fake_tensors_is_left_to_the_caller(write: Write) -> None:
+    """Planning builds under fake tensors first, and for real where the file reads values."""
+    file = load_model_file(
+        write(f"{GOOD}def batch():\n    return torch.zeros(int(torch.ones(1)))\n")
+    )
+    with torch_private.fake_mode(), pytest.raises(torch_private.data_dependent_errors()):
+        file.batch()
+    assert file.batch().shape == (1,)
 
 
 def test_a_plan_finds_its_model_file(write: Write) -> None:

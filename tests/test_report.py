@@ -40,7 +40,8 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert rows(text, "0  ") == ["0 A100 new:0 37.5% 25.0% 4 MiB of 1 GiB 0% 6 ms 0 ns"]
     assert "6 ms computing + 4 ms communicating" in text
     assert rows(text, "even data parallel")[0].endswith(" 1.50x")
-    assert rows(text, "without old:1")[0].endswith("does not fit in memory; 3 devices")
+    assert rows(text, "without") == ["without the slowest 9 ms 0.90x does not fit the memory"]
+    assert rows(text, "ZeRO") == ["ZeRO - - the batch can't be split"]
     assert rows(text, "grad") == ["grad layers.*.weight (2x) all_reduce 96 B ring 4 ms tree 8 ms"]
     assert "hap verify 'my plan.json'\n  hap run 'my plan.json' --nproc 4\n" in text
 

@@ -1,0 +1,317 @@
+"""The face of the packages: plan, compile, verify, train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hap import torch_private
+from hap.capture import Batch, Loss, capture, flatten
+from hap.cluster import Cluster, load_cluster
+from hap.errors import InfeasibleError, InputError, ModelError, PlanError
+from hap.graph import Graph
+from hap.model_file import ModelFile, load_model_file
+from hap.optimizer import MakeOptimizer, default_optimizer, examine
+from hap.plan import Plan, Source
+from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
+from hap.runtime.launch import init_from_env, spawn
+from hap.runtime.module import HapModule, clip_grad_norm_, emit
+from hap.runtime.verify import Observed, Observer, Verdict, prepared
+from hap.runtime.verify import verify as verify_plan
+from hap.synthesizer.baselines import baselines, batch_axis, without_slowest
+from hap.synthesizer.predict import alternatives, largest_batch, predict
+from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.units import format_bytes
+
+__all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
+
+Progress = Callable[[str], None]
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Batch,
+    cluster: Cluster | str | Path,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer = default_optimizer,
+    allow_idle: bool = False,
+    source: Source | None = None,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """The fastest program found for one training step of ``model`` on ``cluster``.
+
+    Pure: needs no process group and allocates no weights.
+
+    Args:
+        model: the module, real or built under fake tensors, or a function that makes it.
+        batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
+        cluster: a cluster, or what :func:`hap.load_cluster` reads.
+        loss: ``loss(output, batch)``, if the module's output is no loss.
+        optimizer: makes the optimizer, whose states take memory.
+        allow_idle: accept a batch smaller than the number of devices.
+
+    Raises:
+        ModelError, ClusterError: the input can't be used.
+        UnsupportedOpError: an operator has no rule.
+        InfeasibleError: no program fits; the message says which device lacks how much.
+    """
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    kind = examine(optimizer)
+    _check_batch(batch, cluster, allow_idle)
+    progress("capturing the model")
+    module = model if isinstance(model, nn.Module) else model()
+    graph = capture(module, batch, loss)
+    progress("stating the rules")
+    space = build_space(graph)
+    synthesizer = Synthesizer(space, cluster, kind.states)
+    best = synthesizer.best(progress)
+    progress("judging the alternatives")
+    beside = baselines(space, cluster, kind.states)
+    for candidate in beside.values():
+        if isinstance(candidate, Candidate):
+            best = min(best, candidate, key=lambda c: c.rank)
+    if not best.fits:
+        raise _infeasible(space, synthesizer, best, kind.states)
+    rows = alternatives(beside, without_slowest(space, cluster, kind.states))
+    used = best.program.used_axes()
+    idle = tuple(
+        r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
+    )
+    return Plan(
+        source=source or Source(),
+        graph=graph,
+        cluster=cluster,
+        optimizer=str(kind),
+        program=best.program,
+        shares={name: best.shares[name] for name in used},
+        idle=idle,
+        prediction=predict(graph, best, synthesizer.cost(best), rows),
+    )
+
+
+def plan_file(
+    spec: str,
+    cluster: Cluster | str | Path,
+    *,
+    allow_idle: bool = False,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    file = load_model_file(spec)
+    model, batch = _fake_build(file, progress)
+    return plan(
+        model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
+        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
+        progress=progress,
+    )  # fmt: skip
+
+
+def _fake_build(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
+    """Model and batch without data; for real where the file's code reads tensor values."""
+    try:
+        with torch_private.fake_mode():
+            return file.model(), file.batch()
+    except torch_private.data_dependent_errors():
+        progress("model() or batch() reads tensor data: building them for real")
+        return file.model(), file.batch()
+
+
+def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:
+    entries = flatten(batch)
+    if not entries:
+        raise ModelError("the batch holds no tensors", hint="return the global batch from batch()")
+    rows = min((t.shape[0] for t in entries.values() if t.dim()), default=1)
+    if rows < cluster.world_size and not allow_idle:
+        raise InputError(
+            f"the global batch has {rows} rows, fewer than the {cluster.world_size} devices",
+            hint="batch() must return the global batch; if it does, enlarge it, take devices "
+            "out of the cluster file, or pass --allow-idle to let some devices wait",
+        )
+
+
+def _infeasible(
+    space: Space, synthesizer: Synthesizer, best: Candidate, states: int
+) -> InfeasibleError:
+    devices = synthesizer.cluster.devices
+    lacking = [
+        f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
+        for d, b in zip(devices, best.lacking_bytes, strict=True) if b > 0
+    ]  # fmt: skip
+    shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
+    axis = batch_axis(space)
+    hint = "use devices with more memory, or a smaller model"
+    if axis is not None:
+        units = largest_batch(
+            space.graph, space.axes, axis, best, synthesizer.machine, states
+        )
+        total = space.axes.axes[axis].units
+        hint = (
+            f"about the largest global batch that would fit is {units} (of {total})"
+            if units else f"no batch would fit: {hint}"
+        )  # fmt: skip
+    return InfeasibleError(f"no program fits the devices' memory: {shown}", hint=hint)
+
+
+def compile(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss | None = None,
+    comm: Comm | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+    check: bool = True,
+) -> HapModule:
+    """This rank's part of the model, to be trained like any module.
+
+    Call it on every rank, inside an initialised process group (or for a plan of one rank,
+    without one). The model must be the one that was planned, with the same weights on all
+    ranks; its tensors are cut into shards and not kept.
+
+    Args:
+        loss: as given to :func:`plan`.
+        comm: this rank's end of the collectives; default: the default process group.
+        device: of the shards; default: the current CUDA device under NCCL, else the CPU.
+        check: capture the model again and compare it with the plan.
+
+    Raises:
+        PlanError: the model differs from the planned one, or the world size does.
+    """
+    if comm is None:
+        comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
+    if device is None:
+        nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    if check:
+        plan.check_model(capture(model, fake_batch(plan.graph), loss))
+    return HapModule(plan, model, comm, device, seed=seed)
+
+
+def fake_batch(graph: Graph) -> Batch:
+    """A batch without data, of the shapes and the form that a graph was captured with."""
+    with torch_private.fake_mode():
+        entries = {
+            i.target: torch.empty(
+                graph.tensors[i.tensor].shape, dtype=getattr(torch, graph.tensors[i.tensor].dtype)
+            )
+            for i in graph.role("input")
+        }
+    if "*" in entries:
+        return entries["*"]
+    positional = all(name.isdigit() for name in entries)
+    return tuple(entries.values()) if positional else entries
+
+
+def verify(
+    plan: Plan,
+    file: ModelFile | None = None,
+    *,
+    processes: bool = False,
+    dtype: str = "float64",
+    seed: int = 0,
+) -> Verdict:
+    """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
+
+    Args:
+        file: the model file; default: the one that the plan was made from.
+        processes: run real gloo processes instead of emulating the ranks.
+        dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
+    """
+    if dtype not in ("float64", "float32"):
+        raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
+    file = file or _planned_file(plan)
+    model, batch = _real_build(file, seed)
+    plan.check_model(capture(model, batch, file.loss))
+    optimizer = file.optimizer or default_optimizer
+    if not processes:
+        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype)
+
+    def run(world_size: int, observer: Any) -> list[Any]:
+        return spawn(_observe_rank, world_size, args=(plan.to_json(), _spec(file), dtype, seed))
+
+    return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
+
+
+def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int) -> Observed:
+    """What one real process of ``verify`` sees."""
+    file = load_model_file(spec)
+    model, batch = _real_build(file, seed)
+    observer = Observer.make(
+        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype
+    )
+    return observer(ProcessGroupComm())
+
+
+def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(seed)
+    return file.model(), file.batch()
+
+
+def _spec(file: ModelFile) -> str:
+    return f"{file.path}:{file.function}"
+
+
+def _planned_file(plan: Plan) -> ModelFile:
+    if not plan.source.path:
+        raise PlanError(
+            "the plan was made through the Python API and names no model file",
+            hint="plan a model file, or call hap.compile in a script of your own",
+        )
+    return load_model_file(f"{plan.source.path}:{plan.source.function}")
+
+
+def train(
+    plan: Plan,
+    file: ModelFile | None = None,
+    *,
+    steps: int,
+    on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+) -> list[float]:
+    """Train a planned model file on this rank; returns the losses.
+
+    Call it on every rank, inside a process group or under torchrun or srun.
+
+    Args:
+        on_step: called with (step from 1, global loss, seconds of the step).
+    """
+    if plan.world_size > 1 and not dist.is_initialized():
+        init_from_env()
+    file = file or _planned_file(plan)
+    torch.manual_seed(file.seed)
+    module = compile(file.model(), plan, loss=file.loss, seed=file.seed)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    optimizer = (file.optimizer or default_optimizer)(module.parameters())
+    losses = []
+    batches = iter(file.batches()) if file.batches else iter(file.batch, None)
+    for step in range(1, steps + 1):
+        local = plan.local_batch(next(batches), rank)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss: Tensor = call(module, local)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss))
+        on_step(step, losses[-1], time.perf_counter() - start)
+    return losses
+
+
+def call(module: nn.Module, batch: Batch) -> Tensor:
+    """Apply a module to a batch in whichever form the batch is."""
+    if isinstance(batch, dict):
+        return module(**batch)  # type: ignore[no-any-return]
+    return module(*batch) if isinstance(batch, tuple | list) else module(batch)  # type: ignore
+
+
+def code(plan: Plan, rank: int) -> str:
+    """The emitted Python of one rank's forward and backward."""
+    emitted = emit(plan, rank, torch.device("cpu"))
+    return f"# forward of rank {rank}\n{emitted.forward.code}\n# backward of rank {rank}\n{emitted.backward.code}"

@@ -1,0 +1,79 @@
+"""What people run today, as programs of the same kind, judged by the same simulator.
+
+A baseline is the same search in a smaller space: its placements are what the method allows,
+its shares what the method gives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hap.axes import Shares
+from hap.cluster import Cluster
+from hap.errors import HapError
+from hap.placement import Placement, R, S
+from hap.synthesizer.labelling import Allowed
+from hap.synthesizer.space import Space
+from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+
+
+def batch_axis(space: Space) -> str | None:
+    """The axis on which every input of the batch can be split along dim 0, if there is one."""
+    names = {space.axes.of.get((i.tensor, 0)) for i in space.graph.role("input")}
+    return names.pop() if len(names) == 1 else None
+
+
+def data_parallel(space: Space, axis: str, *, sharded_storage: bool) -> Allowed:
+    """Whatever has a batch dim is split along it; parameters are stored whole, or as by ZeRO."""
+    dim_of = {tensor: dim for (tensor, dim), name in space.axes.of.items() if name == axis}
+    fixed = {t for t, holdings in space.holdings.items() if holdings == ((R,),)}
+    parameters = {i.tensor for i in space.graph.role("parameter")}
+
+    def allowed(tensor: str, p: Placement, stored: bool) -> bool:
+        if tensor in fixed:
+            return True
+        if tensor in parameters:
+            if not stored:
+                return p == R
+            splits = sharded_storage and S(0) in space.sources[tensor]
+            return p == (S(0) if splits else R)
+        return p == S(dim_of[tensor]) if tensor in dim_of else True
+
+    return allowed
+
+
+def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str, Candidate | str]:
+    """Name -> candidate, or the reason why the method can't run this model."""
+    axis = batch_axis(space)
+    methods = {
+        "data parallel, even": (False, False),
+        "data parallel, proportional": (False, True),
+        "ZeRO, proportional": (True, True),
+    }
+    found: dict[str, Candidate | str] = {}
+    for name, (sharded_storage, by_speed) in methods.items():
+        if axis is None:
+            found[name] = "the inputs have no common batch dim"
+            continue
+        allowed = data_parallel(space, axis, sharded_storage=sharded_storage)
+        synthesizer = Synthesizer(space, cluster, optimizer_states, allowed)
+        weights = synthesizer.machine.speed if by_speed else np.ones(cluster.world_size)
+        shares: Shares = spread(space.axes, weights)
+        try:
+            found[name] = synthesizer.search(shares)
+        except HapError as error:
+            found[name] = error.what
+    return found
+
+
+def without_slowest(space: Space, cluster: Cluster, optimizer_states: int) -> tuple[str, Candidate] | None:
+    """(device, best pair) of the cluster less its slowest device; ``None`` for a single one."""
+    if cluster.world_size < 2:
+        return None
+    speeds = [d.rate("matmul", "float32") for d in cluster.devices]
+    slowest = int(np.argmin(speeds))
+    synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
+    shares = next(synthesizer.starts())
+    pair = synthesizer.search(shares)
+    balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
+    return cluster.devices[slowest].name, min(pair, balanced, key=lambda c: c.rank)

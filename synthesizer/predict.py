@@ -1,0 +1,119 @@
+"""What a plan says of itself: the figures of a candidate, its baselines, its largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hap.axes import Axes
+from hap.graph import Graph, Tensor
+from hap.plan import Alternative, Collective, Prediction, Rank
+from hap.program import Compute
+from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.rules import Row
+from hap.synthesizer.shares import proportional
+from hap.synthesizer.simulate import memory
+from hap.synthesizer.synthesize import Candidate
+from hap.synthesizer.work import FLOPS
+
+
+def predict(
+    graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...]
+) -> Prediction:
+    """The predictions that a plan file carries."""
+    line = candidate.timeline
+    work = _work(graph, candidate, cost)
+    ranks = tuple(
+        Rank(
+            work=float(work[r] / max(work.sum(), 1.0)),
+            stored=float(line.stored_bytes[r] / max(line.stored_bytes.sum(), 1.0)),
+            compute_s=float(line.compute_s[r]),
+            wait_s=float(line.wait_s[r]),
+            peak_bytes=round(float(line.peak_bytes[r])),
+            memory_bytes=device.memory_bytes,
+        )
+        for r, device in enumerate(cost.machine.cluster.devices)
+    )
+    return Prediction(
+        step_s=line.step_s, communicate_s=line.communicate_s, ranks=ranks,
+        collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
+    )  # fmt: skip
+
+
+def alternatives(
+    found: Mapping[str, Candidate | str], without: tuple[str, Candidate] | None
+) -> tuple[Alternative, ...]:
+    """The rows that the plan's predicted step is shown beside."""
+    rows = []
+    for name, candidate in found.items():
+        if isinstance(candidate, str):
+            rows.append(Alternative(name=name, step_s=0.0, fits=False, note=candidate))
+        else:
+            fits = candidate.fits
+            note = "" if fits else "does not fit the memory"
+            step_s = candidate.timeline.step_s
+            rows.append(Alternative(name=name, step_s=step_s, fits=fits, note=note))
+    if without is not None:
+        device, candidate = without
+        note = f"without {device}" + ("" if candidate.fits else "; does not fit the memory")
+        rows.append(Alternative(name="without the slowest device", note=note,
+                                step_s=candidate.timeline.step_s, fits=candidate.fits))  # fmt: skip
+    return tuple(rows)
+
+
+def largest_batch(
+    graph: Graph, axes: Axes, axis: str, candidate: Candidate, machine: Machine, states: int
+) -> int:
+    """About the largest global batch with which the candidate's program would fit; may be 0."""
+    limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
+    low, high = 0, axes.axes[axis].units
+    while high - low > 1:
+        units = (low + high) // 2
+        smaller = _resized(graph, axes, axis, units)
+        parts = np.array(candidate.shares[axis], dtype=np.float64)
+        shares = {**candidate.shares, axis: proportional(units, parts)}
+        cost = CostModel(smaller, axes, machine, shares, states)
+        fits = (memory(smaller, candidate.program, cost)[1] <= limit).all()
+        low, high = (units, high) if fits else (low, units)
+    return low
+
+
+def _resized(graph: Graph, axes: Axes, axis: str, units: int) -> Graph:
+    """The graph with another number of units on one axis; its operators are not touched."""
+
+    def resize(t: Tensor) -> Tensor:
+        shape = tuple(
+            size // axes.axes[axis].units * units if axes.of.get((t.name, d)) == axis else size
+            for d, size in enumerate(t.shape)
+        )
+        return replace(t, shape=shape)
+
+    return replace(graph, tensors={name: resize(t) for name, t in graph.tensors.items()})
+
+
+def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
+    """Floating-point operations of each rank in products, replicated ones counted each time."""
+    total: PerRank = np.zeros(cost.machine.cluster.world_size)
+    for step in candidate.program.instructions:
+        if isinstance(step, Compute) and graph.by_name[step.node].op in FLOPS:
+            total = total + cost.flops(graph.by_name[step.node], Row(step.outs, step.ins))
+    return total
+
+
+def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
+    found = []
+    for step in candidate.program.collectives:
+        tensor = graph.tensors[step.tensor]
+        choices = cost.convert(tensor, step.src, step.dst)
+        first = next(c for c in choices if c.implementation == step.implementation)
+        other = next(c for c in choices if c is not first)
+        found.append(
+            Collective(
+                tensor=step.tensor, kind=step.kind, nbytes=tensor.nbytes,
+                implementation=first.implementation, seconds=first.seconds,
+                runner_up=other.implementation, runner_up_s=other.seconds,
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda c: -c.seconds))

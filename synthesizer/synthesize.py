@@ -1,0 +1,173 @@
+"""The alternation: program for the shares, shares for the program, until nothing improves.
+
+After HAP (EuroSys'24), with an exact search in place of its A*, and integer shares in place
+of rounded ones. The best *pair* seen is returned, from several starts. If a rank runs out of
+memory, its bytes get a price that doubles until the program fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hap.axes import Axes, Shares
+from hap.cluster import Cluster
+from hap.errors import HapError
+from hap.graph import Graph
+from hap.program import Convert, Program
+from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.exact import TooWide
+from hap.synthesizer.labelling import Aims, Allowed, Problem
+from hap.synthesizer.shares import Status, proportional, solve_shares
+from hap.synthesizer.simulate import Timeline, simulate
+from hap.synthesizer.space import Space
+
+ROUNDS = 4
+"""Alternations from one start; the second rarely changes anything."""
+
+DOUBLINGS = 12
+"""Of the price of a byte, before a program is given up as too large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A program and its shares, and what they are predicted to do."""
+
+    program: Program
+    shares: Shares
+    timeline: Timeline
+    lacking_bytes: PerRank
+    """Per rank, by how much the peak exceeds the memory; all zero if it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacking_bytes.any()
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The order of candidates: what fits first, then what is faster."""
+        return float(self.lacking_bytes.max()), self.timeline.step_s
+
+
+class Synthesizer:
+    """Searches one graph on one cluster.
+
+    Args:
+        space: of the graph; it does not depend on the cluster, and can be shared.
+        optimizer_states: tensors of a parameter's size that the optimizer keeps for it.
+        allowed: restricts the placements, to plan a baseline by the same search.
+    """
+
+    def __init__(
+        self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None
+    ) -> None:
+        self.space, self.cluster = space, cluster
+        self.machine = Machine(cluster)
+        self._states = optimizer_states
+        self._allowed = allowed
+        self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
+
+    def starts(self) -> Iterator[Shares]:
+        """Shares to start from, without repetitions: by speed, even, by memory."""
+        seen = []
+        for weights in (self.machine.speed, np.ones_like(self.machine.speed), self._memory):
+            shares = spread(self.space.axes, weights)
+            if shares not in seen:
+                seen.append(shares)
+                yield shares
+
+    def best(self, progress: Callable[[str], None] = lambda text: None) -> Candidate:
+        """The best pair over all starts, whether it fits the memory or not.
+
+        Raises:
+            HapError: the allowed placements admit no program, or the graph is too wide.
+        """
+        found: list[Candidate] = []
+        for number, shares in enumerate(self.starts()):
+            for round_ in range(ROUNDS):
+                progress(f"search from start {number + 1}, round {round_ + 1}")
+                pair = self.search(shares)
+                found.append(pair)
+                shares = self.balance(pair)
+                found.append(self.judge(pair.program, shares))
+                if min(found[-2:], key=_rank) is not min(found, key=_rank) or shares == pair.shares:
+                    break
+        return min(found, key=_rank)
+
+    def search(self, shares: Shares) -> Candidate:
+        """The cheapest program under fixed shares, priced until it fits if it can."""
+        best = self._search(shares, None)
+        if best.fits:
+            return best
+        unit = best.timeline.step_s / self._memory.max()
+        price = np.where(best.lacking_bytes > 0, unit / 64, 0.0)
+        for _ in itertools.repeat(None, DOUBLINGS):
+            tried = self._search(shares, price)
+            best = min(best, tried, key=_rank)
+            if tried.fits:
+                return best
+            price = np.maximum(2 * price, np.where(tried.lacking_bytes > 0, unit / 64, 0.0))
+        return best
+
+    def _search(self, shares: Shares, price: PerRank | None) -> Candidate:
+        cost = self._cost(shares)
+        problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
+        try:
+            labelling = problem.solve()
+        except TooWide as error:
+            raise HapError(
+                f"the graph is too entangled for the exact search: {error}",
+                hint="please report the model",
+            ) from error
+        if labelling is None:
+            raise HapError("no program exists in the restricted space")
+        return self.judge(problem.program(labelling), shares)
+
+    def balance(self, pair: Candidate) -> Shares:
+        """Integer shares for a program; its own if no others fit."""
+        outcome = solve_shares(
+            self.space.graph, self.space.axes, pair.program, self.machine, self._states,
+            pair.shares,
+        )  # fmt: skip
+        return outcome.shares if outcome.status is Status.OPTIMAL else pair.shares
+
+    def judge(self, program: Program, shares: Shares) -> Candidate:
+        """Price a pair as it would run: implementations chosen anew, then simulated."""
+        cost = self._cost(shares)
+        program = choose_implementations(self.space.graph, program, cost)
+        timeline = simulate(self.space.graph, program, cost)
+        return Candidate(
+            program=program, shares=shares, timeline=timeline,
+            lacking_bytes=np.maximum(timeline.peak_bytes - self._memory, 0.0),
+        )  # fmt: skip
+
+    def _cost(self, shares: Shares) -> CostModel:
+        return CostModel(self.space.graph, self.space.axes, self.machine, shares, self._states)
+
+    def cost(self, candidate: Candidate) -> CostModel:
+        """The prices under a candidate's shares."""
+        return self._cost(candidate.shares)
+
+
+def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
+    """The same program with the fastest implementation of each collective."""
+
+
+    def best(step: Convert) -> Convert:
+        choices = cost.convert(graph.tensors[step.tensor], step.src, step.dst)
+        return replace(step, implementation=choices[0].implementation)
+
+    steps = tuple(best(s) if isinstance(s, Convert) else s for s in program.instructions)
+    return replace(program, instructions=steps)
+
+
+def spread(axes: Axes, weights: PerRank) -> Shares:
+    """Shares of every axis as nearly in proportion to ``weights`` as its units allow."""
+    return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    return candidate.rank
