@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,41 @@ def _planned_file(plan: Plan) -> ModelFile:
     return load_model_file(f"{plan.source.path}:{plan.source.function}")
 
 
+class Trainer:
+    """One rank's training of a planned model file: module, optimizer and data.
+
+    Make it on every rank, inside a process group, or under torchrun or srun.
+
+    Raises:
+        PlanError: the model file is not the one that was planned, or the world size differs.
+    """
+
+    def __init__(self, plan: Plan, file: ModelFile | None = None) -> None:
+        if plan.world_size > 1 and not dist.is_initialized():
+            init_from_env()
+        self._file = file or _planned_file(plan)
+        torch.manual_seed(self._file.seed)
+        self._plan = plan
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        model = self._file.model()
+        self.module = compile(model, plan, loss=self._file.loss, seed=self._file.seed)
+        make = self._file.optimizer or default_optimizer
+        self._optimizer = make([p for p in self.module.parameters() if p.requires_grad])
+
+    def batches(self) -> Iterator[Batch]:
+        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
+        while True:
+            yield from self._file.batches() if self._file.batches else (self._file.batch(),)
+
+    def step(self, batch: Batch) -> float:
+        """Train on this rank's part of a global batch; returns the global loss."""
+        self._optimizer.zero_grad()
+        loss = call(self.module, self._plan.local_batch(batch, self._rank))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.item()
+
+
 def train(
     plan: Plan,
     file: ModelFile | None = None,
@@ -276,31 +312,17 @@ def train(
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
 ) -> list[float]:
-    """Train a planned model file on this rank; returns the losses.
-
-    Call it on every rank, inside a process group or under torchrun or srun.
+    """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
 
     Args:
         on_step: called with (step from 1, global loss, seconds of the step).
     """
-    if plan.world_size > 1 and not dist.is_initialized():
-        init_from_env()
-    file = file or _planned_file(plan)
-    torch.manual_seed(file.seed)
-    module = compile(file.model(), plan, loss=file.loss, seed=file.seed)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    optimizer = (file.optimizer or default_optimizer)(module.parameters())
+    trainer = Trainer(plan, file)
     losses = []
-    batches = iter(file.batches()) if file.batches else iter(file.batch, None)
-    for step in range(1, steps + 1):
-        local = plan.local_batch(next(batches), rank)
+    for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
         start = time.perf_counter()
-        optimizer.zero_grad()
-        loss: Tensor = call(module, local)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss))
-        on_step(step, losses[-1], time.perf_counter() - start)
+        losses.append(trainer.step(batch))
+        on_step(number, losses[-1], time.perf_counter() - start)
     return losses
 
 

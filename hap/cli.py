@@ -52,7 +52,7 @@ def _command(function: Callable[..., None]) -> click.Command:
 @click.option("--cluster", required=True, help="yaml file, hostfile, `local` or `local:4`.")
 @click.option("-o", "--output", default="plan.json", show_default=True, help="The plan file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
-@click.option("--allow-idle", is_flag=True, help="Let devices that would slow the step down wait.")
+@click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
 def plan(model: str, cluster: str, output: str, as_json: bool, allow_idle: bool) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent

@@ -165,8 +165,10 @@ def _user_code(path: str, what: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield
-    except (HapError, *torch_private.data_dependent_errors()):
-        raise  # the latter: under fake tensors, for which the caller has a remedy
+    except HapError:
+        raise
+    except torch_private.data_dependent_errors():
+        raise  # under fake tensors: the caller builds for real instead
     except (Exception, SystemExit) as error:
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ModelError(

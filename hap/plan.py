@@ -156,13 +156,18 @@ class Plan:
             return type(batch)(cut(str(k), v) for k, v in enumerate(batch))
         return cut("*", batch)
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch: the first dim of its first tensor."""
+        return self.graph.tensors[self.graph.role("input")[0].tensor].shape[0]
+
     def batch_rows(self, rank: int) -> tuple[int, int]:
         """(start, stop) of the rows of the global batch that a rank reads; all if unsharded."""
-        for i in self.graph.role("input"):
-            if self.program.inputs[i.tensor] == S(0):
-                return self.bounds(Value(i.tensor, S(0)), rank)[1:]
-        first = self.graph.role("input")[0].tensor
-        return 0, self.graph.tensors[first].shape[0]
+        first = Value(
+            self.graph.role("input")[0].tensor,
+            self.program.inputs[self.graph.role("input")[0].tensor],
+        )
+        return self.bounds(first, rank)[1:] if first.placement == S(0) else (0, self.batch_size)
 
     def check_model(self, graph: Graph) -> None:
         """Raise ``PlanError`` if ``graph`` is not the graph that was planned."""

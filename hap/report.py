@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it imports torch, which showing a plan does without
     from hap.runtime.verify import Verdict
 
 _COLLECTIVES = 8
+_OPERATORS = 10
 _TENSORS = 20
 
 
@@ -67,6 +68,7 @@ def _cluster(plan: Plan) -> RenderableType:
     rows = []
     for ranks in cluster.types():
         device = cluster.devices[ranks[0]]
+        who = f"{len(ranks)} {device.kind}, rank {spans(ranks)}"
         figures = (
             ("memory", format_bytes(device.memory_bytes), "memory_bytes"),
             ("float32", format_flops(device.flops_per_s["float32"]), "flops_per_s.float32"),
@@ -74,7 +76,7 @@ def _cluster(plan: Plan) -> RenderableType:
         )
         for name, value, key in figures:
             sources = dict.fromkeys(cluster.devices[r].source.get(key, "not said") for r in ranks)
-            rows.append((f"{len(ranks)} {device.kind}", name, value, "; ".join(sources)))
+            rows.append((who, name, value, "; ".join(sources)))
     links: dict[Link, list[str]] = {}
     for node, link in cluster.intra.items():
         if len(cluster.ranks(node)) > 1:
@@ -98,9 +100,12 @@ def _model(plan: Plan) -> RenderableType:
         f"{source}{count:,} parameters ({format_bytes(nbytes)}), "
         f"{len(plan.graph.nodes)} operators, optimizer {plan.optimizer}"
     )
-    undivided = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in _undivided(plan).items()]
+    undivided = _undivided(plan).most_common()
     if undivided:
-        text.append(f"\ndone whole by every rank: {', '.join(undivided)}")
+        names = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in undivided[:_OPERATORS]]
+        rest = sum(n for _, n in undivided[_OPERATORS:])
+        more = f", and {rest} others" if rest else ""
+        text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
     return text
 
 
@@ -160,8 +165,8 @@ def _devices(plan: Plan) -> RenderableType:
     body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
-        advice = "has no share and only waits: take it out of the cluster file, and plan anew"
-        body.append(Text(f"{names} {advice}", style="yellow"))
+        advice = "leave out of the cluster file what does not help, and plan anew"
+        body.append(Text(f"idle, without a share: {names}; {advice}", style="yellow"))
     return Group(*body)
 
 

@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renames both; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 Sizes = Sequence[int]
 
 
@@ -73,7 +77,7 @@ class ProcessGroupComm(Comm):
         padded = mine.new_zeros((largest, *mine.shape[1:]))
         padded[: mine.shape[0]] = mine
         gathered = padded.new_empty((self.world_size * largest, *mine.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        _all_gather(gathered, padded, group=self._group)
         for rank, part in enumerate(parts):
             part.copy_(gathered[rank * largest : rank * largest + sizes[rank]])
         return whole.movedim(0, dim)
@@ -96,7 +100,7 @@ class ProcessGroupComm(Comm):
         for rank, term in enumerate(terms):
             padded[rank, : sizes[rank]] = term
         out = padded.new_empty(padded.shape[1:])
-        dist.reduce_scatter_tensor(out, padded.flatten(0, 1), group=self._group)
+        _reduce_scatter(out, padded.flatten(0, 1), group=self._group)
         return out[: sizes[self.rank]].movedim(0, dim)
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
@@ -106,8 +110,8 @@ class ProcessGroupComm(Comm):
             padded = x.new_zeros(n * rows)
             padded[: x.numel()] = x.reshape(-1)
             mine = padded.new_empty(rows)
-            dist.reduce_scatter_tensor(mine, padded, group=self._group)
-            dist.all_gather_into_tensor(padded, mine, group=self._group)
+            _reduce_scatter(mine, padded, group=self._group)
+            _all_gather(padded, mine, group=self._group)
             return padded[: x.numel()].view(x.shape)
         out = x.contiguous().clone()
         dist.all_reduce(out, group=self._group)

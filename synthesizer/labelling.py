@@ -4,8 +4,9 @@ Variables (all costs in integer picoseconds):
 
 * each node: which of its rows runs it (unary: its computing time);
 * each tensor: how it is held (:data:`hap.synthesizer.space.Holding`);
-* each input: the placement in which it is stored; a parameter shares it with its gradient,
-  so that the optimizer updates shards where they lie (unary: the update's time).
+* each parameter: the placement in which it is stored, which its gradient shares, so that the
+  optimizer updates shards where they lie (unary: the update's time); the batch: whether a
+  rank reads all of it or its rows.
 
 Pairs: producer-tensor, the cheapest conversions from the placement that the row makes to the
 holding; tensor-consumer, 0 if the holding gives the placement that the row needs. Elimination
@@ -68,8 +69,10 @@ class Problem:
             self._add_node(node)
         self.stored: dict[str, tuple[Placement, ...]] = {}
         self._stored: dict[str, int] = {}
+        self._add_batch()
         for i in graph.inputs:
-            self._add_input(i.tensor, i.role, i.target)
+            if i.role != "input":
+                self._add_input(i.tensor, i.role, i.target)
         for o in graph.outputs:
             if o.role != "gradient":
                 self._require(self._add([0]), o.tensor, [R])
@@ -108,6 +111,18 @@ class Problem:
     def _row_allowed(self, node: Node, row: Row) -> bool:
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
         return all(self._allowed(n, p, False) for n, p in placed if n and p and p.sharded)
+
+    def _add_batch(self) -> None:
+        """One variable for all the batch: each rank reads all of it, or its rows of it."""
+        names = [i.tensor for i in self.space.graph.role("input")]
+        rows = [self.space.sources[name][-1] for name in names]
+        whole_allowed = all(self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R)
+        options = [*([[R] * len(names)] if whole_allowed else []), rows]
+        v = self._add([0.0] * len(options))
+        for name, placements in zip(names, zip(*options, strict=True), strict=True):
+            self._stored[name] = v
+            self.stored[name] = placements
+            self._produce(v, name, placements)
 
     def _add_input(self, tensor: str, role: str, target: str) -> None:
         graph = self.space.graph

@@ -31,9 +31,9 @@ Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 :func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until
 nothing new or better comes. It returns the best split *under the simulator* among those
 solutions, the rounded relaxation of the first round, and :meth:`_Task.first_splits`. Without
-all-to-alls that is the optimum but for what is not modelled: which devices of a type get a
-remainder (always the first), and the latency that each sender of a grouped gather adds. With
-them it is a local one: 2 % off in the worst of the tests.
+all-to-alls that is the optimum, to the gap of the solver, but for what is not modelled: which
+devices of a type get a remainder (always the first), and the latency that each sender of a
+grouped gather adds. With them it is a local one: 2 % off in the worst of the tests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ _STEP = 1e-6
 """The difference of parts over which slopes are taken."""
 
 _PATIENCE = 2
-"""Rounds in a row without a better split after which the alternation ends."""
+"""Rounds in a row without a better split that end the alternation if all-to-alls are in it.
+
+Without them it is left to converge: every round adds tangents until its split was tried.
+"""
 
 _SCALE = 1e4
 """The start's step time, and a device's memory, in the solver's units: its tolerance is 1e-7."""
@@ -136,9 +139,10 @@ def solve_shares(
         found = min([best, *(task.simulated(task.shares(s)) for s in new)], key=_Simulated.rank)
         stalled = stalled + 1 if found is best else 0
         best = found
-        if stalled == _PATIENCE:
-            break
         here = planes[best.split]
+        convex = not here.slopes.any()
+        if stalled == _PATIENCE and not convex:
+            break
         model = _Model(
             task=task,
             tangents=tangents,
@@ -152,7 +156,7 @@ def solve_shares(
         solved = [whole]
         if not rounds:
             solved.append(model.solve(elastic=elastic, relaxed=True))
-        if len(model.exchange) > 1 and here.slopes.any():
+        if len(model.exchange) > 1 and not convex:
             solved.append(replace(model, exchange=[here]).solve(elastic=elastic))
         rounds += 1
         new = [s for s in dict.fromkeys(solved) if s is not None and s not in planes]
@@ -454,7 +458,9 @@ class _Model:
         objective += _stage_rows(problem, self, m, z) + _exchange_rows(problem, self, n)
         lack = _memory_rows(problem, self, m, elastic=elastic)
         problem += pulp.LpAffineExpression(lack if elastic else objective)
-        problem.solve(pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=1e-5, maxNodes=20_000))
+        # Serial by default. With threads=1 CBC starts a worker that at times misses its wake-up,
+        # and then sleeps for 10 s.
+        problem.solve(pulp.PULP_CBC_CMD(msg=False, gapRel=1e-5, maxNodes=20_000))
         if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
         return tuple(

@@ -61,10 +61,11 @@ def build_space(graph: Graph) -> Space:
         n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
         for n in graph.nodes
     }
-    stored = {
-        i.tensor: (R, *_shards(i.tensor, graph, axes)) if i.role in ("parameter", "input") else (R,)
-        for i in graph.inputs
-    }
+    stored: dict[str, tuple[Placement, ...]] = {i.tensor: (R,) for i in graph.inputs}
+    for i in graph.role("parameter"):
+        stored[i.tensor] = (R, *_shards(i.tensor, graph, axes))
+    for i in graph.role("input"):  # a rank reads all of the batch or its rows of it
+        stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
     return Space(
         graph=graph,
         axes=axes,

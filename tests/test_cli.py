@@ -256,8 +256,11 @@ def test_a_plan_of_another_model_says_what_differs(folder: Path) -> None:
 
 
 def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
-    """Other axes are split, or the devices that have no share are named: never a wrong plan."""
+    """Refused, or planned on demand: other axes are split, or devices wait; never wrongly."""
     change(folder, "(12, 20)", "(2, 20)")
+    error = refused(2, "plan", "model.py", "--cluster", "cluster.yaml")
+    assert "the global batch has 2 rows, fewer than the 4 devices" in error
+    assert "--allow-idle" in error
     result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--allow-idle")
     assert result.exit_code == 0, result.output
     assert hap("verify", "plan.json").exit_code == 0

@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test test-fast lint types bench-quick clean
+
+demo: $(VENV)/.ready ## Plan a real model for four unlike devices and train it beside DDP.
+	$(BIN)/python -m benchmarks.demo
+
+test: $(VENV)/.ready ## Pass every test.
+	$(BIN)/python -m pytest -n 2
+
+test-fast: $(VENV)/.ready ## Pass the tests that take seconds.
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+bench-quick: $(VENV)/.ready ## Do the benchmarks run at all? Small sizes, no figures to trust.
+	$(BIN)/python -m benchmarks.plan_time --quick
+	$(BIN)/python -m benchmarks.one_rank --quick
+
+# torch first and by its exact version: a looser request may fetch gigabytes of CUDA.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,0 +1,156 @@
+"""Random valid plans: any row for any node, any implementation of any conversion, any shares.
+
+The search itself makes them: under prices that mean nothing, the cheapest program is a random
+one. Shares hold zeros and primes, so that ranks without a share and odd cuts are common.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from hap.capture import capture
+from hap.cluster import Cluster, Device, Link
+from hap.graph import Graph, Node, Tensor
+from hap.placement import Placement
+from hap.plan import Plan, Prediction, Source
+from hap.synthesizer.communication import Choice
+from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.labelling import Aims, Problem
+from hap.synthesizer.rules.base import Row
+from hap.synthesizer.space import Space, build_space
+
+WEIGHTS = (0, 0, 1, 2, 3, 5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A real model with its batch and loss, and its captured graph."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss: Any
+    optimizer: Any
+    space: Space
+
+    @property
+    def graph(self) -> Graph:
+        return self.space.graph
+
+    def loss_of(self, model: torch.nn.Module, batch: Any = None) -> torch.Tensor:
+        """The loss of a whole model on one device."""
+        batch = self.batch if batch is None else batch
+        output = call(model, batch)
+        if self.loss is not None:
+            output = self.loss(output, batch)
+        return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def call(module: torch.nn.Module, batch: Any) -> Any:
+    """``module(batch)`` for a batch of any form."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+
+def widened(batch: Any) -> Any:
+    """The batch with its floats in float64."""
+    if isinstance(batch, dict):
+        return {name: widened(entry) for name, entry in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(map(widened, batch))
+    return batch.double() if batch.is_floating_point() else batch
+
+
+def make_case(model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None) -> Case:
+    graph = capture(model, batch, loss)
+    optimizer = optimizer or adamw
+    return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, space=build_space(graph))
+
+
+@cache
+def benchmark_case(file: str, variant: str) -> Case:
+    """A variant of a model of ``benchmarks/models``, captured once per process."""
+    module = import_module(f"benchmarks.models.{file}")
+    torch.manual_seed(0)
+    model, batch = getattr(module, variant)(), getattr(module, f"{variant}_batch")()
+    return make_case(
+        model, batch, getattr(module, "loss", None), getattr(module, "optimizer", None)
+    )
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def flat_cluster(world: int) -> Cluster:
+    """``world`` equal devices on one machine."""
+    devices = tuple(
+        Device(
+            name=f"node:{k}", kind="cpu", node="node", memory_bytes=2**30, launch_s=1e-6,
+            flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e9,
+        )
+        for k in range(world)
+    )  # fmt: skip
+    link = Link(1e9, 1e-5)
+    return Cluster("flat", devices, {"node": link}, link)
+
+
+def random_shares(units: int, world: int, rng: random.Random) -> tuple[int, ...]:
+    """Integer units per rank, drawn one by one in proportion to random weights."""
+    weights = [rng.choice(WEIGHTS) for _ in range(world)]
+    if not any(weights):
+        weights[rng.randrange(world)] = 1
+    taken = rng.choices(range(world), weights, k=units)
+    return tuple(taken.count(rank) for rank in range(world))
+
+
+class RandomPrices(CostModel):
+    """Seconds that depend on nothing but the generator."""
+
+    def __init__(
+        self, space: Space, world: int, shares: dict[str, tuple[int, ...]], rng: random.Random
+    ) -> None:
+        super().__init__(space.graph, space.axes, Machine(flat_cluster(world)), shares, 2)
+        self._rng, self._world = rng, world
+
+    def compute(self, node: Node, row: Row) -> PerRank:
+        return np.full(self._world, self._rng.random())
+
+    def update(self, parameter: Tensor, stored: Placement) -> PerRank:
+        return np.full(self._world, self._rng.random())
+
+    def convert(self, tensor: Tensor, src: Placement, dst: Placement) -> list[Choice]:
+        choices = super().convert(tensor, src, dst)
+        self._rng.shuffle(choices)
+        return [Choice(c.implementation, self._rng.random() * 0.1) for c in choices]
+
+
+def random_plan(case: Case, world: int, seed: int) -> Plan:
+    """A plan that is valid and makes no sense; the same for the same arguments."""
+    rng = random.Random(f"{world}/{seed}")
+    space = case.space
+    shares = {name: random_shares(axis.units, world, rng) for name, axis in space.axes.axes.items()}
+    problem = Problem(space, RandomPrices(space, world, shares, rng), Aims())
+    labelling = problem.solve()
+    assert labelling is not None
+    program = problem.program(labelling)
+    used = {name: shares[name] for name in program.used_axes()}
+    return Plan(
+        source=Source(),
+        graph=space.graph,
+        cluster=flat_cluster(world),
+        optimizer="AdamW",
+        program=program,
+        shares=used,
+        idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),
+        prediction=Prediction(
+            step_s=0.0, communicate_s=0.0, ranks=(), collectives=(), alternatives=()
+        ),
+    )
