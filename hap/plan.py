@@ -48,9 +48,13 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of communication of a tensor; ``runner_up`` is the next best implementation."""
+    """Communication of ``tensor``, and of the next ``fused - 1`` with it, as one operation.
+
+    ``nbytes`` is the size of the whole tensors, ``runner_up`` the next best implementation.
+    """
 
     tensor: str
+    fused: int = 1
     kind: str
     nbytes: int
     implementation: str

@@ -8,6 +8,7 @@ turns one placement into another, by a collective or by a local slice.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class Convert:
 
 Instruction = Compute | Convert
 
+FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Collectives that run on several tensors at once as on one long one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -102,9 +106,25 @@ class Program:
     def collectives(self) -> tuple[Convert, ...]:
         return tuple(i for i in self.instructions if isinstance(i, Convert) and not i.local)
 
+    def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
+        """The instructions in order, neighbouring collectives of one kind run as one.
+
+        Fused collectives pay for one start instead of many. What is fused is decided here, by
+        the program alone, so that all ranks fuse alike.
+        """
+
+        def key(step: Instruction) -> object:
+            if not isinstance(step, Convert) or step.kind not in FUSIBLE:
+                return object()  # alone
+            dtype = graph.tensors[step.tensor].dtype
+            return step.kind, step.implementation, step.backward, dtype
+
+        for _, group in itertools.groupby(self.instructions, key):
+            yield tuple(group)
+
     def used_axes(self) -> dict[str, int]:
         """Axis -> units, for the axes that some value is sharded on."""
-        return {name: units for name, units in self.axes.values()}
+        return dict(self.axes.values())
 
     def check(self, graph: Graph) -> None:
         """Raise ``ValueError`` unless every value exists when it is used."""

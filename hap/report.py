@@ -193,7 +193,7 @@ def _communication(plan: Plan) -> RenderableType:
     kinds: dict[tuple[object, ...], list[Collective]] = {}
     for c in plan.prediction.collectives:
         label = _label(plan, c.tensor)
-        key = (pattern(label), c.kind, c.nbytes, c.implementation, c.runner_up)
+        key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
         kinds.setdefault(key, []).append(c)
     if not kinds:
         return Text("none")
@@ -204,6 +204,8 @@ def _communication(plan: Plan) -> RenderableType:
         total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
         runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
         label = alike([_label(plan, x.tensor) for x in group])[0]
+        if c.fused > 1:
+            label = f"{label} and {c.fused - 1} more, fused"
         how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
         rows.append((label, *how))
     shown = table(

@@ -50,6 +50,43 @@ class Comm(ABC):
     def agree(self, text: str) -> bool:
         """Do all ranks pass the same text?"""
 
+    # Several tensors of one dtype as one long one: ``dims`` and ``sizes`` hold an entry each.
+
+    def all_gather_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes], how: str
+    ) -> list[Tensor]:
+        """:meth:`all_gather` of each tensor."""
+        counts = _counts(xs, dims, sizes)
+        flat = torch.cat([x.reshape(-1) for x in xs])
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        by_rank = self.all_gather(flat, 0, totals, how).split(totals)
+        pieces = [part.split([c[r] for c in counts]) for r, part in enumerate(by_rank)]
+        return [
+            torch.cat([
+                pieces[r][k].view(_resized(x, dim, size[r])) for r in range(self.world_size)
+            ], dim)
+            for k, (x, dim, size) in enumerate(zip(xs, dims, sizes, strict=True))
+        ]  # fmt: skip
+
+    def reduce_scatter_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes], how: str
+    ) -> list[Tensor]:
+        """:meth:`reduce_scatter` of each tensor."""
+        split = [x.split(list(size), dim) for x, dim, size in zip(xs, dims, sizes, strict=True)]
+        order = [parts[r] for r in range(self.world_size) for parts in split]
+        totals = [sum(parts[r].numel() for parts in split) for r in range(self.world_size)]
+        flat = torch.cat([part.reshape(-1) for part in order])
+        mine = self.reduce_scatter(flat, 0, totals, how)
+        own = [parts[self.rank] for parts in split]
+        pieces = mine.split([part.numel() for part in own])
+        return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
+
+    def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
+        """:meth:`all_reduce` of each tensor."""
+        whole = self.all_reduce(torch.cat([x.reshape(-1) for x in xs]), how)
+        pieces = whole.split([x.numel() for x in xs])
+        return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
+
 
 class ProcessGroupComm(Comm):
     """Collectives on the default (or a given) process group."""
@@ -163,6 +200,20 @@ class LocalComm(Comm):
 
     def agree(self, text: str) -> bool:
         return True
+
+
+def _counts(
+    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]
+) -> list[list[int]]:
+    """Per tensor, the elements of every rank's shard."""
+    return [
+        [torch.Size(_resized(x, dim, n)).numel() for n in size]
+        for x, dim, size in zip(xs, dims, sizes, strict=True)
+    ]
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
 
 
 def _rows_first(x: Tensor, dim: int, rows: int) -> Tensor:

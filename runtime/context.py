@@ -28,6 +28,9 @@ class Context:
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
         self.all_to_all = comm.all_to_all
+        self.all_gather_many = comm.all_gather_many
+        self.reduce_scatter_many = comm.reduce_scatter_many
+        self.all_reduce_many = comm.all_reduce_many
 
     def dropout(self, x: Tensor, p: float, site: str, place: int) -> Sequence[Tensor]:
         """(x with each element zeroed with probability p and scaled, the mask of the kept)."""

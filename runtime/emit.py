@@ -74,9 +74,10 @@ class Emitter:
         saved = tuple(v for v in dict.fromkeys(later) if v in made)
         given = [Value(tangent, program.inputs[tangent])] if tangent else []
         return Emitted(
-            forward=self._module([Value(t, program.inputs[t]) for t in inputs], forward,
-                                 [*results, *saved], "Forward"),
-            backward=self._module([*saved, *given], backward, gradients, "Backward"),
+            forward=self._module(
+                [Value(t, program.inputs[t]) for t in inputs], [*results, *saved], backward=False
+            ),
+            backward=self._module([*saved, *given], gradients, backward=True),
             inputs=inputs,
             buffers=tuple(o.target for o, _ in ends if o.role == "buffer"),
             saved=saved,
@@ -103,21 +104,26 @@ class Emitter:
         return self.graph.by_name[step.node]
 
     def _module(
-        self, given: list[Value], steps: list[Any], results: list[Value], name: str
+        self, given: list[Value], results: list[Value], *, backward: bool
     ) -> fx.GraphModule:
         out = fx.Graph()
         ctx = out.placeholder("ctx")
         env: dict[Value, fx.Node] = {}
         for value in given:
             env[value] = out.placeholder(_name(value))
-        for step in steps:
-            if isinstance(step, Convert):
+        for group in self.program.groups(self.graph):
+            if group[0].backward is not backward:
+                continue
+            step = group[0]
+            if isinstance(step, Compute):
+                self._compute(out, ctx, env, step)
+            elif len(group) == 1:
                 env[Value(step.tensor, step.dst)] = self._convert(out, ctx, env, step)
             else:
-                self._compute(out, ctx, env, step)
+                self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
         out.output(tuple(env[value] for value in results))
         out.lint()
-        return fx.GraphModule(torch.nn.Module(), out, name)
+        return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
@@ -215,6 +221,22 @@ class Emitter:
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+
+    def _convert_many(
+        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Convert]
+    ) -> None:
+        kind, how = steps[0].kind, steps[0].implementation
+        xs = [env[Value(s.tensor, s.src)] for s in steps]
+        if kind == "all_reduce":
+            call = out.call_method("all_reduce_many", (ctx, xs, how))
+        else:
+            cut = [Value(s.tensor, s.src if s.src.sharded else s.dst) for s in steps]
+            dims = [value.placement.dim for value in cut]
+            sizes = [self.program.sizes(self.graph, value, self.shares) for value in cut]
+            call = out.call_method(f"{kind}_many", (ctx, xs, dims, sizes, how))
+        for k, step in enumerate(steps):
+            value = Value(step.tensor, step.dst)
+            env[value] = self._mark(out.call_function(operator.getitem, (call, k)), value)
 
     def _convert(
         self, out: fx.Graph, ctx: fx.Node, env: Mapping[Value, fx.Node], step: Convert

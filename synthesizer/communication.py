@@ -45,43 +45,55 @@ class Network:
         self._inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
         self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
 
-    def choices(self, kind: str, nbytes: int, src: Fractions, dst: Fractions) -> list[Choice]:
+    def choices(
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
+    ) -> list[Choice]:
         """All implementations of a collective, the fastest first.
 
         Args:
             kind: as :func:`hap.placement.conversion` names it.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
+            start: count the latency, or only the traffic.
         """
-        found = getattr(self, f"_{kind}")(float(nbytes), src, dst)
+        alpha = self.latency_s if start else 0.0
+        found = getattr(self, f"_{kind}")(float(nbytes), src, dst, alpha)
         return sorted(found, key=lambda choice: choice.seconds)
 
-    def _gather(self, nbytes: float, parts: Fractions) -> list[Choice]:
-        n, a, bw = self.world_size, self.latency_s, self.bytes_per_s
+    def _gather(self, nbytes: float, parts: Fractions, a: float) -> list[Choice]:
+        n, bw = self.world_size, self.bytes_per_s
         padded = math.ceil(math.log2(n)) * a + (n - 1) * nbytes * float(parts.max()) / bw
         senders = int(np.count_nonzero(parts))
         return [Choice("padded", padded), Choice("grouped", senders * a + nbytes / bw)]
 
-    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
-        return self._gather(nbytes, src)
+    def _all_gather(
+        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+    ) -> list[Choice]:
+        return self._gather(nbytes, src, a)
 
-    def _reduce_scatter(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
-        return self._gather(nbytes, dst)
+    def _reduce_scatter(
+        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+    ) -> list[Choice]:
+        return self._gather(nbytes, dst, a)
 
-    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
-        n, a, bw = self.world_size, self.latency_s, self.bytes_per_s
+    def _all_reduce(
+        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+    ) -> list[Choice]:
+        n, bw = self.world_size, self.bytes_per_s
         steps, ring = math.ceil(math.log2(n)), 2 * (n - 1) / n * nbytes / bw
         # Libraries send small tensors down a tree, and large ones around a ring.
         one_shot = min(2 * steps * a + ring, steps * (a + 2 * nbytes / bw))
         return [Choice("one shot", one_shot), Choice("two step", 2 * (steps + 1) * a + ring)]
 
-    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions) -> list[Choice]:
+    def _all_to_all(
+        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+    ) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())
         if self._many:
             s, d = self._member @ src, self._member @ dst
             leaving = float(np.maximum(s * (1 - d), d * (1 - s)).max())
             busiest = max(busiest, nbytes * leaving / self._adapter)
-        exact = Choice("exact", (self.world_size - 1) * self.latency_s + busiest)
-        through = min(self._gather(nbytes, src), key=lambda choice: choice.seconds)
+        exact = Choice("exact", (self.world_size - 1) * a + busiest)
+        through = min(self._gather(nbytes, src, a), key=lambda choice: choice.seconds)
         return [exact, Choice("gathered", through.seconds)]

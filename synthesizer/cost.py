@@ -7,6 +7,7 @@ vector over ranks or a number of seconds; nothing here decides anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +17,7 @@ from hap.axes import Axes, Shares
 from hap.cluster import Cluster, Work
 from hap.graph import Graph, Node, Tensor
 from hap.placement import LOCAL, Placement, conversion
+from hap.program import Convert
 from hap.synthesizer.communication import Choice, Network
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.work import node_work
@@ -113,19 +115,32 @@ class CostModel:
         nbytes = np.where(part > 0, nbytes, 0.0)
         return self.machine.seconds(work, work.flops * part, nbytes)
 
-    def convert(self, tensor: Tensor, src: Placement, dst: Placement) -> list[Choice]:
-        """Implementations of a conversion, the fastest first; local ones are priced as copies."""
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
+    ) -> list[Choice]:
+        """Implementations of a conversion, the fastest first; local ones are priced as copies.
+
+        ``fused``: the conversion will run with its neighbours, which pay for the start.
+        """
         kind = conversion(src, dst)
-        if kind is None:
+        if kind is None or kind == "slice":  # a slice is a view of what is there
             return [Choice("", 0.0)]
-        if kind == "slice":
-            return [Choice("", 0.0)]  # a view of what is there
         if kind in LOCAL:
             traffic = 2 * tensor.nbytes * self._one
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
             return [Choice("", float(self.machine.seconds(work, self._one, traffic).max()))]
         parts = self.parts(tensor, src), self.parts(tensor, dst)
-        return self.network.choices(kind, tensor.nbytes, *parts)
+        return self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
+
+    def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
+        """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
+        steps = [(self.graph.tensors[s.tensor], s.src, s.dst) for s in group]
+        if len(steps) == 1:
+            return self.convert(*steps[0])
+        nbytes = sum(t.nbytes for t, _, _ in steps)
+        src = sum(t.nbytes * self.parts(t, p) for t, p, _ in steps) / nbytes
+        dst = sum(t.nbytes * self.parts(t, p) for t, _, p in steps) / nbytes
+        return self.network.choices(group[0].kind, nbytes, src, dst)
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         """Seconds per rank of the optimizer's elementwise step on the stored shard."""

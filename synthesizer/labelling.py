@@ -58,6 +58,9 @@ class Problem:
         self.pairs: dict[tuple[int, int], Costs] = {}
         self._conversions: dict[object, tuple[float, tuple[Convert, ...]]] = {}
         graph = space.graph
+        # Parameters are gathered together at the start, gradients reduced together at the end.
+        parameters = {i.tensor for i in graph.role("parameter")}
+        self._fused = parameters | set(graph.gradients.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
         self._variable: dict[str, int] = {}
         for name in graph.tensors:
@@ -172,7 +175,7 @@ class Problem:
         shares = tuple(
             id(self.cost.parts(t, p)) for p in (made, *holding) if p.sharded
         )
-        key = (t.shape, t.dtype, made, holding, shares)
+        key = (t.shape, t.dtype, made, holding, shares, tensor in self._fused)
         if key not in self._conversions:
             self._conversions[key] = self._cheapest(tensor, made, holding)
         seconds, steps = self._conversions[key]
@@ -200,7 +203,8 @@ class Problem:
         for dst in route:
             if src.sharded and dst == P:
                 return float("inf"), ()
-            choice = self.cost.convert(self.space.graph.tensors[tensor], src, dst)[0]
+            t = self.space.graph.tensors[tensor]
+            choice = self.cost.convert(t, src, dst, fused=tensor in self._fused)[0]
             total += choice.seconds
             steps.append(
                 Convert(tensor=tensor, src=src, dst=dst, backward=False,
@@ -228,7 +232,11 @@ def write_program(
     held: dict[str, Holding],
     stored: dict[str, Placement],
 ) -> Program:
-    """Instructions in graph order; each conversion stands right before its first use."""
+    """Instructions in graph order; each conversion stands right before its first use.
+
+    Two kinds stand together instead, to be fused: what is gathered of the parameters, at the
+    start, and what is reduced of the gradients, at the end.
+    """
     made: dict[str, Placement] = dict(stored)
     exists = {(t, p) for t, p in stored.items()}
     steps: list[Instruction] = []
@@ -263,6 +271,8 @@ def write_program(
 
     for tensor, p in stored.items():
         place(tensor, p)
+    for i in graph.role("parameter"):
+        need(i.tensor, held[i.tensor][0], False)
     for node in graph.nodes:
         row, backward = rows[node.name], node.name in graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
@@ -273,17 +283,30 @@ def write_program(
                 made[out] = p_out
                 place(out, p_out)
     parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    ends = []
-    for o in graph.outputs:
-        p = stored[parameters[o.target]] if o.role == "gradient" else R
+    ends = [
+        stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs
+    ]
+    body, steps = steps, []
+    for o, p in zip(graph.outputs, ends, strict=True):
         need(o.tensor, p, o.role == "gradient")
-        ends.append(p)
+    steps = body + _neighbours(steps)
     program = Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
         outputs=tuple(ends), axes=axes,
     )  # fmt: skip
     program.check(graph)
     return program
+
+
+def _neighbours(steps: list[Instruction]) -> list[Instruction]:
+    """Conversions reordered so that those of one kind stand together, and can be fused."""
+    depth: dict[str, int] = {}
+    keyed = []
+    for step in steps:
+        assert isinstance(step, Convert)
+        depth[step.tensor] = depth.get(step.tensor, -1) + 1
+        keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+    return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]
 
 
 def _given(holding: Holding, need: Placement) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Collective, Prediction, Rank
-from hap.program import Compute
+from hap.program import Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
@@ -104,14 +104,18 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
-    for step in candidate.program.collectives:
-        tensor = graph.tensors[step.tensor]
-        choices = cost.convert(tensor, step.src, step.dst)
+    for group in candidate.program.groups(graph):
+        converts = [s for s in group if isinstance(s, Convert) and not s.local]
+        if not converts:
+            continue
+        choices = cost.convert_group(converts)
+        step = converts[0]
         first = next(c for c in choices if c.implementation == step.implementation)
         other = next(c for c in choices if c is not first)
         found.append(
             Collective(
-                tensor=step.tensor, kind=step.kind, nbytes=tensor.nbytes,
+                tensor=step.tensor, fused=len(converts), kind=step.kind,
+                nbytes=sum(graph.tensors[s.tensor].nbytes for s in converts),
                 implementation=first.implementation, seconds=first.seconds,
                 runner_up=other.implementation, runner_up_s=other.seconds,
             )

@@ -7,6 +7,7 @@ from first definition to last use; views share the storage of what they look at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,12 +50,16 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     world = cost.machine.cluster.world_size
     found: list[Stage] = []
     busy = np.zeros(world)
-    for step in program.instructions:
-        if isinstance(step, Compute):
-            busy = busy + cost.compute(nodes[step.node], Row(step.outs, step.ins))
+    for group in program.groups(graph):
+        for step in group:
+            if isinstance(step, Compute):
+                row = Row(step.outs, step.ins)
+                busy = busy + cost.compute(graph.by_name[step.node], row)
+        converts = [s for s in group if isinstance(s, Convert)]
+        if not converts:
             continue
-        seconds = convert_seconds(graph, step, cost)
-        if step.local:
+        seconds = convert_seconds(converts, cost)
+        if converts[0].local:
             busy = busy + seconds
         else:
             found.append(Stage(compute_s=busy, communicate_s=seconds))
@@ -65,10 +70,13 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     return [*found, Stage(compute_s=busy, communicate_s=0.0)]
 
 
-def convert_seconds(graph: Graph, step: Convert, cost: CostModel) -> float:
-    """Predicted time of a conversion by the implementation that the program names."""
-    choices = cost.convert(graph.tensors[step.tensor], step.src, step.dst)
-    return next(c.seconds for c in choices if c.implementation == step.implementation)
+def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
+    """Predicted time of neighbouring conversions by the implementation that the program names."""
+    times = {c.implementation: c.seconds for c in cost.convert_group(group)}
+    named = group[0].implementation
+    if named not in times:
+        raise ValueError(f"{group[0].kind} has no implementation {named!r}, but {sorted(times)}")
+    return times[named]
 
 
 def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
@@ -100,7 +108,7 @@ def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, Pe
     for at, step in enumerate(program.instructions):
         made: list[Value] = []
         if isinstance(step, Compute):
-            node = nodes[step.node]
+            node = graph.by_name[step.node]
             ins = [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
             outs = _outs(node, step.outs)
             alias = node.op in FREE

@@ -17,7 +17,7 @@ from hap.axes import Axes, Shares
 from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph
-from hap.program import Convert, Program
+from hap.program import Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.exact import TooWide
 from hap.synthesizer.labelling import Aims, Allowed, Problem
@@ -156,12 +156,17 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
     """The same program with the fastest implementation of each collective."""
 
 
-    def best(step: Convert) -> Convert:
-        choices = cost.convert(graph.tensors[step.tensor], step.src, step.dst)
-        return replace(step, implementation=choices[0].implementation)
-
-    steps = tuple(best(s) if isinstance(s, Convert) else s for s in program.instructions)
-    return replace(program, instructions=steps)
+    steps: list[Instruction] = []
+    # Fused or not must not depend on the choice made before: forget it first.
+    plain = replace(program, instructions=tuple(
+        replace(s, implementation="") if isinstance(s, Convert) else s
+        for s in program.instructions
+    ))  # fmt: skip
+    for group in plain.groups(graph):
+        converts = [s for s in group if isinstance(s, Convert)]
+        best = cost.convert_group(converts)[0].implementation if converts else ""
+        steps += [replace(s, implementation=best) if isinstance(s, Convert) else s for s in group]
+    return replace(program, instructions=tuple(steps))
 
 
 def spread(axes: Axes, weights: PerRank) -> Shares:

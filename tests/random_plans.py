@@ -20,6 +20,7 @@ from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Node, Tensor
 from hap.placement import Placement
 from hap.plan import Plan, Prediction, Source
+from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Aims, Problem
@@ -126,8 +127,10 @@ class RandomPrices(CostModel):
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         return np.full(self._world, self._rng.random())
 
-    def convert(self, tensor: Tensor, src: Placement, dst: Placement) -> list[Choice]:
-        choices = super().convert(tensor, src, dst)
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, **options: Any
+    ) -> list[Choice]:
+        choices = super().convert(tensor, src, dst, **options)
         self._rng.shuffle(choices)
         return [Choice(c.implementation, self._rng.random() * 0.1) for c in choices]
 
@@ -154,3 +157,8 @@ def random_plan(case: Case, world: int, seed: int) -> Plan:
             step_s=0.0, communicate_s=0.0, ranks=(), collectives=(), alternatives=()
         ),
     )
+
+
+def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:
+    """The plan's program against the case's module on one device."""
+    return verify(plan, case.model, case.batch, case.loss, case.optimizer, **options)

@@ -24,8 +24,8 @@ from hap.runtime.launch import spawn
 from hap.runtime.module import HapModule
 from hap.runtime.shard import cut, stored_value
 from hap.runtime.trace import trace
-from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared, verify
-from tests.random_plans import Case, benchmark_case, call, random_plan, widened
+from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
+from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
 
 MODELS = (
     ("bert", "tiny"), ("bert_moe", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"),
@@ -34,10 +34,6 @@ MODELS = (
 )  # fmt: skip
 WORLDS = (2, 3, 4, 5)
 SEEDS = (0, 1)
-
-
-def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:
-    return verify(plan, case.model, case.batch, case.loss, case.optimizer, **options)
 
 
 def story(found: Verdict) -> str:
