@@ -19,7 +19,9 @@ class EvenDDP:
 
     def __init__(self, file: ModelFile) -> None:
         torch.manual_seed(file.seed)
-        self._step = DistributedDataParallel(Step(file.model(), self._local(file.batch()), file.loss))
+        self._step = DistributedDataParallel(
+            Step(file.model(), self._local(file.batch()), file.loss)
+        )
         self._optimizer = (file.optimizer or default_optimizer)(self._step.parameters())
 
     def step(self, batch: Any) -> float:

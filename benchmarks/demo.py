@@ -33,7 +33,9 @@ WARM_UP = 2
 
 def main(arguments: list[str] | None = None) -> None:
     """Plan, train, compare; exits with 1 if the plan is not faster than DDP."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default=str(HERE / "models" / "bert.py:small"))
     parser.add_argument("--cluster", default=str(HERE / "clusters" / "demo4.yaml"))
     parser.add_argument("--steps", type=int, default=12)

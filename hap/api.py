@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from hap import torch_private
 from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
-from hap.errors import InfeasibleError, InputError, ModelError, PlanError
+from hap.errors import InfeasibleError, InputError, ModelError
 from hap.graph import Graph
-from hap.model_file import ModelFile, load_model_file
+from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine
 from hap.plan import Plan, Source
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
-from hap.runtime.verify import Observed, Observer, Verdict, prepared
+from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, without_slowest
 from hap.synthesizer.predict import alternatives, largest_batch, predict
@@ -151,9 +151,7 @@ def _infeasible(
     axis = batch_axis(space)
     hint = "use devices with more memory, or a smaller model"
     if axis is not None:
-        units = largest_batch(
-            space.graph, space.axes, axis, best, synthesizer.machine, states
-        )
+        units = largest_batch(space.graph, space.axes, axis, best, synthesizer.machine, states)
         total = space.axes.axes[axis].units
         hint = (
             f"about the largest global batch that would fit is {units} (of {total})"
@@ -229,7 +227,7 @@ def verify(
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
-    file = file or _planned_file(plan)
+    file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
     plan.check_model(capture(model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
@@ -261,15 +259,6 @@ def _spec(file: ModelFile) -> str:
     return f"{file.path}:{file.function}"
 
 
-def _planned_file(plan: Plan) -> ModelFile:
-    if not plan.source.path:
-        raise PlanError(
-            "the plan was made through the Python API and names no model file",
-            hint="plan a model file, or call hap.compile in a script of your own",
-        )
-    return load_model_file(f"{plan.source.path}:{plan.source.function}")
-
-
 class Trainer:
     """One rank's training of a planned model file: module, optimizer and data.
 
@@ -282,7 +271,7 @@ class Trainer:
     def __init__(self, plan: Plan, file: ModelFile | None = None) -> None:
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
-        self._file = file or _planned_file(plan)
+        self._file = file or model_file_of(plan)
         torch.manual_seed(self._file.seed)
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from hap import ops, torch_private
 from hap.errors import ModelError
-from hap.graph import Arg, Dtype, Graph, Input, Node, Output, Ref, Tensor
+from hap.graph import Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
 
 aten = torch.ops.aten
@@ -89,19 +89,26 @@ def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
         _check_loss(step, tensors)
         try:
             traced = torch_private.dynamo_graph(step, tensors)
+            for node in traced.graph.nodes:
+                if node.target is F.scaled_dot_product_attention:
+                    node.target = ops.scaled_dot_product_attention
+            traced.recompile()
+            joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
         except torch_private.GraphBreak as error:
-            raise ModelError(
-                f"the forward can't be captured as one graph: {error}",
-                where=error.line,
-                hint="the program must not depend on tensor data: no `if` on a tensor's value, "
-                "no .item(), no shapes made from data; torch.where often does instead",
-            ) from error
-        for node in traced.graph.nodes:
-            if node.target is F.scaled_dot_product_attention:
-                node.target = ops.scaled_dot_product_attention
-        traced.recompile()
-        joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+            raise _not_one_graph(str(error), error.line) from error
+        except torch_private.data_dependent_errors() as error:
+            text = str(error)
+            raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
     return _convert(joint, step, tuple(flatten(batch)))
+
+
+def _not_one_graph(reason: str, where: str) -> ModelError:
+    return ModelError(
+        f"the forward can't be captured as one graph: {reason}",
+        where=where,
+        hint="the program must not depend on tensor data: no `if` on a tensor's value, "
+        "no .item(), no shapes made from data; torch.where often does instead",
+    )
 
 
 def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
@@ -281,8 +288,13 @@ def _tensor(name: str, value: TorchTensor) -> Tensor:
 
 
 def _source(node: fx.Node) -> str:
-    """The innermost line of the user's code (outside torch) that made ``node``."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    """The innermost line of the user's code that made ``node``."""
+    return _line(node.meta.get("stack_trace") or "")
+
+
+def _line(trace: str) -> str:
+    """The innermost ``file:line`` outside torch of a traceback's text."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
     outside = [f"{file}:{line}" for file, line in found if "/torch/" not in file]
     return outside[-1] if outside else ""
 

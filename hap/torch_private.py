@@ -51,9 +51,16 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
         with warnings.catch_warnings(), dynamo.config.patch(ignore_logging_functions=loggers):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    except (dynamo.exc.TorchDynamoException, *data_dependent_errors()) as error:
+    except capture_errors() as error:
         raise GraphBreak(error) from error
     return captured
+
+
+def capture_errors() -> tuple[type[Exception], ...]:
+    """What a capture raises when the code can't be one graph."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException, *data_dependent_errors())
 
 
 class GraphBreak(Exception):

@@ -202,9 +202,7 @@ class LocalComm(Comm):
         return True
 
 
-def _counts(
-    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]
-) -> list[list[int]]:
+def _counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]) -> list[list[int]]:
     """Per tensor, the elements of every rank's shard."""
     return [
         [torch.Size(_resized(x, dim, n)).numel() for n in size]

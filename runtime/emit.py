@@ -193,7 +193,7 @@ class Emitter:
 
     def _zeros(self, out: fx.Graph, value: Value) -> fx.Node:
         dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
-        options = {"dtype": dtype, "device": self.device}
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device}
         return out.call_function(torch.zeros, (list(self._shape(value)),), options)
 
     def _mark(self, node: fx.Node, value: Value) -> fx.Node:

@@ -238,7 +238,7 @@ def _collect(
     """Serve the ranks' messages until all results are there; raise on the first failure."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    raised: dict[int, str] = {}  # in the order in which the errors came
+    raised: dict[int, tuple[str, int]] = {}  # (text, exit code), in the order in which they came
     ended: set[int] = set()  # ranks whose pipe is at its end
     while len(results) < len(ranks):
         ready = wait([rank.pipe for n, rank in enumerate(ranks) if n not in ended], _POLL_S)
@@ -275,8 +275,19 @@ def _collect(
     return [results[n] for n in range(len(ranks))]
 
 
+class RankError(HapError):
+    """What one rank raised; it keeps the exit code of the error that it stands for."""
+
+    def __init__(self, text: str, rank: int, exit_code: int) -> None:
+        super().__init__(text, where=f"rank {rank}")
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
 def _failure(
-    died: Mapping[int, int], raised: Mapping[int, str], late: list[int], timeout_s: float | None
+    died: Mapping[int, int],
+    raised: Mapping[int, tuple[str, int]],
+    late: list[int],
+    timeout_s: float | None,
 ) -> HapError:
     """One error for the cause: a rank that died before one that raised, as its peers then do."""
     for n, code in died.items():
@@ -286,8 +297,8 @@ def _failure(
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = "the kernel kills with SIGKILL when memory runs out" if name == "SIGKILL" else ""
         return HapError(f"killed by {name}", where=f"rank {n}", hint=hint)
-    for n, text in raised.items():
-        return HapError(text, where=f"rank {n}")
+    for n, (text, exit_code) in raised.items():
+        return RankError(text, n, exit_code)
     what = f"no result from rank {', '.join(map(str, late))} after {timeout_s} s"
     return HapError(what, hint="ranks that issue different collectives wait for ever")
 
@@ -313,7 +324,10 @@ def _rank_main(pipe: Connection, payload: bytes, backend: str, parent: int) -> N
     except BaseException as error:
         # The group is left to the death of this process: an orderly end could wait for the peers.
         summary = "".join(traceback.format_exception_only(error)).strip()
-        _send(pipe, "error", f"{summary}\n\n{traceback.format_exc().rstrip()}")
+        # What is meant for people reads as it is; the rest needs its traceback.
+        told = isinstance(error, HapError)
+        text = str(error) if told else f"{summary}\n\n{traceback.format_exc().rstrip()}"
+        _send(pipe, "error", (text, error.exit_code if isinstance(error, HapError) else 1))
         sys.exit(1)
 
 

@@ -6,7 +6,6 @@ local tensors with the arguments that the whole tensors had.
 
 from __future__ import annotations
 
-
 from hap.graph import Arg, Node
 
 Shape = tuple[int, ...]
@@ -30,23 +29,25 @@ RESULT_SHAPE: dict[str, int] = {
 # Operators that make tensors from nothing and so must be told on which device.
 FACTORIES = frozenset(
     f"aten.{op}"
-    for op in """
-    full.default zeros.default ones.default empty.memory_format scalar_tensor.default
-    arange.default arange.start arange.start_step
-    """.split()
+    for op in [
+        "full.default",
+        "zeros.default",
+        "ones.default",
+        "empty.memory_format",
+        "scalar_tensor.default",
+        "arange.default",
+        "arange.start",
+        "arange.start_step",
+    ]
 )
 
 # Operators whose kernels read some input as if it were contiguous (seen on CPU, torch 2.13).
 CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
 
 
-def localize(
-    node: Node, out_shapes: tuple[Shape | None, ...]
-) -> tuple[Arg, ...]:
+def localize(node: Node, out_shapes: tuple[Shape | None, ...]) -> tuple[Arg, ...]:
     """The arguments of ``node`` on a rank with these local results; tensors stay references."""
     args = list(node.args)
     if node.op in RESULT_SHAPE:
         args[RESULT_SHAPE[node.op]] = next(s for s in out_shapes if s is not None)
     return tuple(args)
-
-

@@ -153,9 +153,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _observe(
-    module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer
-) -> Observed:
+def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
     updates = optimizer([p for p in module.parameters() if p.requires_grad])
     losses: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
@@ -183,7 +181,9 @@ def compare(
     for what, label in (
         ("loss", "loss"), ("gradient", "gradient"), ("parameter", f"after {STEPS} steps"),
     ):  # fmt: skip
-        largest = max((float(t.abs().max()) for t in expected[what].values() if t.numel()), default=0)
+        largest = max(
+            (float(t.abs().max()) for t in expected[what].values() if t.numel()), default=0
+        )
         for name, reference in expected[what].items():
             value = stored_value(plan, tensors[name]) if name in tensors else None
             parts = [seen[what].get(name) for seen in ranks]

@@ -66,7 +66,9 @@ def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str
     return found
 
 
-def without_slowest(space: Space, cluster: Cluster, optimizer_states: int) -> tuple[str, Candidate] | None:
+def without_slowest(
+    space: Space, cluster: Cluster, optimizer_states: int
+) -> tuple[str, Candidate] | None:
     """(device, best pair) of the cluster less its slowest device; ``None`` for a single one."""
     if cluster.world_size < 2:
         return None

@@ -66,9 +66,7 @@ class Network:
         senders = int(np.count_nonzero(parts))
         return [Choice("padded", padded), Choice("grouped", senders * a + nbytes / bw)]
 
-    def _all_gather(
-        self, nbytes: float, src: Fractions, dst: Fractions, a: float
-    ) -> list[Choice]:
+    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
         return self._gather(nbytes, src, a)
 
     def _reduce_scatter(
@@ -76,18 +74,14 @@ class Network:
     ) -> list[Choice]:
         return self._gather(nbytes, dst, a)
 
-    def _all_reduce(
-        self, nbytes: float, src: Fractions, dst: Fractions, a: float
-    ) -> list[Choice]:
+    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
         n, bw = self.world_size, self.bytes_per_s
         steps, ring = math.ceil(math.log2(n)), 2 * (n - 1) / n * nbytes / bw
         # Libraries send small tensors down a tree, and large ones around a ring.
         one_shot = min(2 * steps * a + ring, steps * (a + 2 * nbytes / bw))
         return [Choice("one shot", one_shot), Choice("two step", 2 * (steps + 1) * a + ring)]
 
-    def _all_to_all(
-        self, nbytes: float, src: Fractions, dst: Fractions, a: float
-    ) -> list[Choice]:
+    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())
         if self._many:

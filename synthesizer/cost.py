@@ -41,13 +41,15 @@ class Machine:
         if key not in self._rates:
             self._rates[key] = np.array([d.rate(*key) for d in self.cluster.devices])
         busy = np.maximum(flops / self._rates[key], nbytes / self._memory)
-        return np.where((flops > 0) | (nbytes > 0), self._launch_s + busy, 0.0)
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), self._launch_s + busy, 0.0)
+        return seconds
 
     @cached_property
     def speed(self) -> PerRank:
         """Relative speed of the ranks in float32 products; sums to 1."""
         rates = np.array([d.rate("matmul", "float32") for d in self.cluster.devices])
-        return rates / rates.sum()
+        speed: PerRank = rates / rates.sum()
+        return speed
 
 
 class CostModel:
@@ -138,8 +140,8 @@ class CostModel:
         if len(steps) == 1:
             return self.convert(*steps[0])
         nbytes = sum(t.nbytes for t, _, _ in steps)
-        src = sum(t.nbytes * self.parts(t, p) for t, p, _ in steps) / nbytes
-        dst = sum(t.nbytes * self.parts(t, p) for t, _, p in steps) / nbytes
+        src = np.sum([t.nbytes * self.parts(t, p) for t, p, _ in steps], axis=0) / nbytes
+        dst = np.sum([t.nbytes * self.parts(t, p) for t, _, p in steps], axis=0) / nbytes
         return self.network.choices(group[0].kind, nbytes, src, dst)
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:

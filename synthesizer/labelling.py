@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.graph import Graph, Node
-from hap.placement import Placement, P, R, conversion
+from hap.placement import P, Placement, R
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
@@ -119,7 +119,9 @@ class Problem:
         """One variable for all the batch: each rank reads all of it, or its rows of it."""
         names = [i.tensor for i in self.space.graph.role("input")]
         rows = [self.space.sources[name][-1] for name in names]
-        whole_allowed = all(self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R)
+        whole_allowed = all(
+            self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R
+        )
         options = [*([[R] * len(names)] if whole_allowed else []), rows]
         v = self._add([0.0] * len(options))
         for name, placements in zip(names, zip(*options, strict=True), strict=True):
@@ -172,15 +174,15 @@ class Problem:
     ) -> tuple[float, tuple[Convert, ...]]:
         """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
         t = self.space.graph.tensors[tensor]
-        shares = tuple(
-            id(self.cost.parts(t, p)) for p in (made, *holding) if p.sharded
-        )
+        shares = tuple(id(self.cost.parts(t, p)) for p in (made, *holding) if p.sharded)
         key = (t.shape, t.dtype, made, holding, shares, tensor in self._fused)
         if key not in self._conversions:
             self._conversions[key] = self._cheapest(tensor, made, holding)
         seconds, steps = self._conversions[key]
         return seconds, tuple(
-            Convert(tensor=tensor, src=s.src, dst=s.dst, implementation=s.implementation, backward=False)
+            Convert(
+                tensor=tensor, src=s.src, dst=s.dst, implementation=s.implementation, backward=False
+            )
             for s in steps
         )
 
@@ -238,7 +240,7 @@ def write_program(
     start, and what is reduced of the gradients, at the end.
     """
     made: dict[str, Placement] = dict(stored)
-    exists = {(t, p) for t, p in stored.items()}
+    exists = set(stored.items())
     steps: list[Instruction] = []
     axes: dict[str, tuple[str, int]] = {}
 
@@ -283,9 +285,7 @@ def write_program(
                 made[out] = p_out
                 place(out, p_out)
     parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    ends = [
-        stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs
-    ]
+    ends = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
     body, steps = steps, []
     for o, p in zip(graph.outputs, ends, strict=True):
         need(o.tensor, p, o.role == "gradient")

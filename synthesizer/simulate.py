@@ -46,7 +46,7 @@ class Stage:
 
 def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     """The stages of a step in order; the optimizer's step is the last one."""
-    nodes = {n.name: n for n in graph.nodes}
+    {n.name: n for n in graph.nodes}
     world = cost.machine.cluster.world_size
     found: list[Stage] = []
     busy = np.zeros(world)
@@ -97,7 +97,7 @@ def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
 
 def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, PerRank]:
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank."""
-    nodes = {n.name: n for n in graph.nodes}
+    {n.name: n for n in graph.nodes}
     root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
     last: dict[Value, int] = {}  # storage -> index of its last use
     born: list[list[Value]] = []

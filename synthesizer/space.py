@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hap.axes import Axes, Dim, Ties
 from hap.errors import UnsupportedOpError
 from hap.graph import Graph, Node
-from hap.placement import Placement, P, R, S
+from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
 from hap.synthesizer.rules import RULES, Row, rows_of
 from hap.synthesizer.work import FLOPS
@@ -55,7 +55,9 @@ def build_space(graph: Graph) -> Space:
         known = _rows(node, graph)
         if constant.issuperset(o for o in node.outputs if o):
             known = known[:1]
-        rows[node.name] = tuple(r for r in known if not r.units or ties.tie(_dims(node, r), r.units))
+        rows[node.name] = tuple(
+            r for r in known if not r.units or ties.tie(_dims(node, r), r.units)
+        )
     axes = _working(graph, rows, ties.build(axis_names(graph)))
     rows = {
         n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))

@@ -155,7 +155,6 @@ class Synthesizer:
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
     """The same program with the fastest implementation of each collective."""
 
-
     steps: list[Instruction] = []
     # Fused or not must not depend on the choice made before: forget it first.
     plain = replace(program, instructions=tuple(

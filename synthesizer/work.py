@@ -14,11 +14,22 @@ from hap.synthesizer.rules.base import Call, numel
 
 FREE = frozenset(
     f"aten.{op}"
-    for op in """
-    view.default t.default transpose.int permute.default unsqueeze.default squeeze.dim
-    squeeze.dims squeeze.default expand.default slice.Tensor select.int unbind.int split.Tensor
-    split_with_sizes.default
-    """.split()
+    for op in [
+        "view.default",
+        "t.default",
+        "transpose.int",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "unbind.int",
+        "split.Tensor",
+        "split_with_sizes.default",
+    ]
 )
 
 

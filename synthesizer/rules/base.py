@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hap.graph import Arg, Graph, Node, Tensor
-from hap.placement import Placement, P, R, S
+from hap.placement import P, Placement, R, S
 
 Letters = Sequence[str | None]
 """One letter per dim of a tensor; ``None`` where the dim can't be split."""
@@ -199,9 +199,7 @@ def letters(tensor: Tensor, prefix: str = "d", *, fixed: Iterable[int] = ()) -> 
 def broadcast(tensor: Tensor, out: Tensor, prefix: str = "d") -> list[str | None]:
     """Letters of an input that is broadcast to ``out``, aligned at the last dim."""
     shift = len(out.shape) - len(tensor.shape)
-    return [
-        None if size == 1 else f"{prefix}{d + shift}" for d, size in enumerate(tensor.shape)
-    ]
+    return [None if size == 1 else f"{prefix}{d + shift}" for d, size in enumerate(tensor.shape)]
 
 
 def numel(shape: Iterable[int]) -> int:

@@ -46,10 +46,14 @@ def _index(call: Call) -> list[Row]:
     given = call.arg(1)
     at = [d for d, index in enumerate(given) if index is not None]
     if at != list(range(at[0], at[-1] + 1)) or any(t.dtype == "bool" for t in call.ins[1:]):
-        return equation(call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)])
+        return equation(
+            call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)]
+        )
     kept = letters(x, fixed=at)
     rank = len(call.out.shape) - (len(x.shape) - len(at))
-    picked = [f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[at[0] : at[0] + rank])]
+    picked = [
+        f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[at[0] : at[0] + rank])
+    ]
     indices = [
         [None if s == 1 else f"i{k + rank - len(t.shape)}" for k, s in enumerate(t.shape)]
         for t in call.ins[1:]

@@ -30,7 +30,7 @@ def _addmm(call: Call) -> list[Row]:
 
 @rule("aten.convolution.default")
 def _convolution(call: Call) -> list[Row]:
-    x, w, *bias = call.ins
+    x, _w, *bias = call.ins
     space = [None] * (len(x.shape) - 2)
     plain = not call.arg(6) and call.arg(8) == 1  # neither transposed nor grouped
     c, o = ("c", "o") if plain else (None, None)
@@ -67,7 +67,11 @@ def _attention_letters(call: Call, q: int) -> tuple[list[str | None], ...]:
     mask = call.ins[q + 3] if len(call.ins) in (4, 7) else None
     full = ["b", "h", length, None]
     shift = 4 - len(mask.shape) if mask else 0
-    seen = [x if s > 1 else None for x, s in zip(full[shift:], mask.shape, strict=True)] if mask else []
+    seen = (
+        [x if s > 1 else None for x, s in zip(full[shift:], mask.shape, strict=True)]
+        if mask
+        else []
+    )
     return full, ["b", "h", None, None], ["b", "h", length], seen
 
 

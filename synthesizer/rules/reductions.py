@@ -80,10 +80,10 @@ def _nll(call: Call) -> list[Row]:
 @rule("aten.nll_loss_backward.default")
 def _nll_backward(call: Call) -> list[Row]:
     grad, x = call.ins[:2]
-    batch = ["n"] if len(x.shape) == 2 else []
-    weight = [[None] for _ in call.ins[3:-1]]
+    batch: list[str | None] = ["n"] if len(x.shape) == 2 else []
+    weight: list[list[str | None]] = [[None] for _ in call.ins[3:-1]]
     grad_letters = batch if grad.shape else []
-    ins = [grad_letters, [*batch, None], batch, *weight, []]
+    ins: list[list[str | None]] = [grad_letters, [*batch, None], batch, *weight, []]
     return equation(call, ins, [[*batch, None]], linear=[{0}])
 
 

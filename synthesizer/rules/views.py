@@ -76,7 +76,11 @@ def _unsqueeze(call: Call) -> list[Row]:
 def _squeeze(call: Call) -> list[Row]:
     (x,) = call.ins
     given = call.arg(1, "dim", tuple(range(len(x.shape))))
-    dims = {d % len(x.shape) for d in ([given] if isinstance(given, int) else given)} if x.shape else set()
+    dims = (
+        {d % len(x.shape) for d in ([given] if isinstance(given, int) else given)}
+        if x.shape
+        else set()
+    )
     gone = {d for d in dims if x.shape[d] == 1}
     kept = [letter for d, letter in enumerate(letters(x)) if d not in gone]
     return equation(call, [letters(x)], [kept], linear=[{0}])
