@@ -78,11 +78,12 @@ class Node:
     outputs: tuple[str | None, ...]
     source: str = ""
     module: str = ""
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The tensor arguments in order of appearance, repeated if used twice."""
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The tensor arguments in order of appearance, repeated if used twice."""
-        return tuple(ref.name for ref in _refs((self.args, tuple(v for _, v in self.kwargs))))
+    def __post_init__(self) -> None:
+        refs = _refs((self.args, tuple(v for _, v in self.kwargs)))
+        object.__setattr__(self, "inputs", tuple(ref.name for ref in refs))
 
     def __str__(self) -> str:
         given = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
@@ -182,7 +183,7 @@ class Graph:
     def role(self, role: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.role == role)
 
-    @property
+    @cached_property
     def gradients(self) -> Mapping[str, str]:
         """Parameter name -> tensor that holds its gradient."""
         return {o.target: o.tensor for o in self.outputs if o.role == "gradient"}

@@ -44,7 +44,7 @@ class HapModule(nn.Module):
                 f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
                 hint="start as many processes as the cluster file has devices, or plan anew",
             )
-        digest = f"{plan.graph.digest}/{plan.program.schedule_digest}"
+        digest = f"{plan.graph.digest}/{plan.program.schedule_digest}/{sorted(plan.shares.items())}"
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
@@ -161,12 +161,17 @@ class HapModule(nn.Module):
             )
         state = self._state()
         for name, whole in state_dict.items():
-            target = state[self._same[name]]
-            shard = self._cut(self._same[name], whole)
-            if shard.shape != target.shape:
-                raise PlanError(f"{name} has shape {tuple(whole.shape)} in the state dict")
+            first = self._same[name]
+            tensor = self._inputs.get(first)
+            expected = self._plan.graph.tensors[tensor].shape if tensor else state[first].shape
+            if tuple(whole.shape) != tuple(expected):
+                raise PlanError(
+                    f"{name} has shape {tuple(whole.shape)} in the state dict, "
+                    f"{tuple(expected)} in the plan",
+                    hint="pass the state dict of the model that was planned",
+                )
             with torch.no_grad():
-                target.copy_(shard)
+                state[first].copy_(self._cut(first, whole))
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient: shards are summed over ranks, replicas once."""

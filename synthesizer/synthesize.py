@@ -1,13 +1,12 @@
 """The alternation: program for the shares, shares for the program, until nothing improves.
 
 After HAP (EuroSys'24), with an exact search in place of its A*, and integer shares in place
-of rounded ones. The best *pair* seen is returned, from several starts. If a rank runs out of
-memory, its bytes get a price that doubles until the program fits.
+of rounded ones. The best *pair* seen is returned, from several starts. If ranks run out of
+memory, their bytes get the lowest price that makes the program fit.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,8 +27,8 @@ from hap.synthesizer.space import Space
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
 
-DOUBLINGS = 12
-"""Of the price of a byte, before a program is given up as too large."""
+LOWEST_PRICE, HIGHEST_PRICE = -10, 4
+"""Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +97,28 @@ class Synthesizer:
         return min(found, key=_rank)
 
     def search(self, shares: Shares) -> Candidate:
-        """The cheapest program under fixed shares, priced until it fits if it can."""
-        best = self._search(shares, None)
+        """The cheapest program under fixed shares that fits the memory, if one does.
+
+        A price on each byte of the ranks that are short trades time for memory. The highest
+        price tells whether any program fits; bisection then finds the lowest that suffices.
+        """
+        best = self.cheapest(shares)
         if best.fits:
             return best
-        unit = best.timeline.step_s / self._memory.max()
-        price = np.where(best.lacking_bytes > 0, unit / 64, 0.0)
-        for _ in itertools.repeat(None, DOUBLINGS):
-            tried = self._search(shares, price)
-            best = min(best, tried, key=_rank)
-            if tried.fits:
-                return best
-            price = np.maximum(2 * price, np.where(tried.lacking_bytes > 0, unit / 64, 0.0))
+        per_byte = best.timeline.step_s / self._memory.max()
+        short = best.lacking_bytes > 0
+        low, high = LOWEST_PRICE, HIGHEST_PRICE
+        tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
+        best = min(best, tried, key=_rank)
+        while tried.fits and high - low > 1:
+            middle = (low + high) // 2
+            cheaper = self.cheapest(shares, np.where(short, per_byte * 2.0**middle, 0.0))
+            best = min(best, cheaper, key=_rank)
+            low, high = (low, middle) if cheaper.fits else (middle, high)
         return best
 
-    def _search(self, shares: Shares, price: PerRank | None) -> Candidate:
+    def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
+        """The cheapest program under fixed shares and prices (seconds per byte of each rank)."""
         cost = self._cost(shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:

@@ -140,7 +140,12 @@ def random_plan(case: Case, world: int, seed: int) -> Plan:
     rng = random.Random(f"{world}/{seed}")
     space = case.space
     shares = {name: random_shares(axis.units, world, rng) for name, axis in space.axes.axes.items()}
-    problem = Problem(space, RandomPrices(space, world, shares, rng), Aims())
+    # Any part of the batch may be given in shards; no price would ask for it.
+    given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
+    prices = RandomPrices(space, world, shares, rng)
+    problem = Problem(
+        space, prices, Aims(), lambda t, p, stored: not stored or given.get(t, p) == p
+    )
     labelling = problem.solve()
     assert labelling is not None
     program = problem.program(labelling)

@@ -26,7 +26,11 @@ from tests.random_plans import benchmark_case, make_case, random_plan, verdict
 from tests.test_models import VARIANTS
 
 ROOT = Path(__file__).parents[1]
-TINY = [(f, v) for f, variants in VARIANTS.items() for v in variants if v.startswith("tiny")]
+SLOW = [("gpt2", "tiny_dropout"), ("llama", "tiny_dropout"), ("bert_moe", "tiny_dropout")]
+TINY = [
+    pytest.param(file, variant, marks=[pytest.mark.slow] if (file, variant) in SLOW else [])
+    for file, variants in VARIANTS.items() for variant in variants if variant.startswith("tiny")
+]  # fmt: skip
 
 
 class Net(nn.Module):
@@ -93,12 +97,11 @@ print(capture(model, batch).digest)
 def test_the_digest_depends_on_neither_process_nor_hash_seed_nor_data() -> None:
     """And so a plan made by one process can be checked by another."""
     here = benchmark_case("bert_moe", "tiny").graph.digest
-    for seed in ("0", "4711"):
-        out = subprocess.run(
-            [sys.executable, "-c", DIGEST], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT,
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert out.stdout.strip() == here
+    out = subprocess.run(
+        [sys.executable, "-c", DIGEST], env=os.environ | {"PYTHONHASHSEED": "4711"}, cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert out.stdout.strip() == here
 
 
 @pytest.mark.parametrize("device", ["meta", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])

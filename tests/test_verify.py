@@ -44,9 +44,17 @@ def story(found: Verdict) -> str:
 # --- correct programs ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("file", "variant"), MODELS)
+SMALL = ("mlp", "vgg19", "wide_mlp")
+PLANS = [
+    pytest.param(
+        *model, world, seed,
+        marks=[pytest.mark.slow] if model[0] not in SMALL and world > 3 and seed else [],
+    )
+    for model in MODELS for world in WORLDS for seed in SEEDS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "variant", "world", "seed"), PLANS)
 def test_random_programs_compute_what_one_device_computes(
     file: str, variant: str, world: int, seed: int
 ) -> None:
@@ -109,7 +117,9 @@ def _on_group(target: Callable[[Comm], Any]) -> Any:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("file", "world"), [("bert", 3), ("bert_moe", 2)])
+@pytest.mark.parametrize(
+    ("file", "world"), [("bert_moe", 3), pytest.param("bert", 3, marks=pytest.mark.slow)]
+)
 def test_real_processes_compute_what_one_device_computes(file: str, world: int) -> None:
     case = benchmark_case(file, "tiny")
     found = verdict(case, random_plan(case, world, 3), run=on_gloo)
@@ -289,6 +299,13 @@ def emulated_losses(
     first, *others = run_ranks(plan.world_size, run)
     assert all(other == pytest.approx(first, rel=1e-6) for other in others)
     return first
+
+
+@pytest.mark.parametrize(("file", "variant"), DROPOUT)
+def test_a_program_with_dropout_verifies_with_dropout_off(file: str, variant: str) -> None:
+    case = benchmark_case(file, variant)
+    found = verdict(case, random_plan(case, 3, 9))
+    assert found.ok, story(found)
 
 
 @pytest.mark.parametrize(("file", "variant"), DROPOUT)

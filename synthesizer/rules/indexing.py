@@ -14,9 +14,10 @@ def _embedding(call: Call) -> list[Row]:
 
 @rule("aten.embedding_dense_backward.default")
 def _embedding_backward(call: Call) -> list[Row]:
-    # A looked-up row collects the gradients of all its uses: a sum over the indices.
+    # A looked-up row collects the gradients of all its uses: a sum over the indices, unless it
+    # is divided by the number of uses, which only all the indices know.
     _, index = call.ins
-    picked = letters(index, "i")
+    picked = [None] * len(index.shape) if call.arg(4) else letters(index, "i")
     return equation(call, [[*picked, "h"], picked], [[None, "h"]], linear=[{0}])
 
 

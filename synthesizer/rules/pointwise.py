@@ -16,8 +16,8 @@ ne.Scalar ne.Tensor ones_like.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Te
 reciprocal.default relu.default remainder.Scalar round.default rsqrt.default rsub.Scalar
 sigmoid.default sign.default silu.default sin.default softplus.default sqrt.default tanh.default
 full_like.default zeros_like.default empty_like.default add.Scalar sub.Scalar
-native_dropout.default rand_like.default elu_backward.default
-"""  # elu_backward is linear in the gradient only where its input is no result
+native_dropout.default
+"""
 
 # Linear in the tensors at these places (each set jointly, the sets one at a time).
 LINEAR: dict[str, list[set[int]]] = {
@@ -28,6 +28,7 @@ LINEAR: dict[str, list[set[int]]] = {
     "div.Scalar": [{0}],
     "threshold_backward.default": [{0}],
     "gelu_backward.default": [{0}],
+    "elu_backward.default": [{0}],
     "silu_backward.default": [{0}],
     "sigmoid_backward.default": [{0}],
     "tanh_backward.default": [{0}],

@@ -18,13 +18,11 @@ def _bmm(call: Call) -> list[Row]:
 @rule("aten.addmm.default")
 def _addmm(call: Call) -> list[Row]:
     bias = call.ins[0]
-    given = ["m" if len(bias.shape) == 2 and bias.shape[0] > 1 else None, "n"]
+    added = [x if s > 1 else None for x, s in zip("nm", reversed(bias.shape), strict=False)][::-1]
+    # A rank without a share of k adds its term of the bias as it is, so it must not be scaled.
+    k = "k" if call.arg(3, "beta", 1) == 1 else None
     return equation(
-        call,
-        [given[-len(bias.shape) :] if bias.shape else [], "mk", "kn"],
-        ["mn"],
-        linear=[{0, 1}, {0, 2}],
-        additive={0},
+        call, [added, ["m", k], [k, "n"]], ["mn"], linear=[{0, 1}, {0, 2}], additive={0}
     )
 
 
@@ -94,25 +92,31 @@ def _sdpa_backward(call: Call) -> list[Row]:
     )
 
 
+def _planes(call: Call) -> list[str | None]:
+    """Images are pooled one by one: all dims but the last two, with or without a batch."""
+    rank = len(call.out.shape)
+    return letters(call.out, fixed=(rank - 2, rank - 1))
+
+
 @rule("aten.max_pool2d_with_indices.default")
 def _max_pool(call: Call) -> list[Row]:
-    planes = letters(call.out, fixed=(2, 3))
+    planes = _planes(call)
     return equation(call, [planes], [planes for _ in call.node.outputs])
 
 
 @rule("aten.max_pool2d_with_indices_backward.default")
 def _max_pool_backward(call: Call) -> list[Row]:
-    planes = letters(call.out, fixed=(2, 3))
+    planes = _planes(call)
     return equation(call, [planes, planes, planes], [planes], linear=[{0}])
 
 
 @rule("aten._adaptive_avg_pool2d.default", "aten.avg_pool2d.default")
 def _avg_pool(call: Call) -> list[Row]:
-    planes = letters(call.out, fixed=(2, 3))
+    planes = _planes(call)
     return equation(call, [planes], [planes], linear=[{0}])
 
 
 @rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
 def _avg_pool_backward(call: Call) -> list[Row]:
-    planes = letters(call.out, fixed=(2, 3))
+    planes = _planes(call)
     return equation(call, [planes, planes], [planes], linear=[{0}])

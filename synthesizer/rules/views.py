@@ -75,15 +75,13 @@ def _unsqueeze(call: Call) -> list[Row]:
 @rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 def _squeeze(call: Call) -> list[Row]:
     (x,) = call.ins
-    given = call.arg(1, "dim", tuple(range(len(x.shape))))
-    dims = (
-        {d % len(x.shape) for d in ([given] if isinstance(given, int) else given)}
-        if x.shape
-        else set()
-    )
-    gone = {d for d in dims if x.shape[d] == 1}
-    kept = [letter for d, letter in enumerate(letters(x)) if d not in gone]
-    return equation(call, [letters(x)], [kept], linear=[{0}])
+    rank = len(x.shape)
+    named = call.arg(1, "dim", tuple(range(rank)))
+    dims = {d % rank for d in ([named] if isinstance(named, int) else named)} if rank else set()
+    # A named dim that stays would be squeezed on a rank whose share is one element.
+    given = letters(x, fixed=dims)
+    kept = [letter for d, letter in enumerate(given) if d not in dims or x.shape[d] > 1]
+    return equation(call, [given], [kept], linear=[{0}])
 
 
 @rule("aten.expand.default")
@@ -100,6 +98,9 @@ def _within(call: Call) -> list[Row]:
     changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
     if call.node.op == "aten.flip.default":
         changed = {d % len(x.shape) for d in call.arg(1)}
+    if call.node.op == "aten.constant_pad_nd.default":  # (1, -1) shifts, and keeps the size
+        pads = call.arg(1)
+        changed = {len(x.shape) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
     given = letters(x, fixed=changed)
     shifts = call.node.op == "aten.constant_pad_nd.default" and call.arg(2, "value", 0) != 0
     linear = [{0}] if not shifts and "float" in x.dtype else []

@@ -1,0 +1,400 @@
+"""One or more calls of every operator that has a rule, and the one-node graph of a call.
+
+Sizes are small, unlike and not round, so that a row that holds by coincidence of sizes shows;
+dims of size 1, broadcasting, negative dims, repeated arguments, masks and groups are there
+because each once hid a wrong row somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hap import graph
+from hap.graph import Dtype, Graph, Input, Node, Output, Ref
+from hap.runtime.emit import resolve
+
+_random = torch.Generator().manual_seed(11)
+
+
+class Sample(NamedTuple):
+    """``op(*args, **kwargs)`` with real tensors."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        def show(arg: Any) -> str:
+            if isinstance(arg, Tensor):
+                return "x".join(map(str, arg.shape)) or "scalar"
+            inner = arg if isinstance(arg, list | tuple) else []
+            return "[" + ",".join(map(show, inner)) + "]" if inner else str(arg)
+
+        name = self.op.removeprefix("aten.")
+        return f"{name}({', '.join(map(show, (*self.args, *self.kwargs.values())))})"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments by name, an argument that is given twice named once."""
+        found: dict[int, Tensor] = {}
+
+        def visit(arg: Any) -> None:
+            if isinstance(arg, Tensor):
+                found.setdefault(id(arg), arg)
+            for inner in arg if isinstance(arg, list | tuple) else ():
+                visit(inner)
+
+        visit(self.args)
+        return {f"t{k}": tensor for k, tensor in enumerate(found.values())}
+
+    def run(self) -> list[Tensor | None]:
+        """The results on one device, by the very operator that was captured."""
+        namespace, name, overload = self.op.split(".")
+        call = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        results = call(*self.args, **self.kwargs)
+        return list(results) if isinstance(results, list | tuple) else [results]
+
+    def graph(self, source: str = "") -> Graph:
+        """A program that is this call alone: ``t0, t1, ...`` in, ``o0, o1, ...`` out."""
+        given = self.tensors
+        names = {id(tensor): name for name, tensor in given.items()}
+
+        def arg(value: Any) -> Any:
+            match value:
+                case Tensor():
+                    return Ref(names[id(value)])
+                case torch.dtype():
+                    return Dtype(str(value).removeprefix("torch."))
+                case list() | tuple():
+                    return tuple(arg(v) for v in value)
+            return value
+
+        results = {f"o{k}": t for k, t in enumerate(self.run())}
+        made = {name: t for name, t in results.items() if t is not None}
+        return Graph(
+            inputs=tuple(Input(tensor=name, role="input", target=name) for name in given),
+            nodes=(
+                Node(
+                    name="call", op=self.op, args=arg(self.args), source=source,
+                    kwargs=tuple((k, arg(v)) for k, v in self.kwargs.items()),
+                    outputs=tuple(name if name in made else None for name in results),
+                ),
+            ),
+            outputs=tuple(Output(tensor=name, role="buffer", target=name) for name in made),
+            tensors={
+                name: graph.Tensor(
+                    name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")
+                )
+                for name, t in (given | made).items()
+            },
+        )  # fmt: skip
+
+
+SAMPLES: list[Sample] = []
+
+
+def add(op: str, *args: Any, **kwargs: Any) -> None:
+    name = op if op.startswith("hap.") else f"aten.{op}"
+    resolve(name)  # a misspelt operator fails here
+    SAMPLES.append(Sample(name, args, kwargs))
+
+
+def f(*shape: int) -> Tensor:
+    """Floats around zero."""
+    return torch.randn(shape, dtype=torch.float64, generator=_random)
+
+
+def pos(*shape: int) -> Tensor:
+    """Floats in (0.1, 0.9)."""
+    return torch.rand(shape, dtype=torch.float64, generator=_random) * 0.8 + 0.1
+
+
+def i(high: int, *shape: int) -> Tensor:
+    """Integers in [0, high)."""
+    return torch.randint(high, shape, generator=_random)
+
+
+def b(*shape: int) -> Tensor:
+    return i(2, *shape).bool()
+
+
+def each(ops: str, make: Callable[[], tuple[Any, ...]]) -> None:
+    for op in ops.split():
+        add(op, *make())
+
+
+# --- factories ---
+
+for _op in ("zeros.default", "ones.default", "empty.memory_format"):
+    add(_op, [3, 1, 5], dtype=torch.float64)
+add("full.default", [5, 3], 2.5, dtype=torch.float64)
+add("full.default", [], True, dtype=torch.bool)
+add("scalar_tensor.default", 0.5, dtype=torch.float64)
+each("new_ones.default new_zeros.default new_empty.default", lambda: (f(7, 1), [3, 5]))
+add("new_full.default", f(7, 1), [3, 5], 1.5)
+add("new_ones.default", b(7), [3, 5], dtype=torch.int64)
+add("arange.default", 7, dtype=torch.int64)
+add("arange.start", 2, 7, dtype=torch.int64)
+add("arange.start_step", 2, 12, 2, dtype=torch.int64)
+
+# --- pointwise ---
+
+each(
+    """abs.default ceil.default cos.default elu.default erf.default exp.default expm1.default
+    floor.default gelu.default hardswish.default isinf.default isnan.default leaky_relu.default
+    relu.default round.default sigmoid.default sign.default silu.default sin.default
+    softplus.default tanh.default""",
+    lambda: (f(5, 1, 3),),
+)
+each(
+    """acos.default log.default log1p.default reciprocal.default rsqrt.default sqrt.default
+    logical_not.default""",
+    lambda: (pos(5, 3),),
+)
+add("gelu.default", f(5, 3), approximate="tanh")
+add("hardtanh.default", f(5, 3), -0.5, 0.75)
+add("clamp.default", f(5, 3), -0.5, 0.75)
+add("clamp_max.default", f(5, 3), 0.25)
+add("clamp_min.default", f(5, 3), 0.25)
+each("ge.Scalar gt.Scalar le.Scalar lt.Scalar eq.Scalar ne.Scalar", lambda: (i(4, 5, 1, 3), 2))
+each("ge.Tensor gt.Tensor le.Tensor lt.Tensor eq.Tensor ne.Tensor", lambda: (i(3, 5, 3), i(3, 3)))
+each("bitwise_and.Tensor bitwise_or.Tensor", lambda: (b(5, 1, 3), b(7, 1)))
+add("bitwise_and.Tensor", i(16, 5, 3), i(16, 5, 3))
+add("bitwise_not.default", b(5, 3))
+each("logical_and.default logical_or.default", lambda: (b(5, 1), b(3)))
+each("maximum.default minimum.default", lambda: (f(5, 3), f(3)))
+add("floor_divide.default", i(50, 5, 3), i(5, 5, 1) + 1)
+add("remainder.Scalar", i(50, 5, 3), 7)
+add("pow.Scalar", 2.0, f(5, 3))
+add("pow.Tensor_Scalar", f(5, 3), 3)
+add("pow.Tensor_Tensor", pos(5, 3), f(3))
+each("rsub.Scalar add.Scalar sub.Scalar", lambda: (f(5, 3), 1.5))
+each("ones_like.default zeros_like.default empty_like.default", lambda: (f(5, 1, 3),))
+add("full_like.default", f(5, 3), 1.5)
+add("ones_like.default", f(5, 3), dtype=torch.int64)
+add("neg.default", f(5, 1, 3))
+add("neg.default", i(9, 5, 3))
+each("mul.Tensor add.Tensor sub.Tensor", lambda: (f(5, 1, 3), f(7, 1)))
+each("mul.Tensor add.Tensor sub.Tensor", lambda: (f(5, 3), f()))
+each("mul.Tensor add.Tensor sub.Tensor div.Tensor", lambda: (f(5, 3), 1.5))
+_same = f(5, 3)
+each("mul.Tensor add.Tensor div.Tensor sub.Tensor", lambda: (_same, _same))
+add("add.Tensor", f(5, 3), f(5, 3), alpha=2.5)
+add("mul.Tensor", f(5, 3), b(5, 1))
+add("mul.Tensor", b(5, 3), b(3))
+add("add.Tensor", b(5, 3), b(5, 3))
+add("add.Tensor", i(9, 5, 3), f(3))
+add("mul.Scalar", f(5, 3), 1.5)
+add("div.Scalar", f(5, 3), 1.5)
+add("div.Tensor", f(5, 1, 3), pos(7, 1))
+add("div.Tensor", f(), i(9) + 1)
+add("elu_backward.default", f(5, 3), 1.5, 1.0, 1.0, False, f(5, 3))
+add("elu_backward.default", f(5, 3), 1.5, 1.0, 1.0, True, f(5, 3))
+add("threshold_backward.default", f(5, 3), f(5, 3), 0)
+add("gelu_backward.default", f(5, 3), f(5, 3))
+add("gelu_backward.default", f(5, 3), f(5, 3), approximate="tanh")
+each("silu_backward.default sigmoid_backward.default", lambda: (f(5, 3), f(5, 3)))
+add("tanh_backward.default", f(5, 3), f(5, 3))
+add("leaky_relu_backward.default", f(5, 3), f(5, 3), 0.1, False)
+add("hardtanh_backward.default", f(5, 3), f(5, 3), -0.5, 0.75)
+add("native_dropout.default", torch.ones(53, 1, 47, dtype=torch.float64), 0.3, True)
+add("native_dropout_backward.default", f(5, 3), b(5, 3), 1.5)
+add("where.self", b(5, 1, 3), f(7, 1), f())
+add("where.self", b(3), f(5, 3), f(5, 1))
+add("masked_fill.Scalar", f(5, 7, 3), b(7, 1), 0)
+add("masked_fill.Scalar", f(5, 7, 3), b(5, 1, 3), -1e9)
+add("_to_copy.default", f(5, 1, 3), dtype=torch.float64)
+add("_to_copy.default", i(9, 5, 3), dtype=torch.float64)
+add("_to_copy.default", b(5, 3), dtype=torch.float64)
+add("_to_copy.default", f(5, 3), dtype=torch.int64)
+add("_to_copy.default", i(2, 5, 3), dtype=torch.bool)
+
+# --- products ---
+
+add("mm.default", f(5, 3), f(3, 7))
+add("mm.default", f(1, 3), f(3, 7))
+_square = f(5, 5)
+add("mm.default", _square, _square)
+add("bmm.default", f(2, 5, 3), f(2, 3, 7))
+add("addmm.default", f(7), f(5, 3), f(3, 7))
+add("addmm.default", f(5, 7), f(5, 3), f(3, 7))
+add("addmm.default", f(5, 1), f(5, 3), f(3, 7))
+add("addmm.default", f(1), f(5, 3), f(3, 7))
+add("addmm.default", f(7), f(5, 3), f(3, 7), beta=0.5, alpha=1.5)
+
+
+def _conv(
+    x: Tensor, w: Tensor, bias: Tensor | None, *, groups: int = 1, transposed: bool = False
+) -> None:
+    n = x.dim() - 2
+    options = ([2] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
+    add("convolution.default", x, w, bias, *options)
+    grad = torch.randn_like(SAMPLES[-1].run()[0])  # type: ignore[call-overload]
+    for mask in ([True, True, False], [False, True, False]):
+        add("convolution_backward.default", grad, x, w, None, *options, mask)
+
+
+_conv(f(2, 3, 9, 11), f(5, 3, 3, 3), f(5))
+_conv(f(2, 3, 11), f(5, 3, 3), None)
+_conv(f(2, 6, 9, 11), f(4, 3, 3, 3), f(4), groups=2)
+_conv(f(2, 5, 9, 11), f(5, 1, 3, 3), None, groups=5)
+_conv(f(2, 3, 7, 5), f(3, 11, 3, 3), f(11), transposed=True)
+_conv(f(2, 1, 5, 3, 4), f(7, 1, 3, 3, 3), f(7))
+
+
+def _attend(mask: Tensor | None, *, causal: bool = False, values: int = 5, batch: int = 2) -> None:
+    q, k = f(batch, 3, 7, 5), f(batch, 3, 11, 5)
+    v = f(batch, 3, 11, values)
+    add("hap.sdpa.default", q, k, v, mask, causal, 0.4)
+    out, lse = SAMPLES[-1].run()
+    grad = torch.randn_like(out)  # type: ignore[arg-type]
+    add("hap.sdpa_backward.default", grad, q, k, v, mask, out, lse, causal, 0.4)
+
+
+_attend(None)
+_attend(None, causal=True)
+_attend(None, values=13)
+_attend(f(2, 1, 7, 11))
+_attend(f(1, 3, 1, 1))
+_attend(torch.ones(7, 11, dtype=torch.bool).tril(3))
+_attend(torch.ones(1, 1, 1, 11, dtype=torch.bool), batch=1)
+
+# --- pools ---
+
+
+def _max_pool(*shape: int) -> None:
+    x, options = f(*shape), ([2, 2], [2, 2], [1, 0], [1, 1], False)
+    add("max_pool2d_with_indices.default", x, *options)
+    out, indices = SAMPLES[-1].run()
+    grad = torch.randn_like(out)  # type: ignore[arg-type]
+    add("max_pool2d_with_indices_backward.default", grad, x, *options, indices)
+
+
+for _shape in ((2, 3, 7, 9), (3, 7, 9), (1, 3, 7, 9)):
+    _max_pool(*_shape)
+    _options = ([2, 2], [2, 1], [1, 0], False, True, None)
+    add("_adaptive_avg_pool2d.default", f(*_shape), [2, 4])
+    add("_adaptive_avg_pool2d_backward.default", f(*_shape[:-2], 2, 4), f(*_shape))
+    add("avg_pool2d.default", f(*_shape), *_options)
+    add("avg_pool2d_backward.default", f(*_shape[:-2], 4, 8), f(*_shape), *_options)
+
+# --- reductions ---
+
+for _dims, _keep in (([1], False), ([-1, 0], True), ([], False), (None, True)):
+    add("sum.dim_IntList", f(5, 3, 7), _dims, _keep)
+add("sum.dim_IntList", f(5, 1, 3), [1])
+add("sum.dim_IntList", b(5, 3), [0])
+add("sum.default", f(5, 1, 3))
+add("sum.default", i(9, 5, 3))
+add("sum.default", f())
+for _dims, _keep in (([1], False), ([-1], True), ([0, 2], False)):
+    each("amax.default amin.default logsumexp.default", lambda: (f(5, 3, 7), _dims, _keep))  # noqa: B023
+add("amax.default", f(5, 3))
+each("argmax.default prod.dim_int", lambda: (f(5, 3, 7), 1))
+each("argmax.default prod.dim_int", lambda: (f(5, 3, 7), -1, True))
+add("argmax.default", f(5, 3))
+add("any.dim", b(5, 3, 7), -2, True)
+add("any.dim", b(5, 3, 7), 0)
+each("_softmax.default _log_softmax.default", lambda: (f(5, 3, 7), -1, False))
+each("_softmax.default _log_softmax.default", lambda: (f(5, 3, 7), 1, False))
+add("_safe_softmax.default", f(5, 3, 7), -1)
+add("topk.default", f(5, 3, 7), 2)
+add("topk.default", f(5, 3, 7), 2, 1)
+add("sort.default", f(5, 3, 7))
+add("sort.default", f(5, 3, 7), 1, True)
+add("cumsum.default", f(5, 3, 7), -2)
+add("cumsum.default", i(9, 5, 3), 0)
+for _dim in (1, -1):
+    _x = f(5, 3, 7)
+    add("_softmax_backward_data.default", f(5, 3, 7), _x.softmax(_dim), _dim, torch.float64)
+    _x = _x.log_softmax(_dim)
+    add("_log_softmax_backward_data.default", f(5, 3, 7), _x, _dim, torch.float64)
+for _weight in (None, pos(3)):
+    for _reduction, _ignore in ((2, -100), (0, 1)):
+        _x, _target = f(7, 3), i(3, 7)
+        add("nll_loss_forward.default", _x, _target, _weight, _reduction, _ignore)
+        _loss, _count = SAMPLES[-1].run()
+        _given = (torch.randn_like(_loss), _x, _target, _weight, _reduction, _ignore, _count)
+        add("nll_loss_backward.default", *_given)
+add("nll_loss_forward.default", f(3), i(3), None, 2, -100)
+add("nll_loss_backward.default", f(), f(3), i(3), None, 2, -100, f())
+for _weight, _bias in ((f(7), f(7)), (f(7), None), (None, None)):
+    _x = f(5, 3, 7)
+    add("native_layer_norm.default", _x, [7], _weight, _bias, 1e-5)
+    _, _mean, _rstd = SAMPLES[-1].run()
+    _mask = [True, _weight is not None, _bias is not None]
+    _given = (f(5, 3, 7), _x, [7], _mean, _rstd, _weight, _bias, _mask)
+    add("native_layer_norm_backward.default", *_given)
+_x = f(5, 1, 3, 7)
+add("native_layer_norm.default", _x, [3, 7], f(3, 7), f(3, 7), 1e-5)
+_, _mean, _rstd = SAMPLES[-1].run()
+_given = (f(5, 1, 3, 7), _x, [3, 7], _mean, _rstd, f(3, 7), f(3, 7), [True, True, True])
+add("native_layer_norm_backward.default", *_given)
+
+# --- indexing ---
+
+for _index in (i(11, 5, 3), i(11, 1, 3), i(11)):
+    add("embedding.default", f(11, 7), _index)
+    add("embedding_dense_backward.default", f(*_index.shape, 7), _index, 11, -1, False)
+add("embedding_dense_backward.default", f(13, 7), i(4, 13), 11, 2, True)
+add("gather.default", f(5, 11, 3), 1, i(11, 5, 7, 3))
+add("gather.default", f(5, 11), -1, i(11, 3, 1))
+add("gather.default", i(9, 5, 3), 1, i(3, 5, 3))
+add("index_select.default", f(5, 11, 3), 1, i(11, 7))
+add("index_select.default", i(9, 5, 3), -1, i(3, 7))
+add("index.Tensor", f(5, 11, 3), [None, i(11, 7)])
+add("index.Tensor", f(11, 13, 3), [i(11, 7, 1), i(13, 5)])
+add("index.Tensor", f(3, 11, 13, 2), [None, i(11, 5), i(13, 5)])
+add("index.Tensor", f(11, 3, 13, 2), [i(11, 7, 1), None, i(13, 5)])
+add("index.Tensor", i(9, 5, 3), [i(5, 7)])
+
+# --- views ---
+
+for _from, _to in (
+    ((5, 3, 7), [15, 7]), ((15, 7), [5, 3, 7]), ((5, 6), [5, 2, 3]), ((5, 12, 2), [5, 24]),
+    ((1, 5, 1, 3), [5, 3]), ((6, 10), [4, 15]), ((4, 9), [2, 18]), ((5, 3), [1, -1]), ((1,), []),
+    ((2, 3, 5, 4, 7), [6, 5, 28]),
+):  # fmt: skip
+    add("view.default", f(*_from), _to)
+add("view.default", i(9, 5, 3, 2), [15, 2])
+add("permute.default", f(5, 1, 3, 7), [0, -1, 1, 2])
+each("t.default", lambda: (f(5, 3),))
+add("t.default", f(5))
+add("transpose.int", f(5, 3, 7), 0, -1)
+add("transpose.int", f(5, 1, 7), -3, 1)
+add("unsqueeze.default", f(5, 3), 1)
+add("unsqueeze.default", f(5, 3), -1)
+add("squeeze.dim", f(5, 1, 3), 1)
+add("squeeze.dim", f(5, 1, 3), -1)
+add("squeeze.dims", f(5, 1, 3, 1), [-1, 0])
+add("squeeze.default", f(5, 1, 3))
+add("expand.default", f(5, 1, 3), [5, 7, 3])
+add("expand.default", f(3), [5, 7, -1])
+add("expand.default", f(), [5, 3])
+add("slice.Tensor", f(5, 11, 3), 1, 2, -2)
+add("slice.Tensor", f(5, 11), -1, 0, 9223372036854775807, 2)
+add("slice.Tensor", i(9, 5, 11), 0, 0, 5)
+add("slice_backward.default", f(5, 7, 3), [5, 11, 3], 1, 2, 9, 1)
+add("slice_backward.default", f(5, 3), [5, 3], 1, 0, 3, 1)
+add("flip.default", f(5, 3, 7), [-2])
+add("flip.default", f(5, 3, 7), [0, 2])
+add("constant_pad_nd.default", f(5, 3, 7), [1, 2])
+add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 2, -1], 1.5)
+add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 1, -1])  # a shift: sizes stay
+add("select.int", f(5, 3, 7), 1, -1)
+add("select.int", f(5, 3, 7), -1, 2)
+add("select_backward.default", f(5, 7), [5, 3, 7], -2, 1)
+add("unbind.int", f(5, 3, 7), 1)
+add("unbind.int", f(3, 7))
+add("split.Tensor", f(5, 11, 3), 4, -2)
+add("split.Tensor", f(5, 7), 2)
+add("split_with_sizes.default", f(5, 11, 3), [4, 2, 5], 1)
+add("cat.default", [f(5, 2, 3), f(5, 7, 3), f(5, 1, 3)], -2)
+add("cat.default", [f(2, 3), f(5, 3)])
+add("cat.default", [i(9, 5, 2), f(5, 3)], 1)
+add("stack.default", [f(5, 3), f(5, 3)], -1)
+add("stack.default", [f(5, 3), f(5, 3), f(5, 3)])
