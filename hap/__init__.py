@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from hap.plan import Plan
+    from hap.runtime.data import RankBatchSampler
 
 __all__ = [
     "Cluster",
@@ -45,6 +46,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "PlanError",
+    "RankBatchSampler",
     "UnsupportedOpError",
     "VerifyError",
     "clip_grad_norm_",
@@ -58,6 +60,7 @@ _NAMES: Final = {
     "api": ("plan", "compile", "verify", "clip_grad_norm_"),
     "plan": ("Plan",),
     "cluster": ("Cluster", "load_cluster"),
+    "runtime.data": ("RankBatchSampler",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME: Final = {name: module for module, names in _NAMES.items() for name in names}

@@ -289,7 +289,7 @@ class Trainer:
         """Train on this rank's part of a global batch; returns the global loss."""
         self._optimizer.zero_grad()
         loss = call(self.module, self._plan.local_batch(batch, self._rank))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         return loss.item()
 

@@ -131,7 +131,8 @@ class ProcessGroupComm(Comm):
             ]
             for work in works:
                 work.wait()
-            return terms[self.rank].movedim(0, dim)
+            mine: Tensor = terms[self.rank]
+            return mine.movedim(0, dim)
         largest = max(sizes)
         padded = x.new_zeros((self.world_size, largest, *terms[0].shape[1:]))
         for rank, term in enumerate(terms):

@@ -86,7 +86,7 @@ class HapModule(nn.Module):
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
         self._ctx.training = self.training
-        loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)
+        loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for target, new in zip(self._emitted.buffers, buffers, strict=True):
                 state[target].copy_(new)

@@ -147,7 +147,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if widen else before)
     try:
-        with Reference():
+        with Reference():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_default_dtype(before)
@@ -160,7 +160,7 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
     for step in range(STEPS):
         updates.zero_grad()
         loss = call()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses[f"loss of step {step + 1}"] = loss.detach().clone()
         if step == 0:
             gradients = {

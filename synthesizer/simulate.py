@@ -2,7 +2,8 @@
 
 Each rank has one stream; it computes while it can and waits at every collective until the
 last rank arrives (communication does not yet overlap with computing). Memory is counted
-from first definition to last use; views share the storage of what they look at.
+from first definition to last use, what the backward reads of the forward until the backward
+ends; views share the storage of what they look at.
 """
 
 from __future__ import annotations
@@ -102,8 +103,14 @@ def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, Pe
     last: dict[Value, int] = {}  # storage -> index of its last use
     born: list[list[Value]] = []
 
+    end = len(program.instructions)
+    forward = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
+
     def use(value: Value, at: int) -> None:
-        last[root.setdefault(value, value)] = at
+        storage = root.setdefault(value, value)
+        backward = at < end and program.instructions[at].backward
+        # What the backward reads of the forward is kept until the whole backward has run.
+        last[storage] = end if backward and storage in forward else max(at, last.get(storage, 0))
 
     for at, step in enumerate(program.instructions):
         made: list[Value] = []
@@ -121,9 +128,10 @@ def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, Pe
             root[value] = root[ins[0]] if alias and ins else value
             if root[value] == value:
                 made.append(value)
+                if not step.backward:
+                    forward.add(value)
             use(value, at)
         born.append(made)
-    end = len(program.instructions)
     for output, p in zip(graph.outputs, program.outputs, strict=True):
         use(Value(output.tensor, p), end)
 

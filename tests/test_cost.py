@@ -114,6 +114,14 @@ def test_an_operator_costs_each_rank_its_part() -> None:
     assert cost.compute(relu, Row((R,), (R,))).tolist() == pytest.approx(expected([1, 1, 1]))
 
 
+def test_a_rank_without_a_share_does_not_read_the_weights() -> None:
+    graph = small_graph(8)
+    cost = costs(graph, "ab", (8, 0))
+    product = cost.compute(graph.by_name["y0"], Row((S(0),), (S(0), R), 8))
+    alone = cost.compute(graph.by_name["y0"], Row((R,), (R, R)))
+    assert product.tolist() == [alone[0], 0]
+
+
 def test_a_product_counts_two_operations_per_multiplication() -> None:
     graph = small_graph(8)  # y = x (8, 4) @ w (4, 6)
     work = node_work(graph.by_name["y0"], graph)

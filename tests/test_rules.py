@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from hap.errors import UnsupportedOpError
 from hap.graph import Graph, Node
 from hap.placement import Placement, P, R, S
-from hap.program import Compute, Program
+from hap.program import Compute, Program, Value
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import EmulatedComm, World
-from hap.runtime.localize import RESULT_SHAPE
+from hap.runtime.localize import FACTORIES, RESULT_SHAPE
 from hap.synthesizer.rules import RULES, Row, rows_of
 from hap.synthesizer.space import build_space
 from hap.synthesizer.work import FREE, node_work
@@ -32,8 +32,11 @@ RANDOM = {"aten.native_dropout.default"}
 UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
 """Operators whose elements nobody may read before writing them: only shapes are compared."""
 
+DENSE_ROWS = {"hap.sdpa.default", "hap.sdpa_backward.default"}
+"""Operators whose kernels take the last dim of every input to have stride 1."""
+
 Shares = tuple[int, ...]
-Local = list[list[Tensor | None]]
+Local = list[dict[str, Tensor]]
 """Per rank, what it holds of every output."""
 
 
@@ -59,28 +62,32 @@ class Case:
         return rows_of(self.node, self.graph)
 
     def run(self, row: Row, shares: Shares) -> Local:
-        """Emit the row for every rank and run it."""
-        values = [*zip(self.node.inputs, row.ins, strict=True)]
-        values += [(o, p) for o, p in zip(self.node.outputs, row.outs, strict=True) if o and p]
+        """Emit the row as one instruction for every rank, and run what was emitted."""
+        ins = dict(zip(self.node.inputs, row.ins, strict=True))
+        outs = {o: p for o, p in zip(self.node.outputs, row.outs, strict=True) if o and p}
         step = Compute(node=self.node.name, ins=row.ins, outs=row.outs, backward=False)
+        placed = [Value(name, p) for name, p in (ins | outs).items()]
         program = Program(
-            inputs=dict(zip(self.node.inputs, row.ins, strict=True)),
-            instructions=(step,),
-            outputs=tuple(p for p in row.outs if p is not None),
-            axes={f"{name}:{p.dim}": ("axis", row.units) for name, p in values if p.sharded},
-        )
+            inputs=ins, instructions=(step,), outputs=tuple(outs.values()),
+            axes={f"{v.tensor}:{v.placement.dim}": ("axis", row.units) for v in placed},
+        )  # fmt: skip
+        parts = {name: self._split(name, p, row.units, shares) for name, p in ins.items()}
         world = World(len(shares))
-        parts = {name: self._split(name, program.inputs[name], row.units, shares) for name in self.given}
         results: Local = []
         for rank in range(world.size):
-            emitted = Emitter(
+            emitter = Emitter(
                 graph=self.graph, program=program, shares={"axis": shares}, rank=rank,
                 device=torch.device("cpu"),
-            ).emit()  # fmt: skip
-            ctx = Context(EmulatedComm(world, rank))
-            made = iter(emitted.forward(ctx, *(parts[name][rank] for name in emitted.inputs)))
-            results.append([next(made) if p else None for p in row.outs])
-        return results
+            )  # fmt: skip
+            # The emitter's own step, without the modules around it: they take most of the time.
+            code = fx.Graph()
+            ctx = code.placeholder("ctx")
+            env = {Value(name, p): code.placeholder(name) for name, p in ins.items()}
+            emitter._compute(code, ctx, env, step)
+            code.output(tuple(env[Value(name, p)] for name, p in outs.items()))
+            given = [Context(EmulatedComm(world, rank)), *(parts[name][rank] for name in ins)]
+            results.append(fx.Interpreter(nn.Module(), graph=code).run(*given))
+        return [dict(zip(outs, made, strict=True)) for made in results]
 
     def _split(self, name: str, p: Placement, units: int, shares: Shares) -> list[Tensor]:
         """What every rank holds of an input: views of the whole, not made contiguous."""
@@ -91,13 +98,14 @@ class Case:
             return [x] * len(shares)
         sizes = [s * (x.shape[p.dim] // units) for s in shares]
         starts = itertools.accumulate(sizes, initial=0)
+        if len(shares) > 2:
+            x = turned(x, x.dim() - (self.sample.op in DENSE_ROWS))
         return [x.narrow(p.dim, at, n) for at, n in zip(starts, sizes, strict=False)]
 
-    def holds(self, k: int, p: Placement, local: Local, units: int, shares: Shares) -> bool:
-        """Do the ranks' parts of output ``k`` make up the true result in placement ``p``?"""
-        whole = self.whole[f"o{k}"]
-        parts = [result[k] for result in local]
-        assert all(isinstance(part, Tensor) for part in parts)
+    def holds(self, out: str, p: Placement, local: Local, units: int, shares: Shares) -> bool:
+        """Do the ranks' parts of ``out`` make up the true result in placement ``p``?"""
+        whole = self.whole[out]
+        parts = [result[out] for result in local]
         if p.sharded:
             granule = whole.shape[p.dim] // units
             if any(
@@ -119,13 +127,22 @@ class Case:
             return True
         return torch.allclose(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
 
+    def attempt(self, row: Row, shares: Shares) -> Local | None:
+        """:meth:`run`, or nothing where the operator refuses the shapes."""
+        try:
+            return self.run(row, shares)
+        except (RuntimeError, IndexError):
+            return None
+
     def wrong(self, row: Row) -> str:
         """Where ``row`` fails, or nothing."""
         for shares in cuts(row.units):
-            local = self.run(row, shares)
-            for k, p in enumerate(row.outs):
-                if p is not None and not self.holds(k, p, local, row.units, shares):
-                    return f"{row} with shares {shares} of {row.units}: result {k} is not {p}"
+            local = self.attempt(row, shares)
+            if local is None:
+                return f"{row} with shares {shares} of {row.units}: the operator refuses"
+            for out, p in zip(self.node.outputs, row.outs, strict=True):
+                if out and p and not self.holds(out, p, local, row.units, shares):
+                    return f"{row} with shares {shares} of {row.units}: {out} is not {p}"
         return ""
 
 
@@ -137,6 +154,87 @@ def terms(x: Tensor, count: int) -> list[Tensor]:
     else:
         found = [torch.randint(-9, 9, x.shape, generator=random).to(x.dtype) for _ in range(count - 1)]
     return [*found, x - sum(found)]
+
+
+def turned(x: Tensor, dims: int) -> Tensor:
+    """``x`` with strides that no kernel expects: its first ``dims`` dims stored in reverse."""
+    order = (*reversed(range(dims)), *range(dims, x.dim()))
+    return x.permute(order).contiguous().permute(order)
+
+
+
+def true_rows(case: Case) -> Iterator[Row]:
+    """The rows that hold on one cut, of those that cut every input dim of one size, or none.
+
+    Sizes of a sample differ where dims mean different things, so rows that cut dims of unlike
+    size have no meaning but in views, whose blocks divide both sizes.
+    """
+    shapes = [case.graph.tensors[name].shape for name in dict.fromkeys(case.node.inputs)]
+    made = [o for o in case.node.outputs if o is not None]
+    out_sizes = {s for o in made for s in case.graph.tensors[o].shape if s > 1}
+    for size in (0, *sorted({s for shape in shapes for s in shape if s > 1} | out_sizes)):
+        options = [
+            [S(d) for d, s in enumerate(shape) if s == size > 0] or _whole(case.given[name])
+            for name, shape in zip(case.given, shapes, strict=True)
+        ]
+        for chosen in itertools.product(*options):
+            given = dict(zip(case.given, chosen, strict=True))
+            ins = tuple(given[name] for name in case.node.inputs)
+            for units in sorted({math.gcd(size, s) for s in out_sizes | {size}}) if size else [0]:
+                if units != 1:
+                    yield from _completed(case, ins, units, any(p.sharded for p in chosen))
+
+
+def _whole(x: Tensor) -> list[Placement]:
+    return [R, P] if x.is_floating_point() else [R]
+
+
+def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) -> Iterator[Row]:
+    """The rows with these inputs whose outputs hold on one cut."""
+    places: list[list[Placement | None]] = []
+    shares = cuts(units)[0]
+    results: dict[tuple[Placement | None, ...], Local | None] = {}
+    for k, out in enumerate(case.node.outputs):
+        if out is None:
+            places.append([None])
+            continue
+        shape = case.graph.tensors[out].shape
+        held: list[Placement | None] = []
+        for p in (R, P, *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0)):
+            # Only where sizes are arguments does the place of the result change the call.
+            free = case.node.op not in RESULT_SHAPE and case.node.op not in FACTORIES
+            others = [R if o else None for o in case.node.outputs]
+            outs = tuple(others if free else [*others[:k], p, *others[k + 1 :]])
+            if outs not in results:
+                results[outs] = case.attempt(Row(outs, ins, units), shares)
+            local = results[outs]
+            if local is not None and case.holds(out, p, local, units, shares):
+                held.append(p)
+        places.append(held)
+    for outs in itertools.product(*places):
+        if units == 0 or cut or any(p and p.sharded for p in outs):
+            yield Row(outs, ins, units)
+
+
+def gives(row: Row, wanted: Row) -> bool:
+    """Does ``row``, with free slices and masks of replicas around it, do what ``wanted`` does?"""
+
+    def free(src: Placement | None, dst: Placement | None) -> bool:
+        return src == dst or (src == R and dst is not None)
+
+    return (
+        (wanted.units == 0 or row.units % wanted.units == 0)
+        and all(map(free, wanted.ins, row.ins))
+        and all(map(free, row.outs, wanted.outs))
+    )
+
+
+def missing(case: Case) -> list[Row]:
+    """The rows that hold, that no row of the table gives, and that no other such row gives."""
+    known = case.rows()
+    found = [row for row in true_rows(case) if not any(gives(r, row) for r in known)]
+    found = [row for row in found if not case.wrong(row)]
+    return [row for row in found if not any(gives(r, row) for r in found if r != row)]
 
 
 @pytest.fixture(scope="module")

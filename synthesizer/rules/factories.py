@@ -14,8 +14,9 @@ def _constant(call: Call) -> list[Row]:
 @rule("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default",
       "aten.new_empty.default")  # fmt: skip
 def _new(call: Call) -> list[Row]:
-    # The input only lends its dtype; splitting it would tie axes that have nothing in common.
-    return equation(call, [[None] * len(call.ins[0].shape)], [letters(call.out)])
+    # The input only lends its dtype: whatever is known of it, the result is made whole.
+    given = letters(call.ins[0], "x")
+    return equation(call, [given], [letters(call.out)], depends=[set()], linear=[{0}])
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step")

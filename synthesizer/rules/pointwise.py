@@ -12,10 +12,10 @@ erf.default exp.default expm1.default floor.default floor_divide.default ge.Scal
 gelu.default gt.Scalar gt.Tensor hardswish.default hardtanh.default isinf.default isnan.default
 le.Scalar le.Tensor leaky_relu.default log.default log1p.default logical_and.default
 logical_not.default logical_or.default lt.Scalar lt.Tensor maximum.default minimum.default
-ne.Scalar ne.Tensor ones_like.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
 reciprocal.default relu.default remainder.Scalar round.default rsqrt.default rsub.Scalar
 sigmoid.default sign.default silu.default sin.default softplus.default sqrt.default tanh.default
-full_like.default zeros_like.default empty_like.default add.Scalar sub.Scalar
+add.Scalar sub.Scalar
 native_dropout.default
 """
 
@@ -57,6 +57,14 @@ def _plain(call: Call) -> list[Row]:
 @rule(*(f"aten.{op}" for op in LINEAR))
 def _linear(call: Call) -> list[Row]:
     return pointwise(call, LINEAR[call.node.op.removeprefix("aten.")])
+
+
+@rule("aten.ones_like.default", "aten.zeros_like.default", "aten.full_like.default",
+      "aten.empty_like.default")  # fmt: skip
+def _like(call: Call) -> list[Row]:
+    # The terms of a sum have its shape, and more is not asked of them.
+    given = letters(call.out)
+    return equation(call, [given], [given], depends=[set()], linear=[{0}])
 
 
 @rule("aten.add.Tensor", "aten.sub.Tensor")

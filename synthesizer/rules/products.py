@@ -30,11 +30,11 @@ def _addmm(call: Call) -> list[Row]:
 def _convolution(call: Call) -> list[Row]:
     x, _w, *bias = call.ins
     space = [None] * (len(x.shape) - 2)
-    plain = not call.arg(6) and call.arg(8) == 1  # neither transposed nor grouped
-    c, o = ("c", "o") if plain else (None, None)
+    c, o = ("c", "o") if call.arg(8) == 1 else (None, None)  # groups would be split, too
+    channels = [c, o] if call.arg(6) else [o, c]  # transposed or not
     return equation(
         call,
-        [["n", c, *space], [o, c, *space], *([o] for _ in bias)],
+        [["n", c, *space], [*channels, *space], *([o] for _ in bias)],
         [["n", o, *space]],
         linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}],
         additive={2},
@@ -45,15 +45,14 @@ def _convolution(call: Call) -> list[Row]:
 def _convolution_backward(call: Call) -> list[Row]:
     grad = call.ins[0]
     space = [None] * (len(grad.shape) - 2)
-    plain = not call.arg(7) and call.arg(9) == 1
-    c, o = ("c", "o") if plain else (None, None)
-    x, w = ["n", c, *space], [o, c, *space]
+    c, o = ("c", "o") if call.arg(9) == 1 else (None, None)
+    x, w = ["n", c, *space], [*([c, o] if call.arg(7) else [o, c]), *space]
     # The third result, the bias's gradient, is a sum of its own: see hap.capture.
     return equation(
         call,
         [["n", o, *space], x, w],
         [x, w, []],
-        linear=[{0}],
+        linear=[{0}, {1}, {2}],
         depends=[{0, 2}, {0, 1}, set()],
     )
 

@@ -1,0 +1,121 @@
+"""The alternation: never worse than what it starts from, within memory, honest where it fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hap import api
+from hap.cluster import Cluster, Device, Link
+from hap.errors import InfeasibleError, InputError
+from hap.plan import Plan
+
+
+def device(rank: int, *, speed: float = 1e12, memory: int = 1 << 30) -> Device:
+    return Device(
+        name=f"m:{rank}", kind="gpu", node="m", memory_bytes=memory,
+        flops_per_s={"float32": speed}, memory_bytes_per_s=speed / 10, launch_s=1e-6,
+    )  # fmt: skip
+
+
+def cluster(*devices: Device, bandwidth: float = 1e10) -> Cluster:
+    link = Link(bandwidth, 1e-6)
+    return Cluster("test", devices, {"m": link}, link)
+
+
+class Classifier(nn.Module):
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(self.up(x).relu()), y)
+
+
+def planned(rows: int, width: int, classes: int, on: Cluster, **options: bool) -> Plan:
+    with torch.device("meta"):
+        model = Classifier(width, classes)
+        batch = (torch.empty(rows, width), torch.empty(rows, dtype=torch.int64))
+    return api.plan(model, batch, on, **options)
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e13])
+@pytest.mark.parametrize("speeds", [(4e12, 1e12, 1e12), (1e12, 1e12), (1e13, 1e11, 3e12, 3e12)])
+@pytest.mark.parametrize("rows, width, classes", [(64, 256, 31), (4096, 64, 8), (8, 512, 4096)])
+def test_never_slower_than_a_baseline(
+    rows: int, width: int, classes: int, speeds: tuple[float, ...], bandwidth: float
+) -> None:
+    on = cluster(*(device(r, speed=s) for r, s in enumerate(speeds)), bandwidth=bandwidth)
+    plan = planned(rows, width, classes, on)
+    beside = [a for a in plan.prediction.alternatives if a.fits and a.name.startswith(("d", "Z"))]
+    assert beside
+    assert all(plan.prediction.step_s <= a.step_s * (1 + 1e-9) for a in beside)
+
+
+def test_much_compute_on_fast_links_is_shared_in_proportion_to_speed() -> None:
+    on = cluster(device(0, speed=3e12), device(1, speed=1e12), bandwidth=1e13)
+    plan = planned(4096, 512, 10, on)
+    assert plan.shares["batch"] == pytest.approx((3072, 1024), rel=0.05)
+    assert plan.prediction.ranks[0].work == pytest.approx(0.75, abs=0.02)
+
+
+def test_little_compute_on_a_slow_link_is_done_by_everyone() -> None:
+    plan = planned(8, 64, 10, cluster(device(0), device(1), bandwidth=1e6))
+    assert not plan.program.collectives
+    assert plan.prediction.communicate_s == 0
+
+
+def test_gathering_the_factors_beats_reducing_their_product_where_it_is_smaller() -> None:
+    """Sufficient-factor broadcasting: few rows, a wide layer; the crossover is in the rows."""
+    few = planned(8, 2048, 10, cluster(device(0, speed=1e11), device(1, speed=1e11)))
+    many = planned(8192, 64, 10, cluster(device(0, speed=1e11), device(1, speed=1e11)))
+
+    def gradient_bytes(plan: Plan) -> int:
+        ends = set(plan.graph.gradients.values())
+        moved = [c for c in plan.program.collectives if c.tensor in ends]
+        return sum(plan.graph.tensors[c.tensor].nbytes for c in moved)
+
+    assert gradient_bytes(few) < 2048 * 2048 * 4  # the wide layer's gradient is not sent
+    assert gradient_bytes(many) >= 64 * 64 * 4
+
+
+def test_scarce_memory_changes_the_program_and_fits() -> None:
+    free = planned(2048, 512, 10, cluster(*map(device, range(4))))
+    peak = max(r.peak_bytes for r in free.prediction.ranks)
+    tight = cluster(*(device(r, memory=int(peak * 0.8)) for r in range(4)))
+    plan = planned(2048, 512, 10, tight)
+    assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
+    assert plan.prediction.step_s >= free.prediction.step_s
+
+
+def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -> None:
+    on = cluster(device(0, memory=3 << 20), device(1, memory=3 << 20))
+    with pytest.raises(InfeasibleError) as caught:
+        planned(1 << 14, 256, 10, on)
+    assert "m:0 (gpu) lacks" in str(caught.value)
+    assert "bytes)" in str(caught.value)
+    assert "largest global batch that would fit is" in str(caught.value)
+    rows = int(str(caught.value).split("would fit is ")[1].split()[0])
+    assert 0 < rows < 1 << 14
+    planned(rows, 256, 10, on)  # it does fit
+
+
+def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
+    on = cluster(device(0), device(1), device(2))
+    with pytest.raises(InputError, match="2 rows, fewer than the 3 devices"):
+        planned(2, 64, 10, on)
+    assert planned(2, 64, 10, on, allow_idle=True).world_size == 3
+
+
+def test_a_device_that_only_slows_the_step_down_is_left_idle_and_named() -> None:
+    crawl = device(2, speed=1e8)
+    on = cluster(device(0), replace(device(1)), crawl, bandwidth=1e12)
+    plan = planned(4096, 256, 10, on)
+    shares = plan.shares["batch"]
+    assert shares[2] < 4096 // 100
+    slowest = next(a for a in plan.prediction.alternatives if a.name.startswith("without"))
+    assert "m:2" in slowest.note
