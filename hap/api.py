@@ -25,7 +25,7 @@ from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.baselines import baselines, batch_axis, without_slowest
+from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
 from hap.synthesizer.predict import alternatives, largest_batch, predict
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -81,7 +81,7 @@ def plan(
             best = min(best, candidate, key=lambda c: c.rank)
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, without_slowest(space, cluster, kind.states))
+    rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)

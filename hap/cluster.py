@@ -177,11 +177,21 @@ class Cluster:
 
     def without(self, rank: int) -> Self:
         """The cluster after the loss of one device; the ranks above it move down by one."""
+        self._check_rank(rank)
+        return self._keep(self.devices[:rank] + self.devices[rank + 1 :])
+
+    def only(self, rank: int) -> Self:
+        """The cluster of one device alone."""
+        self._check_rank(rank)
+        return self._keep((self.devices[rank],))
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ClusterError(
                 f"there is no rank {rank}", hint=f"ranks are 0..{self.world_size - 1}"
             )
-        devices = self.devices[:rank] + self.devices[rank + 1 :]
+
+    def _keep(self, devices: tuple[Device, ...]) -> Self:
         nodes = {device.node for device in devices}
         intra = {node: link for node, link in self.intra.items() if node in nodes}
         return replace(self, devices=devices, intra=intra)

@@ -111,7 +111,7 @@ def model_file_of(plan: Plan) -> ModelFile:
     if not plan.source.path:
         raise PlanError(
             "the plan names no model file: it was made in Python",
-            hint="call hap.verify or hap.compile with the model, or plan a file: hap plan model.py",
+            hint="call hap.compile with the model, or plan a model file: hap plan model.py",
         )
     return load_model_file(f"{plan.source.path}:{plan.source.function}")
 

@@ -66,16 +66,21 @@ def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str
     return found
 
 
-def without_slowest(
+def fewer_devices(
     space: Space, cluster: Cluster, optimizer_states: int
-) -> tuple[str, Candidate] | None:
-    """(device, best pair) of the cluster less its slowest device; ``None`` for a single one."""
-    if cluster.world_size < 2:
-        return None
+) -> dict[str, tuple[str, Candidate]]:
+    """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
-    slowest = int(np.argmin(speeds))
-    synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
-    shares = next(synthesizer.starts())
-    pair = synthesizer.search(shares)
-    balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
-    return cluster.devices[slowest].name, min(pair, balanced, key=lambda c: c.rank)
+    slowest, fastest = int(np.argmin(speeds)), int(np.argmax(speeds))
+    found = {}
+    if cluster.world_size > 2:
+        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
+        pair = synthesizer.search(next(synthesizer.starts()))
+        balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
+        best = min(pair, balanced, key=lambda c: c.rank)
+        found["without the slowest device"] = (f"without {cluster.devices[slowest].name}", best)
+    if cluster.world_size > 1:
+        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states)
+        pair = synthesizer.cheapest(next(synthesizer.starts()))
+        found["the fastest device alone"] = (f"only {cluster.devices[fastest].name}", pair)
+    return found

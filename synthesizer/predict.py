@@ -43,7 +43,7 @@ def predict(
 
 
 def alternatives(
-    found: Mapping[str, Candidate | str], without: tuple[str, Candidate] | None
+    found: Mapping[str, Candidate | str], fewer: Mapping[str, tuple[str, Candidate]]
 ) -> tuple[Alternative, ...]:
     """The rows that the plan's predicted step is shown beside."""
     rows = []
@@ -51,16 +51,15 @@ def alternatives(
         if isinstance(candidate, str):
             rows.append(Alternative(name=name, step_s=0.0, fits=False, note=candidate))
         else:
-            fits = candidate.fits
-            note = "" if fits else "does not fit the memory"
-            step_s = candidate.timeline.step_s
-            rows.append(Alternative(name=name, step_s=step_s, fits=fits, note=note))
-    if without is not None:
-        device, candidate = without
-        note = f"without {device}" + ("" if candidate.fits else "; does not fit the memory")
-        rows.append(Alternative(name="without the slowest device", note=note,
-                                step_s=candidate.timeline.step_s, fits=candidate.fits))  # fmt: skip
-    return tuple(rows)
+            rows.append(_alternative(name, candidate, ""))
+    return (*rows, *(_alternative(name, c, which) for name, (which, c) in fewer.items()))
+
+
+def _alternative(name: str, candidate: Candidate, note: str) -> Alternative:
+    parts = [note] if note else []
+    parts += [] if candidate.fits else ["does not fit the memory"]
+    step_s = candidate.timeline.step_s
+    return Alternative(name=name, step_s=step_s, fits=candidate.fits, note="; ".join(parts))
 
 
 def largest_batch(

@@ -16,6 +16,7 @@ from hap.axes import Axes, Shares
 from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph
+from hap.placement import Placement, R
 from hap.program import Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.exact import TooWide
@@ -66,7 +67,7 @@ class Synthesizer:
         self.space, self.cluster = space, cluster
         self.machine = Machine(cluster)
         self._states = optimizer_states
-        self._allowed = allowed
+        self._allowed = allowed if cluster.world_size > 1 else _whole
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
 
     def starts(self) -> Iterator[Shares]:
@@ -177,6 +178,11 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
 def spread(axes: Axes, weights: PerRank) -> Shares:
     """Shares of every axis as nearly in proportion to ``weights`` as its units allow."""
     return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
+
+
+def _whole(tensor: str, p: Placement, stored: bool) -> bool:
+    """On one device nothing is split, and nothing communicated."""
+    return p == R
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

@@ -57,19 +57,22 @@ def _convolution_backward(call: Call) -> list[Row]:
     )
 
 
-def _attention_letters(call: Call, q: int) -> tuple[list[str | None], ...]:
+def _attention_letters(
+    call: Call, q: int, keys: str | None = None
+) -> tuple[list[str | None], ...]:
     """Letters of query, key or value, log-sum-exp, and of the mask if there is one."""
     causal = next(a for a in call.node.args if isinstance(a, bool))
     length = None if causal else "l"  # a causal mask counts queries from the first
     mask = call.ins[q + 3] if len(call.ins) in (4, 7) else None
-    full = ["b", "h", length, None]
+    keys = None if causal else keys
+    full = ["b", "h", length, keys]
     shift = 4 - len(mask.shape) if mask else 0
     seen = (
         [x if s > 1 else None for x, s in zip(full[shift:], mask.shape, strict=True)]
         if mask
         else []
     )
-    return full, ["b", "h", None, None], ["b", "h", length], seen
+    return ["b", "h", length, None], ["b", "h", keys, None], ["b", "h", length], seen
 
 
 @rule("hap.sdpa.default")
@@ -81,7 +84,8 @@ def _sdpa(call: Call) -> list[Row]:
 
 @rule("hap.sdpa_backward.default")
 def _sdpa_backward(call: Call) -> list[Row]:
-    q, kv, lse, mask = _attention_letters(call, 1)
+    # The saved log-sum-exp has seen all keys, so that here each part of them is on its own.
+    q, kv, lse, mask = _attention_letters(call, 1, keys="m")
     has_mask = len(call.ins) == 7
     return equation(
         call,
