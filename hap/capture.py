@@ -201,7 +201,7 @@ def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> A
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **torch._decomp.get_decompositions([  # type: ignore[attr-defined]
+    **torch._decomp.get_decompositions([
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
         aten.binary_cross_entropy_with_logits, aten.var, aten.var_mean, aten.std,
@@ -277,9 +277,10 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
             module=_module(node),
         )
         values[node] = refs if many else refs[0]
+    ends: Any = joint.graph.output_node().args[0]
     outputs = [
         Output(tensor=values[n].name, role=role, target=names.get(target, target))
-        for n, (role, target) in zip(joint.graph.output_node().args[0], joint.outputs, strict=True)
+        for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs))

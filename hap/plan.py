@@ -100,7 +100,8 @@ class Plan:
     def __post_init__(self) -> None:
         for name, units in self.program.used_axes().items():
             given = self.shares.get(name)
-            if given is None or sum(given) != units or len(given) != self.world_size:
+            right = given is not None and sum(given) == units and min(given) >= 0
+            if given is None or not right or len(given) != self.world_size:
                 raise PlanError(
                     f"the shares of axis {name!r} are {given}",
                     hint=f"they must be {self.world_size} counts that sum to {units}; plan anew",
@@ -177,13 +178,13 @@ class Plan:
         """Raise ``PlanError`` if ``graph`` is not the graph that was planned."""
         if graph.digest == self.graph.digest:
             return
-        changed = [
-            line for line in difflib.unified_diff(
-                list(self.graph.lines()), list(graph.lines()), "planned", "now", n=0, lineterm=""
-            ) if line[:1] in "+-" and line[:3] not in ("+++", "---")
-        ]  # fmt: skip
-        shown = "\n    ".join(changed[:6]) or "the order of equal lines"
-        more = f"\n    ... and {len(changed) - 6} more lines" if len(changed) > 6 else ""
+        before, now = list(self.graph.lines()), list(graph.lines())
+        diff = difflib.unified_diff(before, now, n=0, lineterm="")
+        changed = [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+        first = [[x for x in changed if x.startswith(sign)][:3] for sign in "-+"]
+        shown = "\n    ".join(first[0] + first[1]) or "the order of equal lines"
+        rest = len(changed) - len(first[0] + first[1])
+        more = f"\n    ... and {rest} more lines" if rest > 0 else ""
         raise PlanError(
             f"the model is not the one that was planned; what differs:\n    {shown}{more}",
             hint="plan anew, or go back to the model that the plan was made for",

@@ -60,6 +60,8 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     """
     unary, pairs = _without_fixed(unary, pairs)
     sizes = [len(u) for u in unary]
+    if 0 in sizes:
+        return None
     plan = _best_order(sizes, pairs)
     if plan.largest > LARGEST_TABLE:
         raise TooWide(plan.largest, plan.widest)

@@ -122,7 +122,8 @@ class Problem:
         whole_allowed = all(
             self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R
         )
-        options = [*([[R] * len(names)] if whole_allowed else []), rows]
+        # The first of equals wins: rows, unless reading all of the batch saves time.
+        options = [rows, *([[R] * len(names)] if whole_allowed else [])]
         v = self._add([0.0] * len(options))
         for name, placements in zip(names, zip(*options, strict=True), strict=True):
             self._stored[name] = v

@@ -58,6 +58,7 @@ def build_space(graph: Graph) -> Space:
         rows[node.name] = tuple(
             r for r in known if not r.units or ties.tie(_dims(node, r), r.units)
         )
+    unstorable = _tie_gradients(graph, ties)
     axes = _working(graph, rows, ties.build(axis_names(graph)))
     rows = {
         n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
@@ -65,7 +66,8 @@ def build_space(graph: Graph) -> Space:
     }
     stored: dict[str, tuple[Placement, ...]] = {i.tensor: (R,) for i in graph.inputs}
     for i in graph.role("parameter"):
-        stored[i.tensor] = (R, *_shards(i.tensor, graph, axes))
+        shards = _shards(i.tensor, graph, axes)
+        stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
     for i in graph.role("input"):  # a rank reads all of the batch or its rows of it
         stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
     return Space(
@@ -99,6 +101,21 @@ def _dims(node: Node, row: Row) -> list[Dim]:
 def _shards(tensor: str, graph: Graph, axes: Axes) -> tuple[Placement, ...]:
     rank = len(graph.tensors[tensor].shape)
     return tuple(S(d) for d in range(rank) if axes.axis(tensor, d))
+
+
+def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
+    """Tie gradients to their parameters: they are cut alike, though no operator may say so.
+
+    Returns the dims on which a parameter can't be stored in shards, having no common cut.
+    """
+    refused = set()
+    for i in graph.role("parameter"):
+        gradient = graph.gradients.get(i.target)
+        for dim, size in enumerate(graph.tensors[i.tensor].shape if gradient else ()):
+            pair = [(i.tensor, dim), (str(gradient), dim)]
+            if size > 1 and not ties.tie(pair, size):
+                refused.add((i.tensor, dim))
+    return refused
 
 
 def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes) -> Axes:

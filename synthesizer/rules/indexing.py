@@ -42,22 +42,27 @@ def _index_select(call: Call) -> list[Row]:
 
 @rule("aten.index.Tensor")
 def _index(call: Call) -> list[Row]:
-    """``x[:, i, j]``: the indices broadcast together and stand where the first of them does."""
+    """``x[:, i, j]``: the indices broadcast together and stand where the first of them does.
+
+    With a dim between them, as in ``x[i, :, j]``, they stand in front.
+    """
     x = call.ins[0]
     given = call.arg(1)
     at = [d for d, index in enumerate(given) if index is not None]
-    if at != list(range(at[0], at[-1] + 1)) or any(t.dtype == "bool" for t in call.ins[1:]):
+    if any(t.dtype == "bool" for t in call.ins[1:]):
         return equation(
             call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)]
         )
+    start = at[0] if at[-1] - at[0] == len(at) - 1 else 0
     kept = letters(x, fixed=at)
     rank = len(call.out.shape) - (len(x.shape) - len(at))
     picked = [
-        f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[at[0] : at[0] + rank])
+        f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[start : start + rank])
     ]
     indices = [
         [None if s == 1 else f"i{k + rank - len(t.shape)}" for k, s in enumerate(t.shape)]
         for t in call.ins[1:]
     ]
-    out = [*kept[: at[0]], *picked, *kept[at[-1] + 1 :]]
+    rest = [letter for d, letter in enumerate(kept) if d not in at]
+    out = [*rest[:start], *picked, *rest[start:]]
     return equation(call, [kept, *indices], [out], linear=[{0}] if "float" in x.dtype else [])

@@ -57,9 +57,7 @@ def _convolution_backward(call: Call) -> list[Row]:
     )
 
 
-def _attention_letters(
-    call: Call, q: int, keys: str | None = None
-) -> tuple[list[str | None], ...]:
+def _attention_letters(call: Call, q: int, keys: str | None = None) -> tuple[list[str | None], ...]:
     """Letters of query, key or value, log-sum-exp, and of the mask if there is one."""
     causal = next(a for a in call.node.args if isinstance(a, bool))
     length = None if causal else "l"  # a causal mask counts queries from the first

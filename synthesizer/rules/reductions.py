@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hap.graph import Tensor
+from hap.placement import P
 from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
 
 
@@ -84,7 +85,9 @@ def _nll_backward(call: Call) -> list[Row]:
     weight: list[list[str | None]] = [[None] for _ in call.ins[3:-1]]
     grad_letters = batch if grad.shape else []
     ins: list[list[str | None]] = [grad_letters, [*batch, None], batch, *weight, []]
-    return equation(call, ins, [[*batch, None]], linear=[{0}])
+    rows = equation(call, ins, [[*batch, None]], linear=[{0}])
+    # The total weight divides in a mean alone; as it comes, a sum over shards, it serves here.
+    return [*rows, *(row._replace(ins=(*row.ins[:-1], P)) for row in rows)]
 
 
 @rule("aten.native_layer_norm.default")

@@ -1,0 +1,185 @@
+"""What does the runtime itself cost? A planned step on one rank against the plain eager step.
+
+    python -m benchmarks.one_rank             --rounds 9 by default
+    python -m benchmarks.one_rank --quick     tiny models: does it run at all?
+
+A cluster of one device leaves nothing to exchange, so all that differs from eager PyTorch is
+what capturing and emitting did to the step. Both contenders take turns in one process, each
+going first in every other round; a step is forward, backward and optimizer. The ratio is the
+median of the ratios within one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import nn
+
+import hap
+from benchmarks.models import bert, gpt2, mlp, vgg19, vit
+from hap.api import call
+from hap.capture import Step, flatten
+from hap.optimizer import MakeOptimizer, default_optimizer
+from hap.units import format_seconds
+
+TARGET = 1.05
+WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model of a size whose step takes 0.1 to 1 s on one core."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    optimizer: MakeOptimizer = default_optimizer
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Seconds per step of each round, and both losses of the first step."""
+
+    name: str
+    planned_s: list[float]
+    eager_s: list[float]
+    first_losses: tuple[float, float]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(p / e for p, e in zip(self.planned_s, self.eager_s, strict=True))
+
+
+VIT = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024}
+VGG = {"stages": ((32,) * 2, (64,) * 2, (128,) * 2), "pooled": 4, "hidden": 512}
+GPT2 = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 64}
+
+CASES = (
+    Case(name="mlp, dropout", model=lambda: mlp.build(512, 2048, 4, dropout=0.1),
+         batch=lambda: mlp.inputs(256, 512), loss=mlp.loss),
+    Case(name="bert", model=bert.small, batch=bert.small_batch, optimizer=bert.optimizer),
+    Case(name="bert, dropout", model=lambda: bert.build(**GPT2, dropout=0.1),
+         batch=bert.small_batch, optimizer=bert.optimizer),
+    Case(name="gpt2", model=gpt2.small, batch=gpt2.small_batch, optimizer=gpt2.optimizer),
+    Case(name="gpt2, dropout", model=lambda: gpt2.build(**GPT2, dropout=0.1),
+         batch=gpt2.small_batch, optimizer=gpt2.optimizer),
+    Case(name="vit", model=lambda: vit.build(**VIT, dropout=0.0),
+         batch=lambda: vit.inputs(16), optimizer=vit.optimizer),
+    Case(name="vgg", model=lambda: vgg19.build(**VGG, dropout=0.0),
+         batch=lambda: vgg19.inputs(32), optimizer=vgg19.optimizer),
+)  # fmt: skip
+
+QUICK = (
+    Case(name="mlp", model=mlp.tiny, batch=mlp.tiny_batch, loss=mlp.loss),
+    Case(name="vgg", model=vgg19.tiny, batch=vgg19.tiny_batch, optimizer=vgg19.optimizer),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Race every case, print the table, write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny models only")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="cases whose name starts with this text")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    chosen = [c for c in (QUICK if options.quick else CASES) if c.name.startswith(options.only)]
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(chosen) * (options.rounds + WARM_UP))
+        for case in chosen:
+            progress.update(task, description=case.name)
+            results.append(race(case, options.rounds, lambda: progress.advance(task)))
+    console.print(table(results))
+    if options.json:
+        figures = [asdict(result) | {"ratio": result.ratio} for result in results]
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+def race(case: Case, rounds: int, advance: Callable[[], None]) -> Result:
+    """Both contenders from the same weights on the same batch, taking turns."""
+    torch.manual_seed(0)
+    planned, eager = contenders(case)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    losses = (planned(), eager())
+    for number in range(1, WARM_UP + rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            start = time.perf_counter()
+            (planned, eager)[which]()
+            took = time.perf_counter() - start
+            if number >= WARM_UP:
+                seconds[which].append(took)
+        advance()
+    return Result(
+        name=case.name, planned_s=seconds[0], eager_s=seconds[1], first_losses=losses
+    )  # fmt: skip
+
+
+def contenders(case: Case) -> tuple[Callable[[], float], Callable[[], float]]:
+    """The planned and the eager training step, each with parameters of its own."""
+    model, batch = case.model(), case.batch()
+    plan = hap.plan(model, batch, "local:1", loss=case.loss, optimizer=case.optimizer)
+    mine = plan.local_batch(batch, 0)
+    eager = Step(copy.deepcopy(model), batch, case.loss)
+    planned = hap.compile(model, plan, loss=case.loss)
+    return (
+        trainer(planned, lambda: call(planned, mine), case.optimizer),
+        trainer(eager, lambda: eager(*flatten(batch).values()), case.optimizer),
+    )
+
+
+def trainer(
+    module: nn.Module, loss_of: Callable[[], torch.Tensor], make: MakeOptimizer
+) -> Callable[[], float]:
+    """A training step of a module; returns the loss."""
+    optimizer = make(module.parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Medians and ratios against the target."""
+    out = Table(box=None, title="one training step on one rank", title_justify="left")
+    for name in ("model", "planned", "eager", "ratio", "lowest", "highest"):
+        out.add_column(name, justify="left" if name == "model" else "right")
+    out.add_column("first losses")
+    out.add_column(f"target {TARGET:g}")
+    for r in results:
+        ratios = sorted(p / e for p, e in zip(r.planned_s, r.eager_s, strict=True))
+        out.add_row(
+            r.name, format_seconds(statistics.median(r.planned_s)),
+            format_seconds(statistics.median(r.eager_s)), f"{r.ratio:.3f}",
+            f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}", "{:.6f} {:.6f}".format(*r.first_losses),
+            "met" if r.ratio <= TARGET else "[bold red]missed[/]",
+        )  # fmt: skip
+    return out
+
+
+if __name__ == "__main__":
+    main()
