@@ -11,7 +11,9 @@ import copy
 import gc
 import operator
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import fx, nn
 
 from hap import ops, torch_private
 from hap.errors import ModelError
-from hap.graph import Arg, Dtype, Graph, Input, Output, Ref, Tensor
+from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
 
 aten = torch.ops.aten
@@ -130,12 +132,16 @@ def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
     fix = "return the scalar loss, an object with .loss, or define loss(output, batch)"
     try:
         value = step(*tensors)
-    except (AttributeError, KeyError) as error:
-        if "loss" in str(error):
-            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
-        raise
     except torch_private.data_dependent_errors():
         return  # the capture that follows names the line
+    except Exception as error:
+        if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
+            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
+        raise ModelError(
+            f"the forward fails: {type(error).__name__}: {error}",
+            where=_raised_at(error),
+            hint="the model must run on the batch that batch() returns",
+        ) from error
     if not isinstance(value, TorchTensor):
         raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
     if value.dim() != 0:
@@ -297,8 +303,24 @@ def _first_names(step: Step) -> dict[str, str]:
     return {f"module.{name}": first.setdefault(id(t), name) for name, t in named}
 
 
+def _raised_at(error: Exception) -> str:
+    """The innermost line outside torch and this package that an error came through."""
+    own = str(Path(__file__).parent)
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and not frame.filename.startswith(own)
+    ]
+    return frames[-1] if frames else ""
+
+
 def _tensor(name: str, value: TorchTensor) -> Tensor:
     dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise ModelError(
+            f"the step computes a tensor of dtype {dtype} ({name})",
+            hint=f"supported are {', '.join(ITEM_BYTES)}",
+        )
     return Tensor(name=name, shape=tuple(int(s) for s in value.shape), dtype=dtype)
 
 

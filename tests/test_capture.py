@@ -440,3 +440,22 @@ def test_the_written_out_attention_is_torchs(kind: str) -> None:
 def mask_of(kind: str) -> Tensor | None:
     mask = masks(kind)
     return mask.double() if mask is not None and mask.is_floating_point() else mask
+
+
+def test_an_ordinary_mistake_in_the_forward_is_told_with_its_line() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x).sum()
+
+    with pytest.raises(ModelError, match="the forward fails: RuntimeError") as caught:
+        capture(Wrong(), torch.zeros(3, 5))
+    assert "test_capture.py:" in caught.value.where
+
+
+def test_a_dtype_that_no_rule_prices_is_refused_by_name() -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(x).abs().sum()
+
+    with pytest.raises(ModelError, match="complex64"):
+        capture(Spectrum(), torch.zeros(3, 6))
