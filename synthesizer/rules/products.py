@@ -119,5 +119,7 @@ def _avg_pool(call: Call) -> list[Row]:
 
 @rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
 def _avg_pool_backward(call: Call) -> list[Row]:
+    # The pool's input only lends its shape; the pool, being linear, may have left it partial.
     planes = _planes(call)
-    return equation(call, [planes, planes], [planes], linear=[{0}])
+    linear = [{0}, {1}, {0, 1}]
+    return equation(call, [planes, planes], [planes], linear=linear, depends=[{0}])
