@@ -36,7 +36,7 @@ ROWS = (
     ("gpt2.py", "unlike8"),
     ("vgg19.py", "unlike8"),
     ("bert_moe.py", "unlike8"),
-    ("llama.py:llama_7b", "three_types64"),
+    ("llama.py:llama_7b", "lab_mixed"),
 )
 QUICK = (("vit.py:tiny", "unlike8"), ("mlp.py:tiny", "unlike8"))
 

@@ -28,6 +28,7 @@ def sdpa(
     """
     if q.numel() == 0 or k.numel() == 0:
         return _like_fake(q, v)
+    q, k, v = map(_rows, (q, k, v))
     kernel = _kernel(q, v)
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -54,6 +55,7 @@ def sdpa_backward(
     """Gradients of ``q``, ``k`` and ``v``; ``mask`` gets none."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad, q, k, v, out = map(_rows, (grad, q, k, v, out))
     kernel = _kernel(q, v)
     if kernel == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -95,8 +97,16 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
     return scores if bias is None else scores + bias
 
 
+def _rows(x: Tensor) -> Tensor:
+    # The CPU kernel reads the last dim as if its stride were 1, and says nothing if it isn't.
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
+    if mask is None:
+        return None
+    mask = _rows(mask.reshape((1,) * (4 - mask.dim()) + mask.shape))
+    if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(~mask, -math.inf)
 

@@ -15,7 +15,11 @@ ALIASES = {
     "aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
     "aten.lift_fresh.default", "aten.clone.default",
 }  # fmt: skip
-VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
+# All say: the same elements in the same order, in another shape.
+VIEWS = {
+    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
+    "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+}  # fmt: skip
 # Never merged: random values, and position numbers, which would tie the axes of all layers.
 DISTINCT = {
     "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default",

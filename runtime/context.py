@@ -41,8 +41,8 @@ class Context:
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         mask.bernoulli_(1 - p, generator=generator)
-        return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+        return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """The gradient of what :meth:`dropout` let through."""
-        return grad * mask * scale if self.training else grad
+        return (grad * mask).mul_(scale) if self.training else grad

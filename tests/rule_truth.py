@@ -28,9 +28,6 @@ from tests.rule_samples import Sample
 UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
 """Operators whose elements nobody may read before writing them: only shapes are compared."""
 
-DENSE_ROWS = {"hap.sdpa.default", "hap.sdpa_backward.default"}
-"""Operators whose kernels take the last dim of every input to have stride 1."""
-
 PLANES = {
     "aten.max_pool2d_with_indices_backward.default",
     "aten._adaptive_avg_pool2d_backward.default",
@@ -102,7 +99,7 @@ class Case:
         sizes = [s * (x.shape[p.dim] // units) for s in shares]
         starts = itertools.accumulate(sizes, initial=0)
         if len(shares) > 2:
-            x = turned(x, x.dim() - (self.sample.op in DENSE_ROWS))
+            x = turned(x, x.dim())
         return [x.narrow(p.dim, at, n) for at, n in zip(starts, sizes, strict=False)]
 
     def holds(self, out: str, p: Placement, local: Local, units: int, shares: Shares) -> bool:
