@@ -6,7 +6,7 @@
 Each row is planned twice, in processes of its own: once by the command ``hap plan``, whose
 wall time, processor time and peak memory are those of the whole process as the kernel counts
 them, and once phase by phase. Where the wall time is well above the processor time, the machine
-was busy with something else.
+was busy with something else. That no program fits the devices is an outcome like any other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from hap.errors import InfeasibleError
 from hap.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
@@ -53,6 +54,7 @@ class Row:
     wall_s: float
     cpu_s: float
     peak_bytes: int
+    fits: bool
     weights_bytes: int
     nodes: int
     phases_s: dict[str, float]
@@ -106,11 +108,16 @@ def measure(model: str, cluster: str) -> dict[str, Any]:
             _, status, used = os.wait4(child.pid, 0)  # of this child alone
             child.returncode = os.waitstatus_to_exitcode(status)
         wall_s = time.perf_counter() - start
-    if child.returncode:
+    if child.returncode not in (0, InfeasibleError.exit_code):
         sys.exit(f"hap plan {model} failed:\n{said}")
     unit = 1 if sys.platform == "darwin" else 1024
     cpu_s = used.ru_utime + used.ru_stime
-    return {"wall_s": wall_s, "cpu_s": cpu_s, "peak_bytes": used.ru_maxrss * unit}
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "peak_bytes": used.ru_maxrss * unit,
+        "fits": child.returncode == 0,
+    }
 
 
 def by_phase(model: str, cluster: str) -> dict[str, Any]:
@@ -128,6 +135,7 @@ def whole_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, title="hap plan, a process of its own", title_justify="left")
     for name in ("model", "cluster", "operators", "wall", "processor", "peak memory", "weights"):
         table.add_column(name, justify="left" if name in ("model", "cluster") else "right")
+    table.add_column("fits")
     table.add_column("target")
     model, limit_s, limit_bytes = TARGETS["plan"]
     for row in rows:
@@ -143,7 +151,7 @@ def whole_table(rows: Sequence[Row]) -> Table:
         table.add_row(
             row.model, row.cluster, str(row.nodes), format_seconds(row.wall_s),
             format_seconds(row.cpu_s), format_bytes(row.peak_bytes),
-            format_bytes(row.weights_bytes), target,
+            format_bytes(row.weights_bytes), "yes" if row.fits else "no", target,
         )  # fmt: skip
     return table
 

@@ -15,6 +15,7 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class Problem:
         self._allowed = allowed or (lambda tensor, placement, stored: True)
         self.unary: list[Costs] = []
         self.pairs: dict[tuple[int, int], Costs] = {}
-        self._conversions: dict[object, tuple[float, tuple[Convert, ...]]] = {}
+        self._tables: dict[object, Costs] = {}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
         parameters = {i.tensor for i in graph.role("parameter")}
@@ -160,36 +161,31 @@ class Problem:
 
     def _require(self, v: int, tensor: str, needs: Iterable[Placement]) -> None:
         """Variable ``v`` needs ``tensor`` in the placement that its label names."""
-        table = [[_given(h, need) for h in self.held[tensor]] for need in needs]
-        self._pair(v, self._variable[tensor], np.array(table, dtype=np.int64))
+        key = (self.held[tensor], tuple(needs))
+        if key not in self._tables:
+            table = [[_given(h, need) for h in key[0]] for need in key[1]]
+            self._tables[key] = np.array(table, dtype=np.int64)
+        self._pair(v, self._variable[tensor], self._tables[key])
 
     def _produce(self, v: int, tensor: str, makes: Iterable[Placement]) -> None:
         """Variable ``v`` makes ``tensor`` in the placement that its label names."""
-        table = [
-            [_scaled(self.conversions(tensor, p, h)[0]) for h in self.held[tensor]] for p in makes
-        ]
-        self._pair(v, self._variable[tensor], np.array(table, dtype=np.int64))
+        held, made = self.held[tensor], tuple(makes)
+        key = (held, made, self._alike(tensor, (*made, *itertools.chain(*held))))
+        if key not in self._tables:
+            table = [[_scaled(self.conversions(tensor, p, h)[0]) for h in held] for p in made]
+            self._tables[key] = np.array(table, dtype=np.int64)
+        self._pair(v, self._variable[tensor], self._tables[key])
+
+    def _alike(self, tensor: str, placements: Iterable[Placement]) -> object:
+        """What the prices of a tensor's conversions depend on; layers repeat it."""
+        t = self.space.graph.tensors[tensor]
+        shares = tuple(id(self.cost.parts(t, p)) for p in placements if p.sharded)
+        return t.shape, t.dtype, shares, tensor in self._fused
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding
     ) -> tuple[float, tuple[Convert, ...]]:
         """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
-        t = self.space.graph.tensors[tensor]
-        shares = tuple(id(self.cost.parts(t, p)) for p in (made, *holding) if p.sharded)
-        key = (t.shape, t.dtype, made, holding, shares, tensor in self._fused)
-        if key not in self._conversions:
-            self._conversions[key] = self._cheapest(tensor, made, holding)
-        seconds, steps = self._conversions[key]
-        return seconds, tuple(
-            Convert(
-                tensor=tensor, src=s.src, dst=s.dst, implementation=s.implementation, backward=False
-            )
-            for s in steps
-        )
-
-    def _cheapest(
-        self, tensor: str, made: Placement, holding: Holding
-    ) -> tuple[float, tuple[Convert, ...]]:
         wanted = [p for p in holding if p != made]
         if made == R and wanted:
             return float("inf"), ()  # a replica gives every shard by slicing: hold it as R
