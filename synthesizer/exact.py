@@ -11,17 +11,19 @@ result does not depend on the order of additions.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Costs = npt.NDArray[np.int64]
+Labels = npt.NDArray[np.signedinteger[Any]]
 
 FORBIDDEN = 1 << 55
 """Cost of what may not be; sums of up to 128 such entries stay within 64 bits."""
@@ -69,12 +71,12 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     for pair, table in pairs.items():
         for v in pair:
             tables[v].append((pair, table))
-    trail: list[tuple[int, tuple[int, ...], Costs]] = []  # (variable, scope, best label)
+    trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
     constant = 0
     for v, scope in plan.steps:
-        joint = _joint(v, scope, sizes, unary[v], tables[v])
-        trail.append((v, scope, joint.argmin(axis=-1)))
-        best = np.minimum(joint.min(axis=-1), FORBIDDEN)
+        best, best_label = _eliminate(v, scope, sizes, unary[v], tables[v])
+        trail.append((v, scope, best_label))
+        best = np.minimum(best, FORBIDDEN)
         if not scope:
             constant += int(best)
         for n in scope:
@@ -175,22 +177,39 @@ def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Meas
     return _Order(total, largest, widest, steps)
 
 
-def _joint(
+SMALL = 1 << 14
+"""Entries up to which a table is made at once: fewer calls count for more than less memory."""
+
+
+def _eliminate(
     v: int,
     scope: tuple[int, ...],
     sizes: Sequence[int],
     unary: Costs,
     tables: Sequence[tuple[tuple[int, ...], Costs]],
-) -> Costs:
-    """The sum of all tables that mention ``v``, with dims (*scope, v)."""
+) -> tuple[Costs, Labels]:
+    """The sum of all tables that mention ``v``, minimised over it, and its first best label.
+
+    Both have dims ``scope``. A large sum is never whole in memory, but made label by label.
+    """
     place = {n: k for k, n in enumerate((*scope, v))}
-    rank = len(place)
-    joint = unary.reshape((1,) * (rank - 1) + (-1,))
+    terms = [unary.reshape((1,) * len(scope) + (-1,))]
     for names, table in sorted(tables, key=lambda entry: entry[1].size):
         order = sorted(range(len(names)), key=lambda k: place[names[k]])
-        shape = [1] * rank
+        shape = [1] * len(place)
         for k in order:
             shape[place[names[k]]] = table.shape[k]
-        joint = joint + table.transpose(order).reshape(shape)
-    full = tuple(sizes[n] for n in (*scope, v))
-    return np.broadcast_to(joint, full) if joint.shape != full else joint
+        terms.append(table.transpose(order).reshape(shape))
+    full = tuple(sizes[n] for n in scope)
+    if math.prod(full) * sizes[v] <= SMALL:
+        joint = functools.reduce(np.add, terms)
+        if joint.shape != (*full, sizes[v]):
+            joint = np.broadcast_to(joint, (*full, sizes[v]))
+        return joint.min(axis=-1), joint.argmin(axis=-1)
+    best = np.full(full, np.iinfo(np.int64).max)
+    best_label = np.zeros(full, dtype=np.int16)
+    for label in range(sizes[v]):
+        total = functools.reduce(np.add, (term[..., label] for term in terms))
+        best_label[total < best] = label
+        np.minimum(best, total, out=best)
+    return best, best_label
