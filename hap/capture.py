@@ -207,7 +207,7 @@ def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> A
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **torch._decomp.get_decompositions([
+    **torch_private.get_decompositions([
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
         aten.binary_cross_entropy_with_logits, aten.var, aten.var_mean, aten.std,

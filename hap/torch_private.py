@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import get_decompositions as get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def fake_mode() -> Any:

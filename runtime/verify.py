@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hap import torch_private
 from hap.capture import Batch, Loss, Step, flatten
 from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
@@ -133,7 +133,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
     """
     aten = torch.ops.aten
 
-    class Reference(TorchDispatchMode):
+    class Reference(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
             def wide(x: Any) -> Any:
                 return torch.float64 if widen and x is torch.float32 else x
