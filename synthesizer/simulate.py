@@ -47,7 +47,6 @@ class Stage:
 
 def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     """The stages of a step in order; the optimizer's step is the last one."""
-    {n.name: n for n in graph.nodes}
     world = cost.machine.cluster.world_size
     found: list[Stage] = []
     busy = np.zeros(world)
@@ -98,7 +97,6 @@ def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
 
 def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, PerRank]:
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank."""
-    {n.name: n for n in graph.nodes}
     root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
     last: dict[Value, int] = {}  # storage -> index of its last use
     born: list[list[Value]] = []
