@@ -71,6 +71,9 @@ Instruction = Compute | Convert
 FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Collectives that run on several tensors at once as on one long one."""
 
+BETWEEN = "mesh."
+"""Prefix of the operators that stand for collectives between machines; see :mod:`hap.mesh`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -114,8 +117,14 @@ class Program:
         """
 
         def key(step: Instruction) -> object:
-            if not isinstance(step, Convert) or step.kind not in FUSIBLE:
-                return object()  # alone
+            if isinstance(step, Compute):
+                node = graph.by_name[step.node]
+                if node.op.removeprefix(BETWEEN) not in FUSIBLE:
+                    return object()  # alone
+                dtype = graph.tensors[node.inputs[0]].dtype
+                return node.op, node.args[-1], step.backward, dtype
+            if step.kind not in FUSIBLE:
+                return object()
             dtype = graph.tensors[step.tensor].dtype
             return step.kind, step.implementation, step.backward, dtype
 

@@ -89,33 +89,37 @@ class CostModel:
         ]
         # Layers repeat: what looks alike to every formula is priced once.
         flags = tuple(a for a in node.args if isinstance(a, bool))
-        alike = tuple(
-            (t.shape, t.dtype, p, id(self.parts(t, p)) if p.sharded else 0) for t, p in placed
-        )
+        alike = tuple((t.shape, t.dtype, p, id(self.parts(t, p))) for t, p in placed)
         key = (node.op, flags, len(set(node.inputs)), alike)
         if key not in self._cache:
-            self._cache[key] = self._compute(node, placed)
+            self._cache[key] = self._compute(node, row, placed)
         return self._cache[key]
 
-    def flops(self, node: Node, row: Row) -> PerRank:
-        """Floating-point operations of each rank."""
+    def share(self, node: Node, row: Row) -> PerRank:
+        """Each rank's part of an operator's arithmetic."""
         names = (*node.inputs, *node.outputs)
         for name, p in zip(names, (*row.ins, *row.outs), strict=True):
             if name is not None and p is not None and p.sharded:
-                part = self.parts(self.graph.tensors[name], p)
-                return node_work(node, self.graph).flops * part
-        return node_work(node, self.graph).flops * self._one
+                return self.parts(self.graph.tensors[name], p)
+        return self._one
 
-    def _compute(self, node: Node, placed: list[tuple[Tensor, Placement]]) -> PerRank:
+    def flops(self, node: Node, row: Row) -> PerRank:
+        """Floating-point operations of each rank."""
+        return node_work(node, self.graph).flops * self.share(node, row)
+
+    def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
         work = node_work(node, self.graph)
         if not work.flops and not work.bytes:
             return np.zeros_like(self._one)
-        sharded = [(t, p) for t, p in placed if p.sharded]
-        part = self.parts(*sharded[0]) if sharded else self._one
+        part = self.share(node, row)
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share still reads nothing: its call is on empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
         return self.machine.seconds(work, work.flops * part, nbytes)
+
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
+        """Seconds of neighbouring operators that are collectives; ``None`` if they compute."""
+        return None
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False

@@ -16,12 +16,13 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hap.graph import Graph, Node
+from hap.mesh import ends, is_mesh_op
 from hap.placement import P, Placement, R
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
@@ -60,8 +61,7 @@ class Problem:
         self._tables: dict[object, Costs] = {}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
-        parameters = {i.tensor for i in graph.role("parameter")}
-        self._fused = parameters | set(graph.gradients.values())
+        self._fused = ends(graph)
         self.held: dict[str, tuple[Holding, ...]] = {}
         self._variable: dict[str, int] = {}
         for name in graph.tensors:
@@ -270,9 +270,7 @@ def write_program(
 
     for tensor, p in stored.items():
         place(tensor, p)
-    for i in graph.role("parameter"):
-        need(i.tensor, held[i.tensor][0], False)
-    for node in graph.nodes:
+    def compute(node: Node) -> None:
         row, backward = rows[node.name], node.name in graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
             need(name, p, backward)
@@ -281,28 +279,53 @@ def write_program(
             if out is not None and p_out is not None:
                 made[out] = p_out
                 place(out, p_out)
-    parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    ends = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+
+    first, middle, last = _ends_apart(graph.nodes)
+    for i in graph.role("parameter"):
+        need(i.tensor, held[i.tensor][0], False)
+    for node in first:
+        compute(node)
+        need(node.outputs[0], held[node.outputs[0]][0], False)
+    start, steps = steps, []
+    for node in middle:
+        compute(node)
     body, steps = steps, []
-    for o, p in zip(graph.outputs, ends, strict=True):
+    for node in last:
+        compute(node)
+    parameters = {i.target: i.tensor for i in graph.role("parameter")}
+    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+    for o, p in zip(graph.outputs, finals, strict=True):
         need(o.tensor, p, o.role == "gradient")
-    steps = body + _neighbours(steps)
+    steps = _neighbours(start, graph) + body + _neighbours(steps, graph)
     program = Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
-        outputs=tuple(ends), axes=axes,
+        outputs=tuple(finals), axes=axes,
     )  # fmt: skip
     program.check(graph)
     return program
 
 
-def _neighbours(steps: list[Instruction]) -> list[Instruction]:
+def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+    """The collectives between machines that begin and that end a step, and all between."""
+    first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
+    rest = list(nodes[len(first) :])
+    last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
+    return first, rest[: len(rest) - len(last)], last
+
+
+def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
     """Conversions reordered so that those of one kind stand together, and can be fused."""
     depth: dict[str, int] = {}
     keyed = []
     for step in steps:
-        assert isinstance(step, Convert)
-        depth[step.tensor] = depth.get(step.tensor, -1) + 1
-        keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+        if isinstance(step, Convert):
+            depth[step.tensor] = depth.get(step.tensor, -1) + 1
+            keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+            continue
+        node = graph.by_name[step.node]
+        at = max(depth.get(name, -1) for name in node.inputs) + 1
+        depth.update((out, at) for out in node.outputs if out)
+        keyed.append(((step.backward, at, node.op), step))
     return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]
 
 

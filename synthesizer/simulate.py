@@ -51,10 +51,16 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     found: list[Stage] = []
     busy = np.zeros(world)
     for group in program.groups(graph):
-        for step in group:
-            if isinstance(step, Compute):
-                row = Row(step.outs, step.ins)
-                busy = busy + cost.compute(graph.by_name[step.node], row)
+        nodes = [
+            (graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)
+        ]
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            found.append(Stage(compute_s=busy, communicate_s=crossing))
+            busy = np.zeros(world)
+            continue
+        for node, row in nodes:
+            busy = busy + cost.compute(node, row)
         converts = [s for s in group if isinstance(s, Convert)]
         if not converts:
             continue

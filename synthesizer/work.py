@@ -30,7 +30,7 @@ FREE = frozenset(
         "split.Tensor",
         "split_with_sizes.default",
     ]
-)
+) | {"mesh.slice"}
 
 
 def _mm(call: Call) -> float:
