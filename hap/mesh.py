@@ -159,7 +159,9 @@ class _Divider:
             Output(tensor=self._names[Value(o.tensor, p)], role=o.role, target=o.target)
             for o, p in zip(self._graph.outputs, self._program.outputs, strict=True)
         )
-        return Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors)
+        joint = Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors)
+        # What only the backward reads of the parameters is no longer converted at the start.
+        return replace(joint, nodes=tuple(sorted(nodes, key=lambda n: n.name in joint.backward)))
 
     def _made(self, value: Value) -> str:
         """Name a value that is made here, and give its tensor a shape."""

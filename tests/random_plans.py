@@ -103,13 +103,17 @@ def flat_cluster(world: int) -> Cluster:
     return Cluster("flat", devices, {"node": link}, link)
 
 
-def random_shares(units: int, world: int, rng: random.Random) -> tuple[int, ...]:
-    """Integer units per rank, drawn one by one in proportion to random weights."""
+def random_shares(units: int, world: int, rng: random.Random, least: int = 0) -> tuple[int, ...]:
+    """Integer units per rank, drawn one by one in proportion to random weights.
+
+    ``least`` is what every rank gets, as far as the units allow.
+    """
+    least = min(least, units // world)
     weights = [rng.choice(WEIGHTS) for _ in range(world)]
     if not any(weights):
         weights[rng.randrange(world)] = 1
-    taken = rng.choices(range(world), weights, k=units)
-    return tuple(taken.count(rank) for rank in range(world))
+    taken = rng.choices(range(world), weights, k=units - least * world)
+    return tuple(least + taken.count(rank) for rank in range(world))
 
 
 class RandomPrices(CostModel):
@@ -135,11 +139,17 @@ class RandomPrices(CostModel):
         return [Choice(c.implementation, self._rng.random() * 0.1) for c in choices]
 
 
-def random_plan(case: Case, world: int, seed: int) -> Plan:
-    """A plan that is valid and makes no sense; the same for the same arguments."""
+def random_plan(case: Case, world: int, seed: int, least: int = 0) -> Plan:
+    """A plan that is valid and makes no sense; the same for the same arguments.
+
+    ``least``: units of every axis that each rank gets at least, if there are as many.
+    """
     rng = random.Random(f"{world}/{seed}")
     space = case.space
-    shares = {name: random_shares(axis.units, world, rng) for name, axis in space.axes.axes.items()}
+    shares = {
+        name: random_shares(axis.units, world, rng, least)
+        for name, axis in space.axes.axes.items()
+    }
     # Any part of the batch may be given in shards; no price would ask for it.
     given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
     prices = RandomPrices(space, world, shares, rng)

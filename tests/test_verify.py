@@ -22,7 +22,7 @@ from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
 from hap.runtime.module import HapModule
-from hap.runtime.shard import cut, stored_value
+from hap.runtime.shard import cut
 from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
 
@@ -262,8 +262,8 @@ def test_missing_nan_and_misshapen_parts_are_infinitely_wrong() -> None:
     plan = random_plan(case, 2, 0)
     name = "0.weight"
     whole = torch.ones(48, 21)
-    value = stored_value(plan, next(i.tensor for i in plan.graph.inputs if i.target == name))
-    good = [cut(plan, value, whole, rank) for rank in range(2)]
+    tensor = next(i.tensor for i in plan.graph.inputs if i.target == name)
+    good = [cut(plan, tensor, whole, rank) for rank in range(2)]
     expected: Any = {"loss": {}, "gradient": {}, "parameter": {name: whole}}
 
     def error(parts: list[Tensor | None]) -> float:
