@@ -17,6 +17,7 @@ from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
 from hap.errors import InfeasibleError, InputError, ModelError
 from hap.graph import Graph
+from hap.mesh import is_mesh
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine
 from hap.plan import Plan, Source
@@ -26,6 +27,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.mesh import best_on_mesh
 from hap.synthesizer.predict import alternatives, largest_batch, predict
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -44,6 +46,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
+    mesh: bool | None = None,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -58,6 +61,8 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        mesh: plan over two axes, between machines and inside them (True), over one (False), or
+            both ways where the cluster allows it, to take the better one (None).
 
     Raises:
         ModelError, ClusterError: the input can't be used.
@@ -66,6 +71,11 @@ def plan(
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    if mesh and not is_mesh(cluster):
+        raise InputError(
+            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
+            hint="plan over one axis",
+        )
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
@@ -79,9 +89,26 @@ def plan(
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
+    two, flat = None, best
+    if mesh or (mesh is None and is_mesh(cluster)):
+        two = best_on_mesh(space, cluster, kind.states, progress)
+        if two is None and mesh:
+            raise InputError(
+                "no program leaves every machine a share of the step", hint="plan over one axis"
+            )
+        if two and not mesh and best.rank <= two.pair.rank:
+            two = None
+    best = two.pair if two else best
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
     rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
+    if two:
+        rows = (*alternatives({"one mesh axis": flat}, {}), *rows)
+        return Plan(
+            source=source or Source(), graph=graph, cluster=cluster, optimizer=str(kind),
+            program=two.between.program, shares=two.between.shares, inside=two.inside,
+            prediction=predict(two.cost.graph, best, two.cost, rows),
+        )  # fmt: skip
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
@@ -103,6 +130,7 @@ def plan_file(
     cluster: Cluster | str | Path,
     *,
     allow_idle: bool = False,
+    mesh: bool | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
@@ -111,8 +139,8 @@ def plan_file(
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
-        progress=progress,
+        allow_idle=allow_idle, mesh=mesh, progress=progress,
+        source=Source(path=str(file.path), function=file.function),
     )  # fmt: skip
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from hap.axes import Shares
 from hap.cluster import Link
+from hap.mesh import is_mesh_op, origin
+from hap.placement import R
 from hap.plan import Collective, Plan
 from hap.program import Compute, Value
 from hap.synthesizer.work import node_work
@@ -116,31 +119,41 @@ def _parameters(plan: Plan) -> tuple[int, int]:
 
 def _undivided(plan: Plan) -> Counter[str]:
     """Operators that have work, on more than scalars, all of which every rank does."""
-    nodes = {n.name: n for n in plan.graph.nodes}
+    graph, program = plan.whole
     found: Counter[str] = Counter()
-    for step in plan.program.instructions:
-        if not isinstance(step, Compute) or any(p and p.kind != "R" for p in step.ins + step.outs):
+    for step in program.instructions:
+        if not isinstance(step, Compute) or any(p and p != R for p in step.ins + step.outs):
             continue
-        node = nodes[step.node]
-        work = node_work(node, plan.graph)
+        node = graph.by_name[step.node]
         names = [*node.inputs, *filter(None, node.outputs)]
-        if (work.flops or work.bytes) and any(plan.graph.tensors[n].numel > 1 for n in names):
+        if is_mesh_op(node.op) or any(origin(n).placement != R for n in names):
+            continue
+        work = node_work(node, graph)
+        if (work.flops or work.bytes) and any(graph.tensors[n].numel > 1 for n in names):
             found[node.op] += 1
     return found
 
 
 def _shares(plan: Plan) -> RenderableType:
-    axes = plan.program.used_axes()
+    if plan.inside is None:
+        return _axes(plan.program.used_axes(), plan.shares, "per rank")
+    return Group(
+        _axes(plan.program.used_axes(), plan.shares, "between machines, per machine"),
+        _axes(plan.inside.program.used_axes(), plan.inside.shares, "inside machines, per rank"),
+    )
+
+
+def _axes(axes: Mapping[str, int], shares: Shares, per: str) -> RenderableType:
     if not axes:
-        return Text("nothing is split: every rank does the whole step")
+        return Text(f"{per}: nothing is split")
     kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for name, units in axes.items():
-        kinds.setdefault((pattern(name), units, plan.shares[name]), []).append(name)
+        kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
     rows = [
-        (alike(names)[0], str(units), f"-> {runs(shares, plan.world_size)}")
-        for (_, units, shares), names in kinds.items()
+        (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
+        for (_, units, given), names in kinds.items()
     ]
-    return table(("axis", "units", "per rank"), rows, right=(1,))
+    return table(("axis", "units", per), rows, right=(1,))
 
 
 def _devices(plan: Plan) -> RenderableType:
@@ -220,6 +233,7 @@ def _communication(plan: Plan) -> RenderableType:
 
 def _label(plan: Plan, tensor: str) -> str:
     """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    tensor = origin(tensor).tensor
     for i in plan.graph.inputs:
         if i.tensor == tensor:
             return i.target
@@ -243,22 +257,23 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
     Args:
         side: ``fwd`` or ``bwd`` for the instructions of one side alone.
     """
-    nodes = {n.name: n for n in plan.graph.nodes}
-    made = [[Value(i.tensor, plan.program.inputs[i.tensor])] for i in plan.graph.inputs]
-    for step in plan.program.instructions:
+    graph, program = plan.whole
+    made = [[Value(i.tensor, program.inputs[i.tensor])] for i in graph.inputs]
+    for step in program.instructions:
         if isinstance(step, Compute):
-            outs = zip(nodes[step.node].outputs, step.outs, strict=True)
+            outs = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
             made.append([Value(name, p) for name, p in outs if name and p])
         else:
             made.append([Value(step.tensor, step.dst)])
-    made += [[] for _ in plan.graph.outputs]
-    for line, values in zip(plan.program.lines(plan.graph), made, strict=True):
+    made += [[] for _ in graph.outputs]
+    part = None if rank is None else plan.part(rank)
+    for line, values in zip(program.lines(graph), made, strict=True):
         if not line.startswith(side):
             continue
-        if rank is None or not values:
+        if part is None or not values:
             yield line
             continue
-        local = [plan.program.local_shape(plan.graph, v, plan.shares, rank) for v in values]
+        local = [part.program.local_shape(part.graph, v, part.shares, part.rank) for v in values]
         yield f"{line}  # {', '.join(map(str, local))}"
 
 

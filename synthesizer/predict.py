@@ -10,7 +10,7 @@ import numpy as np
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Collective, Prediction, Rank
-from hap.program import Compute, Convert
+from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
@@ -104,6 +104,21 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
     for group in candidate.program.groups(graph):
+        nodes = [
+            (graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)
+        ]
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            node = nodes[0][0]
+            found.append(
+                Collective(
+                    tensor=node.inputs[0], fused=len(nodes),
+                    kind=f"{node.op.removeprefix(BETWEEN)} between machines",
+                    nbytes=sum(graph.tensors[n.inputs[0]].nbytes for n, _ in nodes),
+                    implementation=str(node.args[-1]), seconds=crossing,
+                    runner_up="", runner_up_s=0.0,
+                )
+            )  # fmt: skip
         converts = [s for s in group if isinstance(s, Convert) and not s.local]
         if not converts:
             continue
