@@ -66,9 +66,7 @@ def plan(
     if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
     start = time.perf_counter()
-    made = hap.api.plan_file(
-        model, cluster, allow_idle=allow_idle, mesh=mesh, progress=_note
-    )
+    made = hap.api.plan_file(model, cluster, allow_idle=allow_idle, mesh=mesh, progress=_note)
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:

@@ -23,6 +23,7 @@ from hap.graph import Arg, Graph, Input, Node, Output, Ref, Tensor, substitute
 from hap.placement import Placement, R
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
     """The program that every machine runs, over the graph that :func:`divide` gives.
@@ -137,9 +138,7 @@ def divide(graph: Graph, program: Program, shares: Shares, machine: int | None =
 
 
 class _Divider:
-    def __init__(
-        self, graph: Graph, program: Program, shares: Shares, machine: int | None
-    ) -> None:
+    def __init__(self, graph: Graph, program: Program, shares: Shares, machine: int | None) -> None:
         self._graph, self._program, self._shares = graph, program, shares
         self._machine = machine
         self._names: dict[Value, str] = {}

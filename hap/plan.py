@@ -165,7 +165,7 @@ class Plan:
     def _machines(self) -> list[tuple[Graph, Program, Shares]]:
         assert self.mesh is not None
         assert self.inside is not None
-        found = []
+        found: list[tuple[Graph, Program, Shares]] = []
         for machine, ranks in enumerate(self.mesh.machines):
             shares = {
                 name: tuple(units[r] for r in ranks) for name, units in self.inside.shares.items()

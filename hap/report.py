@@ -138,14 +138,15 @@ def _shares(plan: Plan) -> RenderableType:
     if plan.inside is None:
         return _axes(plan.program.used_axes(), plan.shares, "per rank")
     return Group(
-        _axes(plan.program.used_axes(), plan.shares, "between machines, per machine"),
-        _axes(plan.inside.program.used_axes(), plan.inside.shares, "inside machines, per rank"),
+        _axes(plan.program.used_axes(), plan.shares, "per machine", " between machines"),
+        _axes(plan.inside.program.used_axes(), plan.inside.shares, "per rank", " inside machines"),
     )
 
 
-def _axes(axes: Mapping[str, int], shares: Shares, per: str) -> RenderableType:
+def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") -> RenderableType:
     if not axes:
-        return Text(f"{per}: nothing is split")
+        doer = "every machine does" if per == "per machine" else "every rank does"
+        return Text(f"nothing is split{where}: {doer} the whole step")
     kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for name, units in axes.items():
         kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
@@ -153,7 +154,7 @@ def _axes(axes: Mapping[str, int], shares: Shares, per: str) -> RenderableType:
         (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
         for (_, units, given), names in kinds.items()
     ]
-    return table(("axis", "units", per), rows, right=(1,))
+    return table((f"axis{where}", "units", per), rows, right=(1,))
 
 
 def _devices(plan: Plan) -> RenderableType:

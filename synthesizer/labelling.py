@@ -270,6 +270,7 @@ def write_program(
 
     for tensor, p in stored.items():
         place(tensor, p)
+
     def compute(node: Node) -> None:
         row, backward = rows[node.name], node.name in graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
@@ -285,7 +286,8 @@ def write_program(
         need(i.tensor, held[i.tensor][0], False)
     for node in first:
         compute(node)
-        need(node.outputs[0], held[node.outputs[0]][0], False)
+        made_there = str(node.outputs[0])
+        need(made_there, held[made_there][0], False)
     start, steps = steps, []
     for node in middle:
         compute(node)
@@ -316,7 +318,7 @@ def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Nod
 def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
     """Conversions reordered so that those of one kind stand together, and can be fused."""
     depth: dict[str, int] = {}
-    keyed = []
+    keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
     for step in steps:
         if isinstance(step, Convert):
             depth[step.tensor] = depth.get(step.tensor, -1) + 1

@@ -9,7 +9,7 @@ under the simulator wins. That no other pair is better is not proved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
-from hap.synthesizer.work import node_work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +176,7 @@ class MeshCost(CostModel):
         seconds = self.cross([(node, row)], start=bool(start))
         return super().compute(node, row) if seconds is None else np.full_like(self._one, seconds)
 
-    def cross(
-        self, group: Sequence[tuple[Node, Row]], *, start: bool = True
-    ) -> float | None:
+    def cross(self, group: Sequence[tuple[Node, Row]], *, start: bool = True) -> float | None:
         """Seconds of neighbouring collectives between machines, run as one.
 
         All columns use their machine's adapter at once: what is split inside crosses once,
@@ -188,18 +185,20 @@ class MeshCost(CostModel):
         op = group[0][0].op
         if not is_mesh_op(op) or op.removeprefix(BETWEEN) in LOCAL:
             return None
-        total, src, dst = 0.0, 0.0, 0.0  # bytes; the machines' bytes before and after
-        for node, row in group:
-            columns = 1 if row.ins[0].sharded else self._between.mesh.width
-            nbytes = self.graph.tensors[node.inputs[0]].nbytes * columns
-            total += nbytes
-            before, after = self._cut(node)
-            src, dst = src + nbytes * before, dst + nbytes * after
-        how = str(group[0][0].args[-1])
-        choices = self._slow.choices(
-            op.removeprefix(BETWEEN), round(total), src / total, dst / total, start=start
+        cuts = [self._cut(node) for node, _ in group]
+        nbytes = np.array([self._crossing_bytes(node, row) for node, row in group])
+        total = float(nbytes.sum())
+        src, dst = (
+            np.sum([n * cut[side] for n, cut in zip(nbytes, cuts, strict=True)], axis=0) / total
+            for side in (0, 1)
         )
+        how = str(group[0][0].args[-1])
+        choices = self._slow.choices(op.removeprefix(BETWEEN), round(total), src, dst, start=start)
         return next(c.seconds for c in choices if c.implementation == how)
+
+    def _crossing_bytes(self, node: Node, row: Row) -> float:
+        columns = 1 if row.ins[0].sharded else self._between.mesh.width
+        return float(self.graph.tensors[node.inputs[0]].nbytes * columns)
 
     def _cut(self, node: Node) -> tuple[PerRank, PerRank]:
         """The machines' parts of a tensor before and after a collective, where it is sharded."""
@@ -216,9 +215,7 @@ class MeshCost(CostModel):
 class InsideSynthesizer(Synthesizer):
     """Searches the step that is left to a machine, priced on the whole cluster."""
 
-    def __init__(
-        self, between: Between, cluster: Cluster, optimizer_states: int
-    ) -> None:
+    def __init__(self, between: Between, cluster: Cluster, optimizer_states: int) -> None:
         super().__init__(build_space(between.inside()), cluster, optimizer_states)
         self._between = between
 
@@ -282,9 +279,7 @@ def best_on_mesh(
     return min(found, key=lambda c: c.pair.rank, default=None)
 
 
-def _between(
-    space: Space, mesh: Mesh, optimizer_states: int
-) -> Iterator[tuple[str, Candidate]]:
+def _between(space: Space, mesh: Mesh, optimizer_states: int) -> Iterator[tuple[str, Candidate]]:
     """Programs between machines worth a search inside, without repetitions."""
     seen = []
     axis = batch_axis(space)

@@ -147,8 +147,7 @@ def random_plan(case: Case, world: int, seed: int, least: int = 0) -> Plan:
     rng = random.Random(f"{world}/{seed}")
     space = case.space
     shares = {
-        name: random_shares(axis.units, world, rng, least)
-        for name, axis in space.axes.axes.items()
+        name: random_shares(axis.units, world, rng, least) for name, axis in space.axes.axes.items()
     }
     # Any part of the batch may be given in shards; no price would ask for it.
     given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
