@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from hap import api
 from hap.cluster import Cluster, Device, Link
 from hap.errors import InputError
+from hap.graph import Node, Ref, Tensor
 from hap.mesh import Inside, Mesh, divide, is_mesh, is_mesh_op, origin
-from hap.placement import P, R, S
+from hap.placement import P, Placement, R, S
 from hap.plan import Plan
 from hap.program import Compute, Value
 from hap.runtime.verify import verify
@@ -22,7 +24,7 @@ from hap.synthesizer.baselines import batch_axis, data_parallel
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.mesh import Between, InsideSynthesizer
-from hap.synthesizer.rules import Row
+from hap.synthesizer.rules import RULES, Call, Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.simulate import simulate
 from hap.synthesizer.synthesize import Synthesizer
@@ -231,3 +233,67 @@ def test_real_processes_train_on_a_mesh() -> None:
     plan = random_mesh_plan(case, 2, 2, 0)
     found = verdict(case, plan, run=on_gloo)
     assert found.ok, found.first_bad
+
+
+# --- rules of the collectives between machines, on two machines of two ----------------------
+
+Parts = list[torch.Tensor]
+SIZES = {6: (4, 2), 8: (5, 3)}
+ACROSS: dict[str, tuple[tuple[object, ...], Callable[[Parts], Parts]]] = {
+    "mesh.all_gather": ((0, SIZES[6], "padded"), lambda x: [torch.cat(x, 0)] * 2),
+    "mesh.reduce_scatter": (
+        (0, SIZES[6], "padded"), lambda x: list(torch.split(x[0] + x[1], SIZES[6], 0))
+    ),
+    "mesh.slice": ((0, SIZES[6]), lambda x: [x[0][:4], x[1][4:]]),
+    "mesh.all_to_all": (
+        (0, 1, SIZES[6], SIZES[8], "exact"), lambda x: list(torch.split(torch.cat(x), SIZES[8], 1))
+    ),
+    "mesh.all_reduce": (("one shot",), lambda x: [x[0] + x[1]] * 2),
+    "mesh.mask": ((), lambda x: [x[0], torch.zeros_like(x[1])]),
+}  # fmt: skip
+"""Operator -> (its arguments, what it makes of the machines' tensors)."""
+
+
+def spread_inside(whole: torch.Tensor, p: Placement) -> Parts:
+    """The two devices' parts of a machine's tensor."""
+    if p.sharded:
+        first = whole.shape[p.dim] // 3
+        return list(torch.split(whole, [first, whole.shape[p.dim] - first], p.dim))
+    if p == P:
+        noise = torch.randn(whole.shape, dtype=whole.dtype)
+        return [whole - noise, noise]
+    return [whole, whole]
+
+
+def joined_inside(parts: Parts, p: Placement) -> Parts:
+    if p.sharded:
+        return [torch.cat(parts, p.dim)]
+    return [parts[0] + parts[1]] if p == P else parts
+
+
+def test_every_collective_between_machines_has_a_case() -> None:
+    assert set(ACROSS) == {op for op in RULES if is_mesh_op(op)}
+
+
+@pytest.mark.parametrize("op", ACROSS)
+def test_devices_may_each_move_their_part_between_machines(op: str) -> None:
+    torch.manual_seed(0)
+    args, across = ACROSS[op]
+    shape = (6, 8, 3)
+    tensors = {n: Tensor(name=n, shape=shape, dtype="float32") for n in ("x", "y")}
+    node = Node(name="y", op=op, args=(Ref("x"), *args), outputs=("y",))
+    rows = RULES[op](Call(node=node, tensors=tensors))
+    assert Row((P,), (P,)) in rows
+    assert Row((S(2),), (S(2),), 3) in rows
+    given = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
+    if op in ("mesh.all_gather", "mesh.all_to_all"):
+        given = [given[0][:4], given[1][:2]]
+    expected = across(given)
+    for row in rows:
+        inside = [spread_inside(whole, row.ins[0]) for whole in given]
+        columns = [across([inside[0][j], inside[1][j]]) for j in range(2)]
+        out = row.outs[0]
+        assert out is not None
+        for machine in range(2):
+            for found in joined_inside([column[machine] for column in columns], out):
+                torch.testing.assert_close(found, expected[machine], rtol=1e-12, atol=1e-12)
