@@ -13,6 +13,7 @@ from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
+from hap.runtime.hierarchy import on_machines
 from hap.runtime.shard import cut, gather, stored_value
 
 
@@ -49,6 +50,7 @@ class HapModule(nn.Module):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
+        comm = on_machines(comm, plan.cluster.counts)
         self._plan, self._comm, self._device = plan, comm, device
         self._emitted = emit(plan, comm.rank, device, widen=widen)
         self._ctx = Context(comm, seed)

@@ -19,6 +19,7 @@ from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import run_ranks
+from hap.runtime.hierarchy import on_machines
 from hap.runtime.shard import cut, stored_value
 
 
@@ -32,7 +33,7 @@ def first_difference(
         given = {t: cut(plan, stored_value(plan, t), x, comm.rank) for t, x in whole.items()}
         emitter = Emitter(graph=plan.graph, program=plan.program, shares=plan.shares,
                           rank=comm.rank, device=torch.device("cpu"), widen=widen)  # fmt: skip
-        return trace(emitter, given, comm)
+        return trace(emitter, given, on_machines(comm, plan.cluster.counts))
 
     ranks = run_ranks(plan.world_size, run)
     single = Emitter(graph=plan.graph, program=undivided(plan.graph), shares={}, rank=0,
