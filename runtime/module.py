@@ -13,6 +13,7 @@ from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
+from hap.runtime.hierarchy import along_axes
 from hap.runtime.shard import cut, gather
 
 
@@ -54,9 +55,7 @@ class HapModule(nn.Module):
             )
         self._plan, self._comm, self._device = plan, comm, device
         self._emitted = emit(plan, comm.rank, device, widen=widen)
-        self._comms: tuple[Comm, ...] = (comm,)
-        if plan.mesh:
-            self._comms = comm.subgroup(plan.mesh.columns), comm.subgroup(plan.mesh.machines)
+        self._comms = along_axes(plan, comm)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0])
         self._same = {}  # every name of a tied tensor -> the first
         for tensors in (

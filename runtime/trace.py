@@ -20,6 +20,7 @@ from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import run_ranks
+from hap.runtime.hierarchy import along_axes
 from hap.runtime.shard import cut
 
 
@@ -39,10 +40,8 @@ def first_difference(
         }
         emitter = Emitter(graph=part.graph, program=part.program, shares=part.shares,
                           rank=part.rank, device=torch.device("cpu"), widen=widen)  # fmt: skip
-        if plan.mesh is None:
-            return trace(emitter, given, Context(comm))
-        beside, across = comm.subgroup(plan.mesh.machines), comm.subgroup(plan.mesh.columns)
-        return trace(emitter, given, Context(beside, across=across))
+        comms = along_axes(plan, comm)
+        return trace(emitter, given, Context(comms[-1], across=comms[0]))
 
     ranks = run_ranks(plan.world_size, run)
     single = Emitter(graph=plan.graph, program=undivided(plan.graph), shares={}, rank=0,
