@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -116,6 +117,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         return self.cluster.world_size
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of its size that the optimizer keeps for a parameter."""
+        said = re.search(r"\((\d+) states per parameter\)$", self.optimizer)
+        if said is None:
+            raise PlanError(
+                f"the plan's optimizer, {self.optimizer!r}, has no number of states",
+                hint="plan anew",
+            )
+        return int(said[1])
 
     def part_of(self, rank: int) -> int:
         """Units of all used axes that a rank holds; 0 if it only waits."""

@@ -97,6 +97,14 @@ class CostModel:
             self._cache[key] = self._compute(node, placed)
         return self._cache[key]
 
+    def collective(self, node: Node) -> float | None:
+        """Seconds of a node that runs on all ranks at once, communicating; ``None`` for others.
+
+        Such a node starts when the last rank comes to it and ends on all ranks together; it has
+        no price as computing. No operator of a captured model is one.
+        """
+        return None
+
     def flops(self, node: Node, row: Row) -> PerRank:
         """Floating-point operations of each rank."""
         names = (*node.inputs, *node.outputs)

@@ -53,8 +53,13 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     for group in program.groups(graph):
         for step in group:
             if isinstance(step, Compute):
-                row = Row(step.outs, step.ins)
-                busy = busy + cost.compute(graph.by_name[step.node], row)
+                node = graph.by_name[step.node]
+                together_s = cost.collective(node)
+                if together_s is None:
+                    busy = busy + cost.compute(node, Row(step.outs, step.ins))
+                else:
+                    found.append(Stage(compute_s=busy, communicate_s=together_s))
+                    busy = np.zeros(world)
         converts = [s for s in group if isinstance(s, Convert)]
         if not converts:
             continue

@@ -154,7 +154,7 @@ def random_plan(case: Case, world: int, seed: int) -> Plan:
         source=Source(),
         graph=space.graph,
         cluster=flat_cluster(world),
-        optimizer="AdamW",
+        optimizer="AdamW (2 states per parameter)",
         program=program,
         shares=used,
         idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),
