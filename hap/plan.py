@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 from hap.axes import Shares
 from hap.cluster import Cluster
 from hap.errors import PlanError
+from hap.files import write_whole
 from hap.graph import Graph
 from hap.placement import S
 from hap.program import Program, Value
@@ -219,17 +218,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: whole, or not at all."""
-        path = Path(path)
         text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, [text])
 
     @staticmethod
     def load(path: str | Path) -> Plan:

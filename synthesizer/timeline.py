@@ -53,8 +53,11 @@ class Span:
     end_s: PerRank
 
     @property
-    def backward(self) -> bool:
-        return not isinstance(self.what, Input) and self.what[0].backward
+    def part(self) -> str:
+        """``forward``, ``backward`` or ``update``."""
+        if isinstance(self.what, Input):
+            return "update"
+        return "backward" if self.what[0].backward else "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
