@@ -173,10 +173,10 @@ def _who(plan: Plan, what: Sequence[Instruction] | Input) -> tuple[str, str]:
 
 def _instruction(plan: Plan, at: int) -> str:
     if at < 0:
-        return "the start"
+        return "nothing: at the start"
     step = plan.program.instructions[at]
     of, op = _who(plan, (step,))
-    return f"{op} of {of}, {'backward' if step.backward else 'forward'}"
+    return f"{op}, {of}, {'backward' if step.backward else 'forward'}"
 
 
 def simulation_json(made: Simulation) -> dict[str, Any]:
@@ -191,9 +191,13 @@ def simulation_json(made: Simulation) -> dict[str, Any]:
 
 def simulation_screen(made: Simulation) -> RenderableType:
     """How each rank spends the step, when its memory is fullest, and what takes most time."""
-    how = "beside computing, which the runtime does not do" if made.run.overlap else "while no rank computes, as the runtime does it"  # fmt: skip
+    how = (
+        "communication beside computing, which the runtime does not do"
+        if made.run.overlap
+        else "communication and computing in turn, as the runtime does them"
+    )
     sections = (
-        ("Step", Text(f"{format_seconds(made.run.step_s)}, communicating {how}")),
+        ("Step", Text(f"{_time(made.run.step_s)}, {how}")),
         ("Time", _times(made)),
         ("Memory", _memory(made)),
         ("Longest", _longest(made)),
@@ -204,40 +208,41 @@ def simulation_screen(made: Simulation) -> RenderableType:
     return Group(*parts)
 
 
+def _time(seconds: float) -> str:
+    return format_seconds(round(seconds, 9))  # less is rounding
+
+
 def _times(made: Simulation) -> RenderableType:
+    columns = ("compute_s", "waiting_s", "communicate_s", "overlapped_s", "idle_s")
     rows = [
-        (u.rank, tuple(map(format_seconds, (u.compute_s, u.waiting_s, u.communicate_s, u.overlapped_s, u.idle_s))))
-        for u in rank_uses(made)
-    ]  # fmt: skip
+        (*(_time(getattr(use, column)) for column in columns), _time(made.run.step_s))
+        for use in rank_uses(made)
+    ]
     head = ("rank", "device", "compute", "waiting", "communication", "overlapped", "idle", "step")
-    step = format_seconds(made.run.step_s)
-    lines = [(*line, step) for line in _by_rank(made.plan, rows)]
-    return table(head, lines, right=range(2, 8))
+    return table(head, _by_rank(made.plan, rows), right=range(2, 8))
 
 
 def _memory(made: Simulation) -> RenderableType:
     rows = [
-        (u.rank, (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", format_seconds(u.peak_s), u.peak_at))
+        (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", _time(u.peak_s), u.peak_at)
         for u in rank_uses(made)
     ]  # fmt: skip
-    head = ("rank", "device", "peak", "at", "when it runs")
+    head = ("rank", "device", "peak", "at", "when it makes the result of")
     return table(head, _by_rank(made.plan, rows), right=(2, 3))
 
 
-def _by_rank(plan: Plan, rows: Sequence[tuple[int, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+def _by_rank(plan: Plan, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """A line per rank; above 16 ranks, a line per alike device with alike figures."""
-    lines: dict[tuple[object, ...], list[int]] = {}
-    for rank, cells in rows:
+    lines: dict[tuple[object, tuple[str, ...]], list[int]] = {}
+    for rank, cells in enumerate(rows):
         device = plan.cluster.devices[rank]
-        many = plan.world_size > MANY_RANKS
-        who = device.kind if many else f"{device.kind} {device.name}"
-        lines.setdefault((device.figures if many else rank, who, cells), []).append(rank)
-    return [(spans(ranks), str(who), *cells) for (_, who, cells), ranks in lines.items()]  # type: ignore[misc]
+        if plan.world_size > MANY_RANKS:
+            lines.setdefault((device.figures, (device.kind, *cells)), []).append(rank)
+        else:
+            lines[rank, (f"{device.kind} {device.name}", *cells)] = [rank]
+    return [(spans(ranks), *line) for (_, line), ranks in lines.items()]
 
 
 def _longest(made: Simulation) -> RenderableType:
-    rows = [
-        (row.of, row.op, row.part, str(row.times), format_seconds(row.total_s))
-        for row in longest(made)
-    ]
+    rows = [(row.of, row.op, row.part, str(row.times), _time(row.total_s)) for row in longest(made)]
     return table(("of", "", "", "times", "together"), rows, right=(3, 4))
