@@ -1,4 +1,4 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``.
+"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -138,6 +138,23 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
         return
     for line in hap.report.program_lines(made, rank=rank, side=side or ""):
         click.echo(line)
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
+@click.option("--overlap", is_flag=True, help="As if communication ran beside computing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
+def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) -> None:
+    """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
+    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=overlap)
+    if trace is not None:
+        hap.simulation.write_trace(made, trace)
+        _note(f"written to {trace}")
+    if as_json:
+        click.echo(json.dumps(hap.simulation.simulation_json(made), indent=1))
+    else:
+        hap.terminal.emit(hap.simulation.simulation_screen(made))
 
 
 def _note(text: str) -> None:

@@ -67,8 +67,9 @@ class Node:
     """One operator call: ``outputs = op(*args, **kwargs)``.
 
     ``outputs`` holds one tensor name per result, ``None`` where nobody uses that result.
-    ``source`` is the user's line and ``module`` the path of the calling submodule; both only
-    serve messages and take no part in the graph's digest.
+    ``source`` is the user's line and ``module`` the path of the calling submodule, in the
+    backward those of the forward's operator; both only serve messages and take no part in the
+    graph's digest.
     """
 
     name: str

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-import tempfile
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from hap.axes import Shares
 from hap.cluster import Cluster
 from hap.errors import PlanError
+from hap.files import write_whole
 from hap.graph import Graph
 from hap.mesh import Inside, Mesh, Part, divide
 from hap.program import Program, Value
@@ -178,6 +178,17 @@ class Plan:
             found.append((graph, replace(self.inside.program, axes=axes), shares))
         return found
 
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of its size that the optimizer keeps for a parameter."""
+        said = re.search(r"\((\d+) states per parameter\)$", self.optimizer)
+        if said is None:
+            raise PlanError(
+                f"the plan's optimizer, {self.optimizer!r}, has no number of states",
+                hint="plan anew",
+            )
+        return int(said[1])
+
     def part_of(self, rank: int) -> int:
         """Units of all used axes that a rank holds; 0 if it only waits."""
         held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
@@ -289,17 +300,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: whole, or not at all."""
-        path = Path(path)
         text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, [text])
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hap.axes import Shares, shard_sizes
+from hap.axes import Axes, Axis, Shares, shard_sizes
 from hap.graph import Graph
 from hap.placement import LOCAL, Placement, R, conversion
 
@@ -130,6 +130,15 @@ class Program:
 
         for _, group in itertools.groupby(self.instructions, key):
             yield tuple(group)
+
+    def own_axes(self) -> Axes:
+        """The axes of all sharded values, as the program cuts them."""
+        of = {}
+        for place, (axis, _) in self.axes.items():
+            tensor, _, dim = place.rpartition(":")
+            of[tensor, int(dim)] = axis
+        named = {name: Axis(name=name, units=units) for name, units in self.used_axes().items()}
+        return Axes(axes=named, of=of)
 
     def used_axes(self) -> dict[str, int]:
         """Axis -> units, for the axes that some value is sharded on."""

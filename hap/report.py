@@ -206,7 +206,7 @@ def _communication(plan: Plan) -> RenderableType:
     """The kinds of collectives that take most time; alike ones of several layers are one kind."""
     kinds: dict[tuple[object, ...], list[Collective]] = {}
     for c in plan.prediction.collectives:
-        label = _label(plan, c.tensor)
+        label = tensor_label(plan, c.tensor)
         key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
         kinds.setdefault(key, []).append(c)
     if not kinds:
@@ -217,7 +217,7 @@ def _communication(plan: Plan) -> RenderableType:
         c = group[0]
         total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
         runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
-        label = alike([_label(plan, x.tensor) for x in group])[0]
+        label = alike([tensor_label(plan, x.tensor) for x in group])[0]
         if c.fused > 1:
             label = f"{label} and {c.fused - 1} more, fused"
         how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
@@ -232,7 +232,7 @@ def _communication(plan: Plan) -> RenderableType:
     return Group(shown, Text(f"and {sum(map(len, rest))} more, {seconds} together"))
 
 
-def _label(plan: Plan, tensor: str) -> str:
+def tensor_label(plan: Plan, tensor: str) -> str:
     """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
     tensor = origin(tensor).tensor
     for i in plan.graph.inputs:

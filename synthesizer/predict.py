@@ -14,7 +14,7 @@ from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.simulate import memory
+from hap.synthesizer.simulate import computed, memory
 from hap.synthesizer.synthesize import Candidate
 from hap.synthesizer.work import FLOPS
 
@@ -104,9 +104,7 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
     for group in candidate.program.groups(graph):
-        nodes = [
-            (graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)
-        ]
+        nodes = computed(graph, group)
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
             node = nodes[0][0]

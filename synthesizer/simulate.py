@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.graph import Graph, Node
 from hap.placement import Placement
-from hap.program import Compute, Convert, Program, Value
+from hap.program import Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.work import FREE
@@ -51,9 +51,7 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     found: list[Stage] = []
     busy = np.zeros(world)
     for group in program.groups(graph):
-        nodes = [
-            (graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)
-        ]
+        nodes = computed(graph, group)
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
             found.append(Stage(compute_s=busy, communicate_s=crossing))
@@ -74,6 +72,11 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
         if i.target in graph.gradients:
             busy = busy + cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
     return [*found, Stage(compute_s=busy, communicate_s=0.0)]
+
+
+def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
+    """The nodes that a group of instructions runs, and by which rows."""
+    return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
 def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
