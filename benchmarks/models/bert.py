@@ -67,8 +67,6 @@ def batch():
     return inputs()
 
 
-
-
 def batch_64():
     return build()
 

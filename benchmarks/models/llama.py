@@ -56,7 +56,6 @@ model = llama_7b
 batch = llama_7b_batch
 
 
-
 def llama_3_8b():
     """Four query heads share a key and value head."""
     return build(kv_heads=8, ffn=14336, vocab=128256, seq=8192)
