@@ -71,10 +71,10 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
     for v, scope in plan.steps:
         least, best_label = buckets.eliminate(v, scope)
+        if least >= FORBIDDEN:
+            return None
         constant += least
         trail.append((v, scope, best_label))
-    if constant >= FORBIDDEN:
-        return None
     labels = [0] * len(unary)
     for v, scope, best_label in reversed(trail):
         labels[v] = int(best_label[tuple(labels[n] for n in scope)])
@@ -125,7 +125,7 @@ class _Buckets:
         given = [((last,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
         best, best_label = _minimum(shape, given)
         least = int(best.min())
-        best = np.where(best >= FORBIDDEN, FORBIDDEN, best - min(least, FORBIDDEN))
+        best = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
         return least, self._pool.number(best), best_label
 
 

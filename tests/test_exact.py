@@ -106,6 +106,15 @@ def test_many_forbidden_entries_do_not_overflow() -> None:
     assert minimise([np.zeros(2, np.int64)] * 300, chain) is None
 
 
+def test_what_is_allowed_may_cost_more_than_what_is_not() -> None:
+    """High prices on many variables add up; none of them forbids anything."""
+    high = np.array([1 << 51, (1 << 51) + 1], dtype=np.int64)
+    pairs = {(v, v + 1): np.array([[FORBIDDEN, 0], [0, 1]]) for v in range(99)}
+    found = minimise([high] * 100, pairs)
+    assert found is not None
+    assert found.cost == (100 << 51) + 50 > FORBIDDEN
+
+
 def test_long_chains_stay_narrow() -> None:
     n = 300
     rng = random.Random(0)
