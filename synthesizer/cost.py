@@ -68,7 +68,9 @@ class CostModel:
         for units in shares.values():
             vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))
         self._parts = {name: vectors[units] for name, units in shares.items()}
-        self._cache: dict[object, PerRank] = {}
+        self._computed: dict[object, PerRank] = {}
+        self._computed_alike: dict[object, PerRank] = {}
+        self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         """Each rank's part of a tensor: 1 where it holds all of it."""
@@ -77,23 +79,33 @@ class CostModel:
         return self._parts[self._axes.of[tensor.name, placement.dim]]
 
     def local_bytes(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return tensor.nbytes * self.parts(tensor, placement)
+        key = (tensor.name, placement)
+        if key not in self._local_bytes:
+            self._local_bytes[key] = tensor.nbytes * self.parts(tensor, placement)
+        return self._local_bytes[key]
 
     def compute(self, node: Node, row: Row) -> PerRank:
         """Seconds per rank of a node run by one of its rows."""
+        key = (node.name, row.outs, row.ins)
+        seconds = self._computed.get(key)
+        if seconds is None:
+            seconds = self._computed[key] = self._compute_alike(node, row)
+        return seconds
+
+    def _compute_alike(self, node: Node, row: Row) -> PerRank:
+        """Layers repeat: what looks alike to every formula is priced once."""
         tensors = self.graph.tensors
+        names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
         placed = [
             (tensors[name], p)
-            for name, p in zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+            for name, p in zip(names, placements, strict=True)
             if name is not None and p is not None
         ]
-        # Layers repeat: what looks alike to every formula is priced once.
-        flags = tuple(a for a in node.args if isinstance(a, bool))
-        alike = tuple((t.shape, t.dtype, p, id(self.parts(t, p))) for t, p in placed)
-        key = (node.op, flags, len(set(node.inputs)), alike)
-        if key not in self._cache:
-            self._cache[key] = self._compute(node, row, placed)
-        return self._cache[key]
+        shares = tuple(id(self.parts(t, p)) for t, p in placed)
+        key = (self.graph.alike[node.name], placements, shares)
+        if key not in self._computed_alike:
+            self._computed_alike[key] = self._compute(node, row, placed)
+        return self._computed_alike[key]
 
     def share(self, node: Node, row: Row) -> PerRank:
         """Each rank's part of an operator's arithmetic."""

@@ -55,6 +55,7 @@ class Problem:
         self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
     ) -> None:
         self.space, self.cost, self.aims = space, cost, aims
+        self._restricted = allowed is not None
         self._allowed = allowed or (lambda tensor, placement, stored: True)
         self.unary: list[Costs] = []
         self.pairs: dict[tuple[int, int], Costs] = {}
@@ -88,9 +89,10 @@ class Problem:
     # --- tables ---
 
     def _filter(self, name: str) -> tuple[Holding, ...]:
-        return tuple(
-            h for h in self.space.holdings[name] if all(self._allowed(name, p, False) for p in h)
-        )
+        holdings = self.space.holdings[name]
+        if not self._restricted:
+            return holdings
+        return tuple(h for h in holdings if all(self._allowed(name, p, False) for p in h))
 
     def _add(self, costs: Iterable[float]) -> int:
         self.unary.append(np.array([_scaled(c) for c in costs], dtype=np.int64))
@@ -101,7 +103,9 @@ class Problem:
         self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
 
     def _add_node(self, node: Node) -> None:
-        rows = tuple(r for r in self.space.rows[node.name] if self._row_allowed(node, r))
+        rows = self.space.rows[node.name]
+        if self._restricted:
+            rows = tuple(r for r in rows if self._row_allowed(node, r))
         self.rows[node.name] = rows
         v = self._node[node.name] = self._add(
             self.aims.time(self.cost.compute(node, row)) for row in rows

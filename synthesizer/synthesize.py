@@ -68,6 +68,7 @@ class Synthesizer:
         self.machine = Machine(cluster)
         self._states = optimizer_states
         self._allowed = allowed if cluster.world_size > 1 else _whole
+        self._priced: tuple[Shares, CostModel] | None = None  # the last shares asked about
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
 
     def starts(self) -> Iterator[Shares]:
@@ -154,7 +155,10 @@ class Synthesizer:
         )  # fmt: skip
 
     def _cost(self, shares: Shares) -> CostModel:
-        return CostModel(self.space.graph, self.space.axes, self.machine, shares, self._states)
+        if self._priced is None or self._priced[0] != shares:
+            model = CostModel(self.space.graph, self.space.axes, self.machine, shares, self._states)
+            self._priced = dict(shares), model
+        return self._priced[1]
 
     def cost(self, candidate: Candidate) -> CostModel:
         """The prices under a candidate's shares."""
