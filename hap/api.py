@@ -151,7 +151,9 @@ def _infeasible(
     axis = batch_axis(space)
     hint = "use devices with more memory, or a smaller model"
     if axis is not None:
-        units = largest_batch(space.graph, space.axes, axis, best, synthesizer.machine, states)
+        units = largest_batch(
+            space.graph, synthesizer.axes(best), axis, best, synthesizer.machine, states
+        )
         total = space.axes.axes[axis].units
         hint = (
             f"about the largest global batch that would fit is {units} (of {total})"

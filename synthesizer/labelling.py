@@ -24,11 +24,11 @@ import numpy as np
 from hap.graph import Graph, Node, Tensor
 from hap.placement import P, Placement, R
 from hap.program import Compute, Convert, Instruction, Program
-from hap.twins import twin_of
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
+from hap.twins import twin_of
 
 PICOSECONDS = 1e12
 
@@ -177,7 +177,7 @@ class Problem:
         if price is None:
             return
         t = self.space.graph.tensors[gradient]
-        more = [price @ (t.nbytes - self.cost.local_bytes(t, p)) for p in options]
+        more = [float(price @ (t.nbytes - self.cost.local_bytes(t, p))) for p in options]
         self._pair(v, self._variable[gradient], np.array([
             [_scaled(0.0 if p in holding else s) for holding in self.held[gradient]]
             for p, s in zip(options, more, strict=True)
