@@ -63,6 +63,8 @@ class Problem:
         # Parameters are gathered together at the start, gradients reduced together at the end.
         self._gradients = frozenset(graph.gradients.values())
         self._fused = self._gradients | {i.tensor for i in graph.role("parameter")}
+        twins = twin_of(graph)
+        self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
         self._variable: dict[str, int] = {}
         for name in graph.tensors:
@@ -78,7 +80,7 @@ class Problem:
         for i in graph.inputs:
             if i.role != "input":
                 self._add_input(i.tensor, i.role, i.target)
-        for parameter, twin in twin_of(graph).items():
+        for parameter, twin in twins.items():
             self._add_twin(parameter, graph.producer[twin])
         for o in graph.outputs:
             if o.role != "gradient":
@@ -116,8 +118,9 @@ class Problem:
                 self._produce(v, out, [row.outs[k] or R for row in rows])
 
     def _row_allowed(self, node: Node, row: Row) -> bool:
+        stored = node.name in self._twins  # it may look at what is stored, however that is held
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
-        return all(self._allowed(n, p, False) for n, p in placed if n and p and p.sharded)
+        return all(self._allowed(n, p, stored) for n, p in placed if n and p and p.sharded)
 
     def _add_batch(self) -> None:
         """One variable for all the batch: each rank reads all of it, or its rows of it."""
