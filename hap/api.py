@@ -28,6 +28,7 @@ from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
 from hap.synthesizer.predict import alternatives, largest_batch, predict
 from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.subset import best_part
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.units import format_bytes
 
@@ -44,6 +45,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
+    all_devices: bool = False,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -58,6 +60,7 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        all_devices: leave no device out, even if the others are predicted to be faster alone.
 
     Raises:
         ModelError, ClusterError: the input can't be used.
@@ -79,9 +82,18 @@ def plan(
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
+    fewer = fewer_devices(space, cluster, kind.states)
+    left: tuple[int, ...] = ()
+    if not all_devices:
+        whole = best
+        synthesizer, best, left = best_part(synthesizer, best, progress)
+        if left:
+            beside = {"all devices": whole, **beside}
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
+    rows = alternatives(beside, fewer)
+    left_out = tuple(cluster.devices[r].name for r in left)
+    cluster = synthesizer.cluster
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
@@ -94,6 +106,7 @@ def plan(
         program=best.program,
         shares={name: best.shares[name] for name in used},
         idle=idle,
+        left_out=left_out,
         prediction=predict(graph, best, synthesizer.cost(best), rows),
     )
 
@@ -103,6 +116,7 @@ def plan_file(
     cluster: Cluster | str | Path,
     *,
     allow_idle: bool = False,
+    all_devices: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
@@ -111,7 +125,7 @@ def plan_file(
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
+        allow_idle=allow_idle, all_devices=all_devices, source=Source(path=str(file.path), function=file.function),
         progress=progress,
     )  # fmt: skip
 

@@ -95,6 +95,8 @@ class Plan:
     program: Program
     shares: Shares
     idle: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
     prediction: Prediction
 
     def __post_init__(self) -> None:
@@ -199,6 +201,7 @@ class Plan:
             "optimizer": self.optimizer,
             "shares": {name: list(units) for name, units in self.shares.items()},
             "idle": list(self.idle),
+            "left_out": list(self.left_out),
             "prediction": asdict(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
@@ -276,5 +279,6 @@ class Plan:
             program=program,
             shares={name: tuple(units) for name, units in data["shares"].items()},
             idle=tuple(data["idle"]),
+            left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
         )

@@ -71,6 +71,10 @@ class Synthesizer:
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
 
+    def on(self, cluster: Cluster) -> Synthesizer:
+        """The same search on another cluster."""
+        return Synthesizer(self.space, cluster, self._states, self._allowed)
+
     def starts(self) -> Iterator[Shares]:
         """Shares to start from, without repetitions: by speed, even, by memory."""
         seen = []

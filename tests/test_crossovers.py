@@ -82,7 +82,7 @@ def stage(number: int) -> Allowed:
     gradients, twins = set(graph.gradients.values()), set(twin_of(graph).values())
 
     def restricted(tensor: str, p: Placement, stored: bool) -> bool:
-        if p.sharded and (number < 3 and tensor in twins or number < 2 and tensor in gradients):
+        if p.sharded and ((number < 3 and tensor in twins) or (number < 2 and tensor in gradients)):
             return False
         return allowed(tensor, p, stored)
 
