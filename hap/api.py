@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
-from hap.synthesizer.predict import alternatives, largest_batch, predict
+from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.subset import best_part
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -153,6 +154,14 @@ def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:
         )
 
 
+REMEDIES = {
+    "saved activations": "use more devices, or devices with more memory: activations are not "
+    "recomputed",
+    "optimizer states": "use more devices, or an optimizer with fewer states",
+}
+"""By what takes most of the memory."""
+
+
 def _infeasible(
     space: Space, synthesizer: Synthesizer, best: Candidate, states: int
 ) -> InfeasibleError:
@@ -162,16 +171,20 @@ def _infeasible(
         for d, b in zip(devices, best.lacking_bytes, strict=True) if b > 0
     ]  # fmt: skip
     shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
+    fullest = int(np.argmax(best.lacking_bytes))
+    kinds = peak_kinds(space.graph, best, synthesizer.cost(best), fullest)
+    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
+    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
     axis = batch_axis(space)
-    hint = "use devices with more memory, or a smaller model"
+    hint = REMEDIES.get(kinds[0][0], "use more devices, or devices with more memory")
     if axis is not None:
         units = largest_batch(
             space.graph, synthesizer.axes(best), axis, best, synthesizer.machine, states
         )
         total = space.axes.axes[axis].units
         hint = (
-            f"about the largest global batch that would fit is {units} (of {total})"
-            if units else f"no batch would fit: {hint}"
+            f"about the largest global batch that would fit is {units} (of {total}); or {hint}"
+            if units else f"with its program no smaller batch fits either: {hint}"
         )  # fmt: skip
     return InfeasibleError(f"no program fits the devices' memory: {shown}", hint=hint)
 

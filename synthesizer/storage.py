@@ -9,6 +9,7 @@ devices' memory while the computing follows their speed. HAP (EuroSys'24) cuts b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +18,12 @@ from hap.axes import Axes, Axis, Dim, Shares
 from hap.graph import Graph
 from hap.program import Compute, Program
 from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.footprint import memory
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.simulate import memory
 from hap.synthesizer.work import FREE
+
+_ROUNDS = 10
+"""Tries to fit the memory. Uneven shards need larger buffers for their padding, which leave less room for shards."""
 
 STORED = "stored "
 """What the names of the axes of storing begin with; the size of their dims follows."""
@@ -92,28 +96,36 @@ class _Groups:
             self._parent[self.root(dim)] = self.root(dims[0])
 
 
-def filled(graph: Graph, program: Program, cost: CostModel) -> Shares:
+def filled(
+    graph: Graph, program: Program, price: Callable[[Shares], CostModel], shares: Shares
+) -> Shares:
     """Shares for the axes of storing: even, but for devices whose memory is full before.
 
     Args:
-        cost: prices under even shares of those axes, and the program's shares of the others.
+        price: the cost model under given shares.
+        shares: of the program's other axes.
     """
     sizes = {n: u for n, u in program.used_axes().items() if n.startswith(STORED)}
-    world = cost.machine.cluster.world_size
-    stored = 0.0
-    for i in graph.role("parameter"):
-        p = program.inputs[i.tensor]
-        if p.sharded and program.axis(i.tensor, p.dim)[0] in sizes:
-            trained = i.target in graph.gradients
-            even = cost.stored_bytes(graph.tensors[i.tensor], p, trained=trained)
-            stored += float(even.sum())
-    room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
-    free = room - (memory(graph, program, cost)[1] - stored / world)
-    return {
-        # Rounding adds less than a unit to a share.
-        name: proportional(units, level(np.maximum(free / max(stored, 1.0) - 1 / units, 0.0)))
-        for name, units in sizes.items()
-    }  # fmt: skip
+    world = len(next(iter(shares.values()), ())) or 1
+    found = {name: proportional(units, np.ones(world)) for name, units in sizes.items()}
+    for _ in range(_ROUNDS if sizes else 0):
+        cost = price({**shares, **found})
+        own = np.zeros(world)
+        for i in graph.role("parameter"):
+            p = program.inputs[i.tensor]
+            if p.sharded and program.axis(i.tensor, p.dim)[0] in sizes:
+                trained = i.target in graph.gradients
+                own += cost.stored_bytes(graph.tensors[i.tensor], p, trained=trained)
+        room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
+        peak = memory(graph, program, cost)[1]
+        if (peak <= room).all():
+            break
+        caps = (room - (peak - own)) / max(own.sum(), 1.0)
+        found = {  # rounding adds less than a unit to a share
+            name: proportional(units, level(np.maximum(caps - 1 / units, 0.0)))
+            for name, units in sizes.items()
+        }
+    return found
 
 
 def level(caps: PerRank) -> PerRank:

@@ -143,10 +143,11 @@ class Synthesizer:
 
     def with_storage(self, program: Program, shares: Shares) -> Shares:
         """The shares with those that the program's storing starts from."""
-        space, axes = self.space.axes.axes, program_axes(self.space.axes, program)
-        even = np.ones(self.cluster.world_size)
-        shares = {**shares, **{n: u for n, u in spread(axes, even).items() if n not in space}}
-        return {**shares, **filled(self.space.graph, program, self._cost(program, shares))}
+
+        def price(given: Shares) -> CostModel:
+            return self._cost(program, given)
+
+        return {**shares, **filled(self.space.graph, program, price, shares)}
 
     def balance(self, pair: Candidate) -> Shares:
         """Integer shares for a program; its own if no others fit."""
