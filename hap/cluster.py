@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -191,6 +191,12 @@ class Cluster:
         """The cluster of one device alone."""
         self._check_rank(rank)
         return self._keep((self.devices[rank],))
+
+    def keep(self, ranks: Sequence[int]) -> Self:
+        """A part of the cluster, its ranks numbered anew in their order."""
+        for rank in ranks:
+            self._check_rank(rank)
+        return self._keep(tuple(self.devices[rank] for rank in ranks))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

@@ -112,6 +112,8 @@ class Plan:
     program: Program
     shares: Shares
     idle: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
     prediction: Prediction
     inside: Inside | None = None
 
@@ -292,6 +294,7 @@ class Plan:
             "optimizer": self.optimizer,
             "shares": {name: list(units) for name, units in self.shares.items()},
             "idle": list(self.idle),
+            "left_out": list(self.left_out),
             "prediction": asdict(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
@@ -360,6 +363,7 @@ class Plan:
             program=program,
             shares={name: tuple(units) for name, units in data["shares"].items()},
             idle=tuple(data["idle"]),
+            left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )

@@ -177,6 +177,10 @@ def _devices(plan: Plan) -> RenderableType:
     rows = [(spans(ranks), *map(str, line[1:])) for line, ranks in lines.items()]
     head = ("rank", "device", "work", "stored", "peak memory", "", "busy", "waiting", "")
     body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
+    if plan.left_out:
+        names = ", ".join(alike(list(plan.left_out)))
+        advice = "the others are predicted to be faster without; start no processes there"
+        body.append(Text(f"left out, idle: {names}; {advice}", style="yellow"))
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
         advice = "leave out of the cluster file what does not help, and plan anew"

@@ -245,14 +245,20 @@ class InsideSynthesizer(Synthesizer):
         if not value.placement.sharded or value.placement.dim != dim:
             return None
         name, total = self._between.program.axis(value.tensor, dim)
-        per_unit = self.space.axes.axes[axis].units // total
-        return tuple(n * per_unit for n in self._between.shares[name])
+        units = self.space.axes.axes[axis].units
+        if units % total:
+            raise HapError(f"the machines' parts of {name} can't be cut on between {axis}")
+        return tuple(n * (units // total) for n in self._between.shares[name])
+
+    def _apart(self, program: Program) -> Program:
+        """Storing keeps the axes of computing: they are cut to the machines' parts already."""
+        return program
 
     def balance(self, pair: Candidate) -> Shares:
         """The shares stay as they are: between machines they were balanced before."""
         return pair.shares
 
-    def _cost(self, shares: Shares) -> CostModel:
+    def _cost(self, program: Program | None, shares: Shares) -> CostModel:
         return MeshCost(
             self._between, self.space.graph, self.space.axes, self.machine, shares, self._states
         )
@@ -274,7 +280,11 @@ def best_on_mesh(
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=used)
         inside = InsideSynthesizer(between, cluster, optimizer_states)
-        best = inside.search(next(inside.starts()))
+        try:
+            best = inside.search(next(inside.starts()))
+        except HapError as error:
+            progress(f"{name} between machines leads nowhere: {error.what}")
+            continue
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return min(found, key=lambda c: c.pair.rank, default=None)
 

@@ -12,9 +12,10 @@ from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.footprint import footprint, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.simulate import computed, memory
+from hap.synthesizer.simulate import computed
 from hap.synthesizer.synthesize import Candidate
 from hap.synthesizer.work import FLOPS
 
@@ -60,6 +61,15 @@ def _alternative(name: str, candidate: Candidate, note: str) -> Alternative:
     parts += [] if candidate.fits else ["does not fit the memory"]
     step_s = candidate.timeline.step_s
     return Alternative(name=name, step_s=step_s, fits=candidate.fits, note="; ".join(parts))
+
+
+def peak_kinds(
+    graph: Graph, candidate: Candidate, cost: CostModel, rank: int
+) -> list[tuple[str, int]]:
+    """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
+    peak = footprint(graph, candidate.program, cost).peak
+    found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
+    return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 
 
 def largest_batch(

@@ -58,7 +58,8 @@ from hap.placement import Placement
 from hap.program import Compute, Convert, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.simulate import memory, simulate, stages
+from hap.synthesizer.footprint import footprint
+from hap.synthesizer.simulate import simulate, stages
 
 Floats = npt.NDArray[np.float64]
 
@@ -267,8 +268,11 @@ class _Task:
         """Shares of all axes; those of a group have one vector."""
         return {**self.start, **{axis: split[g] for axis, g in self.group_of.items()}}
 
+    def cost(self, shares: Shares) -> CostModel:
+        return CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+
     def simulated(self, shares: Shares) -> _Simulated:
-        cost = CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+        cost = self.cost(shares)
         line = simulate(self.graph, self.program, cost)
         room = np.array([d.memory_bytes for d in self.machine.cluster.devices])
         return _Simulated(
@@ -342,7 +346,8 @@ def _tangents(task: _Task, splits: Sequence[_Split]) -> _Tangents:
     )
     probe = _Probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
     shape = (len(splits), types, 1 + 2 * groups)
-    peak = memory(task.graph, task.program, probe)[1].reshape(shape)
+    peak = footprint(task.graph, task.program, probe, buffers=task.cost(task.start)).peak_bytes
+    peak = peak.reshape(shape)
     times = [stage.compute_s for stage in stages(task.graph, task.program, probe)]
     seconds = np.array(times).reshape(-1, *shape)
     return _Tangents(_rows(seconds, at, start_up=True), _rows(peak, at, start_up=False))

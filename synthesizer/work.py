@@ -15,6 +15,7 @@ from hap.synthesizer.rules.base import Call, numel
 FREE = frozenset(
     f"aten.{op}"
     for op in [
+        "alias.default",
         "view.default",
         "t.default",
         "transpose.int",

@@ -26,6 +26,7 @@ from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.storage import stored_apart
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
 
@@ -157,7 +158,10 @@ def random_plan(case: Case, world: int, seed: int, least: int = 0) -> Plan:
     )
     labelling = problem.solve()
     assert labelling is not None
-    program = problem.program(labelling)
+    program = stored_apart(space.graph, problem.program(labelling))
+    for name, units in program.used_axes().items():
+        if name not in shares:  # of storing
+            shares[name] = random_shares(units, world, rng)
     used = {name: shares[name] for name in program.used_axes()}
     return Plan(
         source=Source(),

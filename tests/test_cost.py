@@ -15,9 +15,10 @@ from hap.placement import P, Placement, R, S, conversion
 from hap.program import Compute, Convert, Program
 from hap.synthesizer.communication import Network
 from hap.synthesizer.cost import CostModel, Machine
+from hap.synthesizer.footprint import memory
 from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.rules.base import Row
-from hap.synthesizer.simulate import memory, simulate, stages
+from hap.synthesizer.simulate import simulate, stages
 from hap.synthesizer.space import build_space
 from hap.synthesizer.work import FREE, node_work
 from tests.small_plan import node, small_graph

@@ -156,7 +156,7 @@ def test_arithmetic_is_that_of_the_same_shares_on_one_axis() -> None:
     cluster = machines((3.0, 3.0), (1.0, 1.0))
     inside, between = data_parallel_twice(case, cluster)
     assert between.shares["batch"] == (48, 16)
-    two = inside._cost(next(inside.starts()))
+    two = inside._cost(None, next(inside.starts()))
     shares = {name: proportional(a.units, np.array([3, 3, 1, 1]))
               for name, a in case.space.axes.axes.items()}  # fmt: skip
     one = CostModel(case.graph, case.space.axes, Machine(cluster), shares, 2)
