@@ -90,17 +90,17 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-def flat_cluster(world: int) -> Cluster:
-    """``world`` equal devices on one machine."""
+def two_machines(world: int) -> Cluster:
+    """``world`` equal devices: two on the first machine, the others, if any, on the second."""
     devices = tuple(
         Device(
-            name=f"node:{k}", kind="cpu", node="node", memory_bytes=2**30, launch_s=1e-6,
+            name=f"node:{k}", kind="cpu", node="ab"[k > 1], memory_bytes=2**30, launch_s=1e-6,
             flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e9,
         )
         for k in range(world)
     )  # fmt: skip
     link = Link(1e9, 1e-5)
-    return Cluster("flat", devices, {"node": link}, link)
+    return Cluster("two", devices, {"a": link, "b": link}, link)
 
 
 def random_shares(units: int, world: int, rng: random.Random) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class RandomPrices(CostModel):
     def __init__(
         self, space: Space, world: int, shares: dict[str, tuple[int, ...]], rng: random.Random
     ) -> None:
-        super().__init__(space.graph, space.axes, Machine(flat_cluster(world)), shares, 2)
+        super().__init__(space.graph, space.axes, Machine(two_machines(world)), shares, 2)
         self._rng, self._world = rng, world
 
     def compute(self, node: Node, row: Row) -> PerRank:
@@ -153,7 +153,7 @@ def random_plan(case: Case, world: int, seed: int) -> Plan:
     return Plan(
         source=Source(),
         graph=space.graph,
-        cluster=flat_cluster(world),
+        cluster=two_machines(world),
         optimizer="AdamW",
         program=program,
         shares=used,
