@@ -9,9 +9,13 @@ import random
 import numpy as np
 import pytest
 
+from hap.axes import Axes, Axis
 from hap.cluster import Cluster, Device, Link
 from hap.hierarchy import cheaper, even, exists, regular
 from hap.synthesizer.communication import Network
+from hap.synthesizer.cost import CostModel, Machine
+from hap.synthesizer.synthesize import choose_implementations
+from tests.small_plan import small_graph, small_program
 
 FAST, SLOW = Link(1e10, 1e-6), Link(1e9, 1e-5)
 A, W, SA, SW = (
@@ -144,6 +148,26 @@ def test_plans_turn_to_stages_where_the_bytes_outweigh_the_starts() -> None:
     alike = Network(cluster((2, 2), SLOW, SLOW))
     first = alike.choices("all_reduce", 10**7, np.ones(4), np.ones(4))[0]
     assert first.implementation == "one shot"
+
+
+def test_a_program_takes_each_form_where_it_is_the_faster() -> None:
+    """As above, 1.9e-9 seconds a byte against one inner latency: for a loss of 4 bytes, and
+    gradients of 96."""
+    graph, program = small_graph(8), small_program(8)
+    axes = Axes(
+        axes={"batch": Axis(name="batch", units=8)},
+        of={(name, int(d)): "batch" for name, _, d in (key.partition(":") for key in program.axes)},
+    )
+    for turn, expected in (
+        (3, ["hierarchical"] * 3),
+        (5, ["one shot", "hierarchical", "hierarchical"]),
+        (95, ["one shot", "hierarchical", "hierarchical"]),
+        (97, ["one shot"] * 3),
+    ):
+        machine = Machine(cluster((2, 2), Link(W, turn * 1.9e-9)))
+        cost = CostModel(graph, axes, machine, {"batch": (2, 2, 2, 2)}, 2)
+        found = choose_implementations(graph, program, cost).collectives
+        assert [c.implementation for c in found] == expected, turn
 
 
 def test_a_cut_is_whole_and_even() -> None:
