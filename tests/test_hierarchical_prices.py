@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from hap.axes import Axes, Axis
 from hap.cluster import Cluster, Device, Link
 from hap.hierarchy import cheaper, even, exists, regular
+from hap.runtime.collectives import Comm, Sizes
+from hap.runtime.emulate import run_ranks
+from hap.runtime.hierarchy import NAME, Levels, TwoLevelComm
 from hap.synthesizer.communication import Network
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.synthesize import choose_implementations
@@ -176,3 +182,80 @@ def test_a_cut_is_whole_and_even() -> None:
         assert sum(cut) == total and max(cut) - min(cut) <= 1
     assert cheaper([1, 1, 1]) == "padded" and cheaper([3, 0, 0]) == "grouped"
     assert cheaper([1, 1, 0]) == "padded"  # as many bytes: the fewer starts
+
+
+# --- what is priced is what runs ------------------------------------------------------------
+
+
+class Counted(Comm):
+    """Passes everything on, and counts the bytes past each link of its ring, in elements."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm, self.calls = comm, []
+        self.rank, self.world_size = comm.rank, comm.world_size
+
+    def _count(self, sizes: Sizes, how: str) -> None:
+        padded = (self.world_size - 1) * max(sizes)
+        self.calls.append(padded if how == "padded" else sum(sizes))
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        self._count(sizes, how)
+        return self._comm.all_gather(x, dim, sizes, how)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
+        self._count(sizes, how)
+        return self._comm.reduce_scatter(x, dim, sizes, how)
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        self.calls.append(2 * (self.world_size - 1) / self.world_size * x.numel())
+        return self._comm.all_reduce(x, how)
+
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def agree(self, text: str) -> bool:
+        return self._comm.agree(text)
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
+        raise NotImplementedError
+
+
+def counted(counts: tuple[int, ...], kind: str, sizes: tuple[int, ...]) -> tuple[float, float]:
+    """(elements past a link inside of machines, past an adapter) when a collective runs."""
+
+    def run(flat: Comm) -> tuple[int, int, list[float], list[float]]:
+        comm = TwoLevelComm(flat, counts)
+        inside, across = (Counted(level) for level in comm.levels)
+        comm._levels = Levels(inside, across)
+        if kind == "all_reduce":
+            comm.all_reduce(torch.zeros(sum(sizes)), NAME)
+        elif kind == "all_gather":
+            comm.all_gather(torch.zeros(sizes[comm.rank]), 0, sizes, NAME)
+        else:
+            comm.reduce_scatter(torch.zeros(sum(sizes)), 0, sizes, NAME)
+        return comm.machine, comm.column, inside.calls, across.calls
+
+    ranks = run_ranks(sum(counts), run)
+    # A stage inside ends with the slowest machine; all columns share the adapters.
+    stages = zip(*(calls for _, _, calls, _ in ranks), strict=True)
+    columns = {column: calls for _, column, _, calls in ranks if calls}
+    return sum(map(max, stages)), sum(map(sum, columns.values()))
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 3), (3, 1), (1, 2, 1), (4, 4, 4), IRREGULAR])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_bytes_that_are_priced_are_those_that_run(counts: tuple[int, ...], kind: str) -> None:
+    free, unit = Link(1e30, 0.0), Link(1.0, 0.0)
+    rng, n = random.Random(repr(counts)), sum(counts)
+    for _ in range(5):
+        # Multiples of the columns, so that no cut needs rounding.
+        sizes = tuple(min(counts) * rng.choice((0, 0, 1, 2, 3, 7)) for _ in range(n - 1))
+        sizes = (*sizes, 5 * min(counts))
+        parts = np.array(sizes) / sum(sizes)
+        priced = [
+            dict(Network(cluster(counts, *links)).choices(kind, sum(sizes), parts, parts))[NAME]
+            for links in ((unit, free), (free, unit))
+        ]
+        assert counted(counts, kind, sizes) == pytest.approx(priced)
