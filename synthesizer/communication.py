@@ -70,13 +70,14 @@ class Network:
         found = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return sorted(found, key=lambda choice: choice.seconds)
 
-    def _gather(self, nbytes: float, parts: Fractions, on: float) -> list[Choice]:
+    def _gather(self, nbytes: float, parts: Fractions, on: float, *, scatter: bool) -> list[Choice]:
         found = [
             Choice("padded", self._padded(nbytes, parts, on)),
             Choice("grouped", self._grouped(nbytes, parts, on)),
         ]
         if self._stages:
-            found.append(Choice("hierarchical", self._stages.gather(nbytes, parts, on)))
+            seconds = self._stages.gather(nbytes, parts, on, scatter=scatter)
+            found.append(Choice("hierarchical", seconds))
         return found
 
     def _padded(self, nbytes: float, parts: Fractions, on: float) -> float:
@@ -90,12 +91,12 @@ class Network:
         return on * latency_s + nbytes / self.bytes_per_s
 
     def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
-        return self._gather(nbytes, src, on)
+        return self._gather(nbytes, src, on, scatter=False)
 
     def _reduce_scatter(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
     ) -> list[Choice]:
-        return self._gather(nbytes, dst, on)
+        return self._gather(nbytes, dst, on, scatter=True)
 
     def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
         n, slowest = self.world_size, Link(self.bytes_per_s, self.latency_s)

@@ -42,18 +42,19 @@ class Stages:
         m, link = self._machines, self._outer
         return 2 * inside + all_reduce(m, nbytes, steps(m) * on * link.latency_s, link)
 
-    def gather(self, nbytes: float, parts: Floats, on: float) -> float:
-        """All-gather, or reduce-scatter: the same stages the other way round.
+    def gather(self, nbytes: float, parts: Floats, on: float, *, scatter: bool) -> float:
+        """All-gather; or if ``scatter`` reduce-scatter, the same stages the other way round.
 
         Machines of one size exchange the shards of a column as they are. Others first level
-        their machine's shards over the columns.
+        their machine's shards over the columns, which gathers them inside; or at last gather
+        what the columns have, and cut the shards from it.
         """
         blocks = np.split(nbytes * parts, self._starts[1:])
         cuts = blocks
         level = 0.0
         if not self.regular:
-            level = self._inside([block.tolist() for block in blocks], on)
             cuts = [np.full(self._width, block.sum() / self._width) for block in blocks]
+            level = self._inside([b.tolist() for b in (cuts if scatter else blocks)], on)
         columns = np.array(cuts).T.tolist()
         moved = [ring(column) for column in columns]
         across = max(starts for starts, _ in moved) * on * self._outer.latency_s

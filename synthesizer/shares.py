@@ -402,9 +402,13 @@ def _exchanges(program: Program) -> list[Convert]:
 
 def _exchange(task: _Task, split: _Split) -> _Plane:
     """The plane of the exchanges through a split, its slopes those of one unit more per type."""
+
+    def side(c: Convert, p: Placement) -> int:
+        return task.group(c.tensor, p) if p.sharded else -1
+
     steps = Counter(
-        (c.kind, c.implementation, task.graph.tensors[c.tensor].nbytes,
-         *(task.group(c.tensor, p) if p.sharded else -1 for p in (c.src, c.dst)))
+        (c.kind, c.implementation, task.graph.tensors[c.tensor].nbytes, side(c, c.src),
+         side(c, c.dst))
         for c in _exchanges(task.program)
     )  # fmt: skip
     parts = [np.array(vector) / sum(vector) for vector in split]

@@ -36,10 +36,6 @@ def mesh(comm: Comm) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mesh_on_group() -> dict[str, Any]:
-    return mesh(ProcessGroupComm())
-
-
 def check_mesh(found: list[dict[str, Any]]) -> None:
     powers = [torch.tensor([1.0, 10.0**rank]) for rank in range(4)]
     for rank, seen in enumerate(found):
@@ -55,11 +51,6 @@ def check_mesh(found: list[dict[str, Any]]) -> None:
 
 def test_subgroups_of_the_emulator() -> None:
     check_mesh(run_ranks(4, mesh))
-
-
-@pytest.mark.gloo
-def test_subgroups_of_real_processes() -> None:
-    check_mesh(spawn(_mesh_on_group, 4, timeout_s=120))
 
 
 def test_parts_must_be_a_partition() -> None:
@@ -146,8 +137,9 @@ def battery(flat: Comm, counts: tuple[int, ...]) -> list[tuple[str, Tensor, Tens
     return found
 
 
-def _battery_on_group(counts: tuple[int, ...]) -> list[tuple[str, Tensor, Tensor]]:
-    return battery(ProcessGroupComm(), counts)
+def _on_group(counts: tuple[int, ...]) -> tuple[Any, list[tuple[str, Tensor, Tensor]]]:
+    comm = ProcessGroupComm()
+    return mesh(comm) if comm.world_size == 4 else None, battery(comm, counts)
 
 
 def check_battery(ranks: list[list[tuple[str, Tensor, Tensor]]]) -> None:
@@ -165,5 +157,10 @@ def test_stages_give_what_flat_collectives_give(counts: tuple[int, ...]) -> None
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("counts", WORLDS[:3])
-def test_stages_on_real_processes(counts: tuple[int, ...]) -> None:
-    check_battery(spawn(_battery_on_group, sum(counts), args=(counts,), timeout_s=240))
+def test_subgroups_and_stages_of_real_processes(counts: tuple[int, ...]) -> None:
+    meshes, batteries = zip(
+        *spawn(_on_group, sum(counts), args=(counts,), timeout_s=240), strict=True
+    )
+    check_battery(list(batteries))
+    if sum(counts) == 4:
+        check_mesh(list(meshes))

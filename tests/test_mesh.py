@@ -58,7 +58,7 @@ def random_mesh_plan(case: Case, count: int, width: int, seed: int) -> Plan:
     rng = random.Random(f"mesh/{count}/{width}/{seed}")
     cluster = machines(*[tuple(rng.choice((1.0, 2.0, 3.0)) for _ in range(width))] * count)
     for attempt in range(50):
-        outer = random_plan(case, count, seed * 50 + attempt, least=1)
+        outer = random_plan(case, count, seed * 50 + attempt, 1, Mesh(cluster).between)
         if all(0 not in units for units in outer.shares.values()):
             break
     else:
@@ -69,7 +69,8 @@ def random_mesh_plan(case: Case, count: int, width: int, seed: int) -> Plan:
     inside = InsideSynthesizer(between, cluster, 2)
     shares = next(inside.starts())
     space = inside.space
-    prices = RandomPrices(space, count * width, dict.fromkeys(shares, (1,) * count * width), rng)
+    alone = machines((1.0,) * count * width)  # no collective spans several machines
+    prices = RandomPrices(space, alone, dict.fromkeys(shares, (1,) * count * width), rng)
     problem = Problem(space, prices, Aims())
     labelling = problem.solve()
     assert labelling is not None
@@ -119,7 +120,7 @@ def test_tensors_of_a_divided_step_know_where_they_come_from() -> None:
     assert origin("x.0~S1") == Value("x.0", S(1))
     assert origin("x~P'") == Value("x", P)
     case = benchmark_case("mlp", "tiny")
-    outer = random_plan(case, 2, 3, least=1)
+    outer = random_plan(case, 2, 3, 1)
     whole = divide(case.graph, outer.program, outer.shares)
     parts = [divide(case.graph, outer.program, outer.shares, m) for m in range(2)]
     for part in parts:
