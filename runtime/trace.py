@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from hap.capture import Batch, flatten
 from hap.graph import Graph
-from hap.placement import P, R
+from hap.placement import L, P, R
 from hap.plan import Plan
 from hap.program import Compute, Program, Value
 from hap.runtime.collectives import Comm, LocalComm
@@ -53,6 +53,8 @@ def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
     """The whole tensor that the ranks' parts stand for; of a replica, each rank's."""
     if value.placement.sharded:
         return [torch.cat(parts, value.placement.dim)]
+    if value.placement == L:
+        return [torch.stack(parts).logsumexp(0)]
     return [torch.stack(parts).sum(0)] if value.placement == P else parts
 
 

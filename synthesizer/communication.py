@@ -81,6 +81,16 @@ class Network:
         one_shot = min(2 * steps * a + ring, steps * (a + 2 * nbytes / bw))
         return [Choice("one shot", one_shot), Choice("two step", 2 * (steps + 1) * a + ring)]
 
+    def _all_reduce_lse(
+        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+    ) -> list[Choice]:
+        # The largest term is found first, then the exponentials less it are summed.
+        reduced = 2 * self._all_reduce(nbytes, src, dst, a)[0].seconds
+        n = self.world_size
+        # Or every rank gets all the terms: a whole tensor from each.
+        gathered = self._gather(n * nbytes, np.full(n, 1 / n), a)[0].seconds
+        return [Choice("terms gathered", gathered), Choice("two reductions", reduced)]
+
     def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())

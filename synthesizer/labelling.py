@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.graph import Graph, Node
-from hap.placement import P, Placement, R
+from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
@@ -200,7 +200,7 @@ class Problem:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
         total, steps, src = 0.0, [], made
         for dst in route:
-            if src.sharded and dst == P:
+            if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
             choice = self.cost.convert(t, src, dst, fused=tensor in self._fused)[0]
