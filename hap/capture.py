@@ -107,7 +107,7 @@ def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
 
 LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
-    torch._C._nn.cross_entropy_loss: losses.cross_entropy_loss,
+    F.cross_entropy: losses.cross_entropy,
 }
 """Functions of torch that are captured as logical operators."""
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -105,31 +106,37 @@ def _backward(ctx, grad_lse, grad_picked):  # type: ignore[no-untyped-def]
 cross_entropy_terms.register_autograd(_backward, setup_context=_setup)
 
 
-def cross_entropy_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None,
+    size_average: bool | None = None, ignore_index: int = -100, reduce: bool | None = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Stands in a captured graph for the function of the same name in ``torch._C._nn``.
+    """Stands in a captured graph for the function of the same name.
 
-    Smoothed labels and targets that are probabilities read every logit twice: those calls stay
-    as they are. The mean divides by the count, or the weight, of all the targets that are not
+    Targets that are probabilities, and smoothed labels with weights, stay as they are. The mean divides by the count, or the weight, of all the targets that are not
     ignored, which ranks with a part of the batch each sum up.
     """
-    if label_smoothing or target.is_floating_point():
-        return torch._C._nn.cross_entropy_loss(  # type: ignore[no-any-return]
-            x, target, weight, reduction, ignore_index, label_smoothing
+    old = size_average is not None or reduce is not None
+    if old or (label_smoothing and weight is not None) or target.is_floating_point():
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    lone = x.dim() == 1
-    rows, classes = (x[None], target[None]) if lone else (x.movedim(1, -1), target)
+    lone = input.dim() == 1
+    rows, classes = (input[None], target[None]) if lone else (input, target)
+    if rows.dim() > 2:
+        rows = rows.movedim(1, -1)
     lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
     counted = classes != ignore_index
+    if label_smoothing:
+        others = rows.sum(-1) * (label_smoothing / rows.shape[-1])
+        picked = picked * (1 - label_smoothing) + others
     losses = torch.where(counted, lse - picked, 0.0)
     if weight is None:
         weights = counted.to(losses.dtype)
     else:
         weights = torch.where(counted, weight[torch.where(counted, classes, 0)], 0.0)
         losses = losses * weights
-    if reduction == 0:
-        return (losses[0] if lone else losses).to(x.dtype)
+    if reduction == "none":
+        return (losses[0] if lone else losses).to(input.dtype)
     total = losses.sum()
-    return (total / weights.sum() if reduction == 1 else total).to(x.dtype)
+    return (total / weights.sum() if reduction == "mean" else total).to(input.dtype)

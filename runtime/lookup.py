@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hap import torch_private
 
-
 Span = tuple[int, int, int]
 """The numbers of one rank: (its first, the first after its last, how many there are in all)."""
 

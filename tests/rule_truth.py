@@ -229,7 +229,12 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
         counted = case.node.op == COUNTING and case.node.args[4]
         shape = () if counted else case.graph.tensors[out].shape
         held: list[Placement | None] = []
-        for p in (R, P, L, *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0)):
+        for p in (
+            R,
+            P,
+            L,
+            *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0),
+        ):
             # Only where sizes are arguments does the place of the result change the call.
             free = case.node.op not in {*RESULT_SHAPE, *FACTORIES, *LOOKUPS}
             others = [R if o else None for o in case.node.outputs]
