@@ -197,13 +197,13 @@ class Emitter:
     def _look_up(self, out: fx.Graph, node: Node, args: tuple[Any, ...], span: Span) -> fx.Node:
         """The call of an operator of :data:`LOOKUPS` on this rank's part of the numbers."""
         entry, given = LOOKUPS[node.op], list(args)
-        index = args[entry.index]
+        index = args[entry.numbers]
         if entry.skip is not None:
             shifted = (index, span, args[entry.skip])
-            given[entry.index] = out.call_function(lookup.own_or_passed_over, shifted)
+            given[entry.numbers] = out.call_function(lookup.own_or_passed_over, shifted)
             given[entry.skip] = lookup.PASSED_OVER
             return out.call_function(resolve(node.op), tuple(given))
-        given[entry.index] = out.call_function(lookup.own_or_first, (index, span))
+        given[entry.numbers] = out.call_function(lookup.own_or_first, (index, span))
         if entry.zero is not None:
             zeroed = (args[entry.zero], index, span, 0)
             given[entry.zero] = out.call_function(lookup.zero_for_others, zeroed)

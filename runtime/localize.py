@@ -35,14 +35,14 @@ RESULT_SIZE: dict[str, tuple[int, int]] = {"aten.embedding_dense_backward.defaul
 class Lookup(NamedTuple):
     """An operator that looks up by number in a dim, and how it leaves other ranks' numbers out.
 
-    ``index``: the argument that holds the numbers. The dim is ``dim`` (of the result, if not of
+    ``numbers``: the argument that holds them. The dim is ``dim`` (of the result, if not of
     the argument ``table``), or what the argument ``dim_arg`` says. Numbers of other ranks are
     passed over if the argument ``skip`` names one to pass over; else they stand for the first,
     and zeros take the place of what is found (of the argument ``zero``, if not of the result).
     ``inside``: in the result, the dims of the numbers stand where the looked-up dim did.
     """
 
-    index: int
+    numbers: int
     table: int | None = None
     dim: int = -1
     dim_arg: int | None = None
@@ -57,15 +57,15 @@ class Lookup(NamedTuple):
 
 
 LOOKUPS: dict[str, Lookup] = {
-    "aten.embedding.default": Lookup(index=1, table=0, dim=0),
-    "aten.embedding_dense_backward.default": Lookup(index=1, dim=0, skip=3),
-    "aten.gather.default": Lookup(index=2, table=0, dim_arg=1),
-    "aten.index_select.default": Lookup(index=2, table=0, dim_arg=1, inside=True),
-    "aten.scatter_add.default": Lookup(index=2, table=0, dim_arg=1, zero=3),
-    "aten.nll_loss_forward.default": Lookup(index=1, table=0, skip=4),
-    "aten.nll_loss_backward.default": Lookup(index=2, skip=5),
-    "hap.cross_entropy.default": Lookup(index=1, table=0, skip=2),
-    "hap.cross_entropy_backward.default": Lookup(index=3, skip=5),
+    "aten.embedding.default": Lookup(numbers=1, table=0, dim=0),
+    "aten.embedding_dense_backward.default": Lookup(numbers=1, dim=0, skip=3),
+    "aten.gather.default": Lookup(numbers=2, table=0, dim_arg=1),
+    "aten.index_select.default": Lookup(numbers=2, table=0, dim_arg=1, inside=True),
+    "aten.scatter_add.default": Lookup(numbers=2, table=0, dim_arg=1, zero=3),
+    "aten.nll_loss_forward.default": Lookup(numbers=1, table=0, skip=4),
+    "aten.nll_loss_backward.default": Lookup(numbers=2, skip=5),
+    "hap.cross_entropy.default": Lookup(numbers=1, table=0, skip=2),
+    "hap.cross_entropy_backward.default": Lookup(numbers=3, skip=5),
 }
 
 # Operators that make tensors from nothing and so must be told on which device.

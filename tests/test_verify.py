@@ -82,7 +82,7 @@ def test_the_random_plans_reach_everything() -> None:
     """All conversions by all implementations, empty shards, odd ones, and split vocabularies."""
     seen, parts, looked_up = set(), set(), set()
     for file, variant in (("vgg19", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"), ("bert", "tiny")):
-        for world in (2, 3):
+        for world in WORLDS:
             for seed in SEEDS:
                 case = benchmark_case(file, variant)
                 plan = random_plan(case, world, seed)
