@@ -126,15 +126,15 @@ def cross_entropy(
     if rows.dim() > 2:
         rows = rows.movedim(1, -1)
     lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
-    counted = classes != ignore_index
+    ignored = classes == ignore_index
     if label_smoothing:
         others = rows.sum(-1) * (label_smoothing / rows.shape[-1])
         picked = picked * (1 - label_smoothing) + others
-    losses = torch.where(counted, lse - picked, 0.0)
+    losses = (lse - picked).masked_fill(ignored, 0.0)
     if weight is None:
-        weights = counted.to(losses.dtype)
+        weights = (~ignored).to(losses.dtype)
     else:
-        weights = torch.where(counted, weight[torch.where(counted, classes, 0)], 0.0)
+        weights = weight[classes.masked_fill(ignored, 0)].masked_fill(ignored, 0.0)
         losses = losses * weights
     if reduction == "none":
         return (losses[0] if lone else losses).to(input.dtype)
