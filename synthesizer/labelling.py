@@ -23,7 +23,7 @@ import numpy as np
 
 from hap.graph import Graph, Node, Tensor
 from hap.mesh import ends, is_mesh_op
-from hap.placement import P, Placement, R
+from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
@@ -274,7 +274,7 @@ class Problem:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
         total, steps, src = 0.0, [], made
         for dst in route:
-            if src.sharded and dst == P:
+            if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
             choice = self.cost.convert(t, src, dst, fused=fused)[0]
