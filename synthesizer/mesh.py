@@ -117,6 +117,7 @@ class MeshCost(CostModel):
         super().__init__(graph, axes, machine, {}, optimizer_states)
         mesh = between.mesh
         self.network = MeshNetwork(mesh)  # type: ignore[assignment]
+        self.ring_size = mesh.width
         self._between = between
         self._slow = Network(mesh.between)
         self._ends = ends(graph)
@@ -158,6 +159,9 @@ class MeshCost(CostModel):
         if key not in self._product:
             self._product[key] = outer * inner
         return self._product[key]
+
+    def whole_bytes(self, tensor: Tensor) -> PerRank:
+        return tensor.nbytes * self.outer(tensor.name)
 
     def share(self, node: Node, row: Row) -> PerRank:
         """Each rank's part of an operator's arithmetic."""
