@@ -28,7 +28,7 @@ from tests.random_plans import Case, benchmark_case, call, random_plan, verdict,
 
 MODELS = (
     ("bert", "tiny"), ("bert_moe", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"),
-    ("llama", "tiny_gqa"), ("mlp", "tiny"), ("vgg19", "tiny"), ("vit", "tiny"),
+    ("llama", "tiny_gqa"), ("mlp", "tiny"), ("t5", "tiny"), ("vgg19", "tiny"), ("vit", "tiny"),
     ("wide_mlp", "tiny"),
 )  # fmt: skip
 WORLDS = (2, 3, 4, 5)
