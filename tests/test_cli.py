@@ -47,7 +47,7 @@ nodes:
 
 HELP = {
     "": ["--help", "--version", "plan", "run", "show", "verify"],
-    "plan": ["--allow-idle", "--cluster", "--help", "--json", "--output", "--verbose"],
+    "plan": ["--all-devices", "--allow-idle", "--cluster", "--help", "--json", "--output", "--verbose"],
     "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--help", "--nproc", "--steps", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
@@ -177,7 +177,7 @@ def change(folder: Path, old: str, new: str, file: str = "model.py") -> None:
 
 
 def planned() -> str:
-    result = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     assert result.exit_code == 0, result.output
     return result.stdout
 
