@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hap.graph import Tensor
 from hap.placement import Placement
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.footprint import footprint
+from hap.synthesizer.footprint import memory
 from hap.synthesizer.share_task import Split, Task
 from hap.synthesizer.simulate import stages
 
@@ -85,7 +85,7 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
     )
     probe = _Probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
     shape = (len(splits), types, 1 + 2 * groups)
-    peak = footprint(task.graph, task.program, probe, buffers=task.cost(task.start)).peak_bytes
+    peak = memory(task.graph, task.program, probe, buffers=task.cost(task.start))[1]
     peak = peak.reshape(shape)
     times = [stage.compute_s for stage in stages(task.graph, task.program, probe)]
     seconds = np.array(times).reshape(-1, *shape)
