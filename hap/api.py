@@ -26,6 +26,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.engines import engine_named
 from hap.synthesizer.predict import alternatives, largest_batch, predict
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -45,6 +46,7 @@ def plan(
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
     source: Source | None = None,
+    engine: str = "exact",
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest program found for one training step of ``model`` on ``cluster``.
@@ -58,30 +60,35 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
 
     Raises:
+        InputError: there is no such engine.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    search = engine_named(engine)
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     graph = capture(module, batch, loss)
     progress("stating the rules")
     space = build_space(graph)
-    synthesizer = Synthesizer(space, cluster, kind.states)
+    synthesizer = Synthesizer(space, cluster, kind.states, engine=search)
     best = synthesizer.best(progress)
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states)
+    beside = baselines(space, cluster, kind.states, search)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
+    rows = alternatives(beside, fewer_devices(space, cluster, kind.states, search))
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
@@ -103,15 +110,17 @@ def plan_file(
     cluster: Cluster | str | Path,
     *,
     allow_idle: bool = False,
+    engine: str = "exact",
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    engine_named(engine)  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
+        allow_idle=allow_idle, engine=engine, source=Source(path=str(file.path), function=file.function),
         progress=progress,
     )  # fmt: skip
 
