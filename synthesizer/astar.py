@@ -30,8 +30,8 @@ from hap.synthesizer.exact import FORBIDDEN, Labelling
 from hap.synthesizer.outcome import Outcome, Pairs, Status, Unary, cost_of, infeasible
 from hap.synthesizer.shift import fold, shift
 
-TABLE_ENTRIES = 1 << 16
-"""Entries of a table of the bound: half a MiB. More make it tighter and slower to build."""
+TABLE_ENTRIES = 1 << 20
+"""Entries of a table of the bound: 8 MiB. More make it tighter and slower to build."""
 
 SWEEPS = 6
 """Sweeps that move costs before the bound is built; the gap shrinks with each, less and less."""
@@ -42,8 +42,8 @@ EXPANSIONS = 1 << 20
 DIVE_EVERY = 1 << 10
 """Expansions between two dives from the best open program to a complete one."""
 
-FIRST_DIVES = (1, 8, 64, 512)
-"""Widths of the dives from the empty program, until one does not end in a dead end."""
+FIRST_DIVES = (1, 8, 64)
+"""Widths of the dives from the empty program: a wide one rarely ends dead, or far from best."""
 
 
 def search(
@@ -188,9 +188,9 @@ class _Search:
     def run(self) -> int:
         """Search until the optimum is proven or the limit reached; returns the proven bound."""
         for width in FIRST_DIVES:
-            self._dive(self._root, width)
-            if self.best is not None:
-                break
+            affordable = width == 1 or width * len(self._rungs) <= self._left // 4
+            if affordable and self._root.bound < self._below:
+                self._dive(self._root, width)
         opened = [(self._root.bound, 0, 0, self._root)]
         least: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(self._rungs) + 1)]
         made = expanded = 0
