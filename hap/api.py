@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import best_on_mesh
 from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
 from hap.synthesizer.space import Space, build_space
@@ -40,6 +41,15 @@ __all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "
 Progress = Callable[[str], None]
 
 
+class Options(TypedDict, total=False):
+    """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
+
+    allow_idle: bool
+    all_devices: bool
+    mesh: bool | None
+    engine: str
+
+
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: Batch,
@@ -50,6 +60,7 @@ def plan(
     allow_idle: bool = False,
     all_devices: bool = False,
     mesh: bool | None = None,
+    engine: str = "exact",
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -67,14 +78,17 @@ def plan(
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both ways where the cluster allows it, to take the better one (None).
+        engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
 
     Raises:
+        InputError: there is no such engine.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    search = engine_named(engine)
     if mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
@@ -86,14 +100,16 @@ def plan(
     graph = capture(module, batch, loss)
     progress("stating the rules")
     space = build_space(graph)
-    synthesizer = Synthesizer(space, cluster, kind.states)
+    synthesizer = Synthesizer(space, cluster, kind.states, engine=search)
     best = synthesizer.best(progress)
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states)
+    beside = baselines(space, cluster, kind.states, search)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
-    fewer = fewer_devices(space, cluster, kind.states)
+    fewer = fewer_devices(space, cluster, kind.states, search)
     left: tuple[int, ...] = ()
     if not all_devices and not mesh:
         whole = best
@@ -101,7 +117,7 @@ def plan(
         if left:
             beside = {"all devices": whole, **beside}
     if mesh or (mesh is None and is_mesh(cluster)):
-        two = best_on_mesh(space, cluster, kind.states, progress)
+        two = best_on_mesh(space, cluster, kind.states, search, progress)
         if two is None and mesh:
             raise InputError(
                 "no program leaves every machine a share of the step", hint="plan over one axis"
@@ -141,19 +157,17 @@ def plan_file(
     spec: str,
     cluster: Cluster | str | Path,
     *,
-    allow_idle: bool = False,
-    all_devices: bool = False,
-    mesh: bool | None = None,
     progress: Progress = lambda text: None,
+    **options: Unpack[Options],
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    engine_named(options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, all_devices=all_devices, mesh=mesh, progress=progress,
-        source=Source(path=str(file.path), function=file.function),
+        source=Source(path=str(file.path), function=file.function), progress=progress, **options,
     )  # fmt: skip
 
 

@@ -12,7 +12,9 @@ from hap.axes import Shares
 from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.placement import Placement, R, S
+from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Allowed
+from hap.synthesizer.outcome import Engine
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
 
@@ -42,7 +44,9 @@ def data_parallel(space: Space, axis: str, *, sharded_storage: bool) -> Allowed:
     return allowed
 
 
-def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str, Candidate | str]:
+def baselines(
+    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
+) -> dict[str, Candidate | str]:
     """Name -> candidate, or the reason why the method can't run this model."""
     axis = batch_axis(space)
     methods = {
@@ -56,7 +60,7 @@ def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str
             found[name] = "the inputs have no common batch dim"
             continue
         allowed = data_parallel(space, axis, sharded_storage=sharded_storage)
-        synthesizer = Synthesizer(space, cluster, optimizer_states, allowed)
+        synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
         weights = synthesizer.machine.speed if by_speed else np.ones(cluster.world_size)
         shares: Shares = spread(space.axes, weights)
         try:
@@ -67,20 +71,20 @@ def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str
 
 
 def fewer_devices(
-    space: Space, cluster: Cluster, optimizer_states: int
+    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
 ) -> dict[str, tuple[str, Candidate]]:
     """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
     slowest, fastest = int(np.argmin(speeds)), int(np.argmax(speeds))
     found = {}
     if cluster.world_size > 2:
-        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states, engine=engine)
         pair = synthesizer.search(next(synthesizer.starts()))
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         best = min(pair, balanced, key=lambda c: c.rank)
         found["without the slowest device"] = (f"without {cluster.devices[slowest].name}", best)
     if cluster.world_size > 1:
-        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states, engine=engine)
         pair = synthesizer.cheapest(next(synthesizer.starts()))
         found["the fastest device alone"] = (f"only {cluster.devices[fastest].name}", pair)
     return found

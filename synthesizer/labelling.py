@@ -27,6 +27,7 @@ from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.outcome import Engine, Outcome
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
 from hap.twins import twin_of
@@ -91,6 +92,10 @@ class Problem:
     def solve(self) -> Labelling | None:
         """The optimal labelling, or ``None`` if the allowed placements admit no program."""
         return minimise(self.unary, self.pairs)
+
+    def outcome(self, engine: Engine) -> Outcome:
+        """What an engine finds; it need be neither optimal nor a labelling at all."""
+        return engine(self.unary, self.pairs)
 
     # --- tables ---
 
