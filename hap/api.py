@@ -25,8 +25,9 @@ from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.predict import alternatives, largest_batch, predict
+from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.units import format_bytes
@@ -44,6 +45,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
+    compare: bool = False,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -58,6 +60,7 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        compare: plan every baseline beside it, not just the usual ones.
 
     Raises:
         ModelError, ClusterError: the input can't be used.
@@ -75,13 +78,14 @@ def plan(
     synthesizer = Synthesizer(space, cluster, kind.states)
     best = synthesizer.best(progress)
     progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states)
+    beside = baselines(space, cluster, kind.states, every=compare)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
+    notes = {method.name: method.note for method in METHODS} if compare else {}
+    rows = alternatives(graph, beside, fewer_devices(space, cluster, kind.states), notes)
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
@@ -103,6 +107,7 @@ def plan_file(
     cluster: Cluster | str | Path,
     *,
     allow_idle: bool = False,
+    compare: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
@@ -111,7 +116,7 @@ def plan_file(
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
+        allow_idle=allow_idle, compare=compare, source=Source(path=str(file.path), function=file.function),
         progress=progress,
     )  # fmt: skip
 

@@ -23,8 +23,6 @@ from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_ax
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
 
-__all__ = ["METHODS", "Method", "baselines", "batch_axis", "fewer_devices"]
-
 Restriction = Callable[[Space], Allowed]
 """The placements of one method; raises ``HapError`` with the reason if it can't run the model."""
 
@@ -130,7 +128,7 @@ def tensor_parallel(space: Space) -> Allowed:
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
         if tensor in fixed:
             return True
-        if tensor in inputs:
+        if stored and tensor in inputs:
             return p == R
         weight = gradients.get(tensor, tensor)
         if weight in known and weight in split:

@@ -96,12 +96,15 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
     Products join an input axis to an output axis. Splitting every second axis makes each weight
     column-parallel or row-parallel, and what flows between such pairs whole. Of the two ways to
     do that in each connected part of the model, the one that splits more of the weights is taken;
-    of equal ones, the one that begins with columns where the data come in. An axis that some
-    operator can't read in shards (a norm or a softmax looks along it) is left whole.
+    of equal ones, the one that begins with columns where the data come in. Left whole are axes of
+    the batch, axes that some operator can't read in shards (a norm or a softmax looks along
+    them), and of two axes that one product joins the second.
     """
     found = uses(space)
+    inputs = {i.tensor for i in space.graph.role("input")}
     experts = {u.axis for u in found if u.role == "batch" and u.node.op in FLOPS}
-    usable = set(space.axes.axes) - experts - _unreadable(space)
+    given = {name for (tensor, _), name in space.axes.of.items() if tensor in inputs}
+    usable = set(space.axes.axes) - experts - given - _unreadable(space)
     joined: dict[str, dict[str, int]] = {}
     for use in found:
         for other in found if use.role == "contract" else ():
@@ -109,11 +112,6 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
                 size = space.graph.tensors[use.weight].numel
                 for a, b in ((use.axis, other.axis), (other.axis, use.axis)):
                     joined.setdefault(a, {})[b] = joined.get(a, {}).get(b, 0) + size
-    given = {
-        space.axes.of.get((i.tensor, d))
-        for i in space.graph.role("input")
-        for d in range(len(space.graph.tensors[i.tensor].shape))
-    }
     depth: dict[str, int] = {}
     chosen: set[str] = set()
     for start in sorted(joined, key=lambda name: name not in given):  # stable
@@ -121,8 +119,11 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
             continue
         part = _depths(joined, start)
         depth.update(part)
-        colours = [{a for a, d in part.items() if d % 2 == odd} & usable for odd in (1, 0)]
-        chosen |= max(colours, key=lambda axes: sum(sum(joined[a].values()) for a in axes))
+        colours = [
+            _apart(joined, [a for a, d in part.items() if d % 2 == odd and a in usable])
+            for odd in (1, 0)
+        ]
+        chosen.update(max(colours, key=lambda axes: sum(sum(joined[a].values()) for a in axes)))
     return frozenset(chosen)
 
 
@@ -135,6 +136,15 @@ def _depths(joined: Mapping[str, Mapping[str, int]], start: str) -> dict[str, in
                 depth[near] = depth[axis] + 1
                 queue.append(near)
     return depth
+
+
+def _apart(joined: Mapping[str, Mapping[str, int]], axes: Sequence[str]) -> list[str]:
+    """The axes, less those that a product joins to one before them, or to themselves."""
+    kept: list[str] = []
+    for axis in axes:
+        if axis not in joined[axis] and not joined[axis].keys() & set(kept):
+            kept.append(axis)
+    return kept
 
 
 def _unreadable(space: Space) -> set[str]:

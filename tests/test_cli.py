@@ -47,7 +47,7 @@ nodes:
 
 HELP = {
     "": ["--help", "--version", "plan", "run", "show", "verify"],
-    "plan": ["--allow-idle", "--cluster", "--help", "--json", "--output", "--verbose"],
+    "plan": ["--allow-idle", "--cluster", "--compare", "--help", "--json", "--output", "--verbose"],
     "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--help", "--nproc", "--steps", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
