@@ -80,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="cells whose name (model/cluster) holds this")
-    parser.add_argument("--results", type=Path, default=Path("paper_cluster.json"))
+    parser.add_argument("--results", type=Path, default=Path("build/paper_cluster.json"))
     parser.add_argument("--fresh", action="store_true", help="plan again what is in the results")
     parser.add_argument("--write-docs", action="store_true", help="docs/paper-testbed.{md,svg}")
     options = parser.parse_args(arguments)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {}
     if options.results.exists() and not options.fresh:
         done = json.loads(options.results.read_text())

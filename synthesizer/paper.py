@@ -44,8 +44,9 @@ from hap.placement import LOCAL, P, Placement, conversion
 from hap.program import Convert, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.labelling import Aims, Allowed, Problem
+from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.roles import batch_axis
+from hap.synthesizer.rules import Row
 from hap.synthesizer.simulate import stages
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
@@ -102,16 +103,12 @@ def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Cand
         HapError: the inputs have no common batch dim, or the space holds no program.
     """
     machine = Machine(cluster)
-    space = replace(space, holdings={
-        name: tuple(h for h in holdings if len(h) == 1)
-        for name, holdings in space.holdings.items()
-    })  # fmt: skip
-    allowed = paper_space(space)
+    part = paper_space(space)
     ratios = machine.speed
     best: tuple[float, Program, PerRank] | None = None
     for _ in range(ROUNDS):
-        program = _search(space, PaperCost(space.graph, space.axes, machine, ratios), allowed)
-        ratios = _ratios(space, program, machine, ratios)
+        program = _search(part, PaperCost(space.graph, space.axes, machine, ratios))
+        ratios = best_ratios(space, program, machine, ratios)
         seconds = PaperCost(space.graph, space.axes, machine, ratios).step_s(program)
         if best and seconds >= best[0]:
             break
@@ -121,28 +118,45 @@ def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Cand
     return judge.judge(best[1], spread(space.axes, best[2]))
 
 
-def paper_space(space: Space) -> Allowed:
-    """No parameter or activation of the forward is partial; sums over the batch may be."""
+def paper_space(space: Space) -> Space:
+    """The original's part of a space: one placement per tensor, no partial activation.
+
+    A tensor of the forward is partial only if it has no batch dim (a loss, a statistic).
+    """
     axis = batch_axis(space)
     if axis is None:
         raise HapError("the inputs have no common batch dim")
     graph = space.graph
-    made = {i.tensor for i in graph.inputs}
-    made |= {o for n in graph.nodes if n.name not in graph.backward for o in n.outputs if o}
+    made = {o for n in graph.nodes if n.name not in graph.backward for o in n.outputs if o}
+    made |= {i.tensor for i in graph.inputs}
     whole = {i.tensor for i in graph.role("parameter")}
     whole |= {tensor for (tensor, _), name in space.axes.of.items() if name == axis} & made
-    return lambda tensor, p, stored: p != P or tensor not in whole
+
+    def kept(node: Node, row: Row) -> bool:
+        placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+        return not any(p == P and name in whole for name, p in placed)
+
+    return replace(
+        space,
+        rows={
+            node.name: tuple(row for row in space.rows[node.name] if kept(node, row))
+            for node in graph.nodes
+        },
+        holdings={
+            name: tuple(h for h in found if len(h) == 1 and (h != (P,) or name not in whole))
+            for name, found in space.holdings.items()
+        },
+    )
 
 
-def _search(space: Space, cost: PaperCost, allowed: Allowed) -> Program:
-    problem = Problem(space, cost, Aims(), allowed)
-    labelling = problem.solve()
+def _search(space: Space, cost: PaperCost) -> Program:
+    labelling = (problem := Problem(space, cost, Aims())).solve()
     if labelling is None:
         raise HapError("no program exists in the restricted space")
     return problem.program(labelling)
 
 
-def _ratios(space: Space, program: Program, machine: Machine, now: PerRank) -> PerRank:
+def best_ratios(space: Space, program: Program, machine: Machine, now: PerRank) -> PerRank:
     """The original's linear program: sum of stage maxima plus padded traffic, least.
 
     Alike devices have one variable ``b[k]``. Every price is linear in it, so that two runs of
