@@ -337,6 +337,7 @@ def _line(trace: str) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
+    """The path of the submodule that called ``node``, or whose backward it belongs to."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

@@ -52,16 +52,17 @@ def conversion(src: Placement, dst: Placement) -> str | None:
     """
     if src == dst:
         return None
-    table = {
-        ("R", "S"): "slice", ("R", "P"): "mask",
-        ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
-        ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
-    }  # fmt: skip
     try:
-        return table[src.kind, dst.kind]
+        return _CONVERSIONS[src.kind, dst.kind]
     except KeyError:
         raise ValueError(f"no instruction turns {src} into {dst}") from None
 
+
+_CONVERSIONS = {
+    ("R", "S"): "slice", ("R", "P"): "mask",
+    ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
+    ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
+}  # fmt: skip
 
 LOCAL = frozenset({"slice", "mask"})
 """Conversions that need no communication."""

@@ -50,6 +50,18 @@ class Comm(ABC):
     def agree(self, text: str) -> bool:
         """Do all ranks pass the same text?"""
 
+    @abstractmethod
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
+        """This rank's end of the collectives among the ranks of its part.
+
+        A collective call: every rank passes the same parts, which name each rank of this
+        communicator once. The new ranks are the places in the part, in ascending order. The
+        parts of a part may be cut again, if the ranks of all parts do it at the same time.
+
+        Raises:
+            ValueError: the parts are no partition of the ranks in ascending order.
+        """
+
     # Several tensors of one dtype as one long one: ``dims`` and ``sizes`` hold an entry each.
 
     def all_gather_many(
@@ -179,6 +191,15 @@ class ProcessGroupComm(Comm):
         dist.all_gather_object(texts, text, group=self._group)
         return len(set(texts)) == 1
 
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> ProcessGroupComm:
+        mine = part_of(parts, self.rank, self.world_size)
+        known = dist.get_process_group_ranks(self._group)
+        # Each rank makes the group of its own part only, but every rank makes one, a lone rank
+        # too: NCCL splits its communicator in one call of all ranks, and the groups' names
+        # count the groups that a rank has made before.
+        ranks = [known[rank] for rank in mine]
+        return ProcessGroupComm(dist.new_group(ranks, use_local_synchronization=True))
+
 
 class LocalComm(Comm):
     """A world of one rank: nothing to exchange."""
@@ -201,6 +222,18 @@ class LocalComm(Comm):
 
     def agree(self, text: str) -> bool:
         return True
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalComm:
+        part_of(parts, 0, 1)
+        return self
+
+
+def part_of(parts: Sequence[Sequence[int]], rank: int, world_size: int) -> Sequence[int]:
+    """The part that holds ``rank``; checks what :meth:`Comm.subgroup` demands."""
+    whole = sorted(r for part in parts for r in part)
+    if whole != list(range(world_size)) or any(list(part) != sorted(part) for part in parts):
+        raise ValueError(f"{parts} is no partition of {world_size} ranks in ascending order")
+    return next(part for part in parts if rank in part)
 
 
 def _counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]) -> list[list[int]]:

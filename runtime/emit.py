@@ -19,8 +19,9 @@ from torch import fx
 from hap import ops  # noqa: F401  (registers the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
-from hap.placement import P, R
-from hap.program import Compute, Convert, Program, Value
+from hap.mesh import AGAIN
+from hap.placement import LOCAL, P, R
+from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime.localize import CONTIGUOUS, FACTORIES, localize
 
 
@@ -116,7 +117,10 @@ class Emitter:
                 continue
             step = group[0]
             if isinstance(step, Compute):
-                self._compute(out, ctx, env, step)
+                if self._node(step).op.startswith(BETWEEN):
+                    self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
+                else:
+                    self._compute(out, ctx, env, step)
             elif len(group) == 1:
                 env[Value(step.tensor, step.dst)] = self._convert(out, ctx, env, step)
             else:
@@ -217,10 +221,32 @@ class Emitter:
     ) -> fx.Node:
         # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
-        place = 0
+        place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
+        if len(node.args) > 3:  # where the machine's shard begins
+            place = f"{node.args[3]}/{place}"
         return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+
+    def _cross(
+        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Compute]
+    ) -> None:
+        """Conversions between machines, which are operators here; several run as one."""
+        nodes = [self._node(s) for s in steps]
+        kind = nodes[0].op.removeprefix(BETWEEN)
+        xs = [env[Value(n.inputs[0], s.ins[0])] for n, s in zip(nodes, steps, strict=True)]
+        made = [v for s in steps for v in self._made(s)]
+        plain = [n.args[1:] for n in nodes]
+        if kind in LOCAL:
+            results = [out.call_method(f"between_{kind}", (ctx, xs[0], *plain[0]))]
+        elif len(steps) == 1:
+            results = [out.call_method("between", (ctx, kind, xs[0], *plain[0]))]
+        else:  # all arguments but the implementation become lists
+            lists = [list(column) for column in zip(*(p[:-1] for p in plain), strict=True)]
+            call = out.call_method("between", (ctx, f"{kind}_many", xs, *lists, plain[0][-1]))
+            results = [out.call_function(operator.getitem, (call, k)) for k in range(len(xs))]
+        for value, result in zip(made, results, strict=True):
+            env[value] = self._mark(result, value)
 
     def _convert_many(
         self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Convert]
@@ -284,4 +310,5 @@ def resolve(op: str) -> Any:
 
 def _name(value: Value) -> str:
     """The Python name of a value in emitted code."""
-    return value.tensor.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")
+    name = value.tensor.replace("~", "__").replace(AGAIN, "_again")
+    return name.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")

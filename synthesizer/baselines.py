@@ -7,8 +7,8 @@ docs/baselines.md says what each one is, and what it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hap.synthesizer.paper import plan_as_paper
 from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.twins import twin_of
 
 Restriction = Callable[[Space], Allowed]
 """The placements of one method; raises ``HapError`` with the reason if it can't run the model."""
@@ -49,12 +50,18 @@ def evenly(machine: Machine) -> PerRank:
 
 
 def restricted(
-    restriction: Restriction, weigh: Callable[[Machine], PerRank]
+    restriction: Restriction,
+    weigh: Callable[[Machine], PerRank],
+    narrow: Callable[[Space], Space] = lambda space: space,
 ) -> Callable[[Space, Cluster, int], Candidate]:
-    """The cheapest program within ``restriction``, with shares in proportion to ``weigh``."""
+    """The cheapest program within ``restriction``, with shares in proportion to ``weigh``.
+
+    ``narrow`` takes rows from the space, where placements alone don't tell the method.
+    """
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
-        synthesizer = Synthesizer(space, cluster, optimizer_states, restriction(space))
+        allowed = restriction(space)
+        synthesizer = Synthesizer(narrow(space), cluster, optimizer_states, allowed)
         return synthesizer.cheapest(spread(space.axes, weigh(synthesizer.machine)))
 
     return plan
@@ -66,12 +73,35 @@ def data_parallel(space: Space) -> Allowed:
 
 
 def sharded_storage(space: Space) -> Allowed:
-    """Data parallel, with parameters stored in shards where they can be, and gathered once."""
-    stored = {
+    """Data parallel, with parameters stored in shards where they can be: ZeRO of any stage."""
+    return _on_batch(space, _shards(space))
+
+
+def _shards(space: Space) -> dict[str, Placement]:
+    """Parameter -> the first dim on which it can be stored in shards, or whole."""
+    return {
         i.tensor: next((p for p in space.sources[i.tensor] if p.sharded), R)
         for i in space.graph.role("parameter")
     }
-    return _on_batch(space, stored)
+
+
+def replicas_kept(space: Space) -> Space:
+    """The backward reads the replicas that the forward gathered: ZeRO, stage 2."""
+    return _backward_reads(space, {i.tensor: R for i in space.graph.role("parameter")})
+
+
+def gathered_again(space: Space) -> Space:
+    """The backward gathers the stored shards a second time: ZeRO, stage 3, and FSDP."""
+    return _backward_reads(space, _shards(space))
+
+
+def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
+    """The space in which the backward's names of parameters look at one placement alone."""
+    rows = dict(space.rows)
+    for parameter, twin in twin_of(space.graph).items():
+        node = space.graph.producer[twin].name
+        rows[node] = tuple(row for row in rows[node] if row.ins == (wanted[parameter],))
+    return replace(space, rows=rows)
 
 
 def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
@@ -148,8 +178,12 @@ METHODS = (
         plan=restricted(data_parallel, by_speed),
     ),
     Method(
-        name="ZeRO, proportional", usual=True, note="stored in shards, gathered once",
-        plan=restricted(sharded_storage, by_speed),
+        name="ZeRO-2, proportional", usual=True, note="stored in shards, gathered once",
+        plan=restricted(sharded_storage, by_speed, replicas_kept),
+    ),
+    Method(
+        name="ZeRO-3 (FSDP), proportional", note="stored in shards, gathered again by the backward",
+        plan=restricted(sharded_storage, by_speed, gathered_again),
     ),
     Method(
         name="tensor parallel, even", note="Megatron-LM: columns, then rows",

@@ -12,7 +12,8 @@ Reproduced from the paper:
   communication. Nothing else costs: no launch, no memory traffic, no optimizer, no memory limit.
 * Search. From ratios in proportion to speed: the cheapest program for the ratios, then the
   ratios of the linear program, in turn, until the cost stops falling. *One* vector of ratios
-  for all axes; rounded to whole units at the end. Padded or grouped collectives, by cost.
+  for all axes; rounded to whole units at the end. Padded or grouped collectives, by cost; none
+  that goes by machines.
 
 Where it deviates, mostly in the original's favour:
 
@@ -68,7 +69,7 @@ class PaperCost(CostModel):
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         return self._ratios if placement.sharded else self._one
 
-    def _compute(self, node: Node, placed: list[tuple[Tensor, Placement]]) -> PerRank:
+    def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
         part = self._ratios if any(p.sharded for _, p in placed) else self._one
         seconds: PerRank = node_work(node, self.graph).flops * part / self._rate
         return seconds
@@ -81,7 +82,8 @@ class PaperCost(CostModel):
     ) -> list[Choice]:
         if conversion(src, dst) in (None, *LOCAL):
             return [Choice("", 0.0)]
-        return super().convert(tensor, src, dst)
+        choices = super().convert(tensor, src, dst)
+        return [c for c in choices if c.implementation != "hierarchical"]
 
     def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
         how = group[0].implementation

@@ -44,7 +44,7 @@ def weights(graph: Graph) -> Mapping[str, frozenset[str]]:
         for i in graph.inputs if i.role in ("parameter", "constant")
     }  # fmt: skip
     for node in graph.nodes:
-        if node.name not in graph.backward and made.keys() >= set(node.inputs):
+        if made.keys() >= set(node.inputs):
             roots = frozenset(p for name in node.inputs for p in made[name])
             made.update((o, roots) for o in node.outputs if o)
     return {tensor: roots for tensor, roots in made.items() if roots}

@@ -9,7 +9,7 @@ layers nor more devices of a type make the model larger::
     z[g,k]   1 if the type takes part in the group:       m[g,k] <= units[g] * z[g,k]
     t[s]     seconds of stage s; stages with equal rows are one variable, times their number
 
-    e        seconds of all the all-to-alls
+    e        seconds of all exchanges: all-to-alls, and gathers in stages
 
 Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 
@@ -24,14 +24,15 @@ Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 * Memory (:func:`_tangents`, :func:`_memory_rows`). The peak is the largest of linear
   functions, one per instant of the step: tangents as well.
 * Communication. Padded gathers grow with the largest part, which is exact (:func:`_padded`).
-  An all-to-all is bilinear, the one thing that is not convex: each round solves with the
-  tangents of all splits tried (:func:`_exchange`), less those that overrate the best one, and
-  with the best one's alone. Grouped gathers and all-reduces are constants.
+  An all-to-all is bilinear, and a gather in stages (hierarchical) may switch between padded
+  and grouped in each stage: they are not convex. Each round solves with the tangents of all
+  splits tried (:func:`_exchange`), less those that overrate the best one, and with the best
+  one's alone. Grouped gathers and all-reduces are constants.
 
 :func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until
 nothing new or better comes. It returns the best split *under the simulator* among those
 solutions, the rounded relaxation of the first round, and :meth:`_Task.first_splits`. Without
-all-to-alls that is the optimum, to the gap of the solver, but for what is not modelled: which
+exchanges that is the optimum, to the gap of the solver, but for what is not modelled: which
 devices of a type get a remainder (always the first), and the latency that each sender of a
 grouped gather adds. With them it is a local one: 2 % off in the worst of the tests.
 """
@@ -54,9 +55,11 @@ from hap.axes import Axes, Shares
 from hap.cluster import Cluster
 from hap.graph import Graph, Tensor
 from hap.placement import Placement
-from hap.program import Compute, Program
+from hap.program import Compute, Convert, Program
+from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.simulate import memory, simulate, stages
+from hap.synthesizer.footprint import footprint
+from hap.synthesizer.simulate import simulate, stages
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,7 +67,7 @@ _STEP = 1e-6
 """The difference of parts over which slopes are taken."""
 
 _PATIENCE = 2
-"""Rounds in a row without a better split that end the alternation if all-to-alls are in it.
+"""Rounds in a row without a better split that end the alternation if exchanges are in it.
 
 Without them it is left to converge: every round adds tangents until its split was tried.
 """
@@ -265,8 +268,11 @@ class _Task:
         """Shares of all axes; those of a group have one vector."""
         return {**self.start, **{axis: split[g] for axis, g in self.group_of.items()}}
 
+    def cost(self, shares: Shares) -> CostModel:
+        return CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+
     def simulated(self, shares: Shares) -> _Simulated:
-        cost = CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+        cost = self.cost(shares)
         line = simulate(self.graph, self.program, cost)
         room = np.array([d.memory_bytes for d in self.machine.cluster.devices])
         return _Simulated(
@@ -292,6 +298,11 @@ class _Probe(CostModel):
         if not placement.sharded:
             return self._one
         return self._of[self._axes.of[tensor.name, placement.dim]]
+
+    def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
+        if group[0].local:
+            return super().convert_group(group)
+        return [Choice(group[0].implementation, 0.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +346,8 @@ def _tangents(task: _Task, splits: Sequence[_Split]) -> _Tangents:
     )
     probe = _Probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
     shape = (len(splits), types, 1 + 2 * groups)
-    peak = memory(task.graph, task.program, probe)[1].reshape(shape)
+    peak = footprint(task.graph, task.program, probe, buffers=task.cost(task.start)).peak_bytes
+    peak = peak.reshape(shape)
     times = [stage.compute_s for stage in stages(task.graph, task.program, probe)]
     seconds = np.array(times).reshape(-1, *shape)
     return _Tangents(_rows(seconds, at, start_up=True), _rows(peak, at, start_up=False))
@@ -370,7 +382,7 @@ def _padded(task: _Task) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plane:
-    """Seconds of all the all-to-alls near a split; totals are units, by group and type."""
+    """Seconds of :func:`_exchanges` near a split; totals are units, by group and type."""
 
     value: float
     slopes: Floats
@@ -380,19 +392,32 @@ class _Plane:
         return self.value + float((self.slopes * (totals - self.totals)).sum())
 
 
+def _exchanges(program: Program) -> list[Convert]:
+    """All-to-alls and hierarchical gathers: they depend on all the shares, not the largest."""
+    return [
+        c for c in program.collectives
+        if c.kind == "all_to_all" or (c.implementation == "hierarchical" and c.kind != "all_reduce")
+    ]  # fmt: skip
+
+
 def _exchange(task: _Task, split: _Split) -> _Plane:
-    """The plane of the all-to-alls through a split, its slopes those of one unit more per type."""
+    """The plane of the exchanges through a split, its slopes those of one unit more per type."""
+
+    def side(c: Convert, p: Placement) -> int:
+        return task.group(c.tensor, p) if p.sharded else -1
+
     steps = Counter(
-        (c.implementation, task.graph.tensors[c.tensor].nbytes,
-         task.group(c.tensor, c.src), task.group(c.tensor, c.dst))
-        for c in task.program.collectives if c.kind == "all_to_all"
+        (c.kind, c.implementation, task.graph.tensors[c.tensor].nbytes, side(c, c.src),
+         side(c, c.dst))
+        for c in _exchanges(task.program)
     )  # fmt: skip
     parts = [np.array(vector) / sum(vector) for vector in split]
 
     def seconds(parts: Sequence[PerRank]) -> float:
+        sides = [*parts, np.ones(task.machine.cluster.world_size)]  # of -1: not sharded
         return sum(
-            times * _seconds(task, "all_to_all", how, nbytes, parts[src], parts[dst])
-            for (how, nbytes, src, dst), times in steps.items()
+            times * _seconds(task, kind, how, nbytes, sides[src], sides[dst])
+            for (kind, how, nbytes, src, dst), times in steps.items()
         )
 
     value = seconds(parts)

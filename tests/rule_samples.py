@@ -362,6 +362,7 @@ for _from, _to in (
     add("view.default", f(*_from), _to)
 add("view.default", i(9, 5, 3, 2), [15, 2])
 add("permute.default", f(5, 1, 3, 7), [0, -1, 1, 2])
+add("alias.default", f(5, 1, 3))
 each("t.default", lambda: (f(5, 3),))
 add("t.default", f(5))
 add("transpose.int", f(5, 3, 7), 0, -1)

@@ -18,6 +18,7 @@ from hap.synthesizer.paper import PaperCost, best_ratios
 from hap.synthesizer.roles import expert_weights, tensor_parallel_axes
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.twins import twin_of
 from tests.random_plans import benchmark_case
 
 MODELS = ("mlp", "wide_mlp", "vgg19", "vit", "bert", "gpt2", "llama", "bert_moe")
@@ -115,7 +116,7 @@ def test_proportional_rows_follow_the_speeds(model: str) -> None:
 
 
 def test_zero_stores_shards_gathers_them_and_scatters_their_gradients() -> None:
-    space, found = space_of("mlp"), candidate("mlp", "ZeRO, proportional")
+    space, found = space_of("mlp"), candidate("mlp", "ZeRO-2, proportional")
     assert all(p.sharded for p in stored(found, space).values())
     assert kinds(found)["all_gather"] >= len(space.graph.role("parameter"))
     assert kinds(found)["reduce_scatter"] >= len(space.graph.role("parameter"))
@@ -123,6 +124,19 @@ def test_zero_stores_shards_gathers_them_and_scatters_their_gradients() -> None:
     assert found.timeline.stored_bytes.sum() == pytest.approx(
         whole.timeline.stored_bytes.sum() / 3, rel=0.1
     )
+
+
+def test_stage_3_gathers_again_for_the_backward_and_keeps_less() -> None:
+    graph = space_of("llama").graph
+    twins = set(twin_of(graph).values())
+    found = [candidate("llama", f"ZeRO-{n}, proportional") for n in ("2", "3 (FSDP)")]
+    again = [
+        {c.tensor for c in x.program.collectives if c.kind == "all_gather"} & twins for x in found
+    ]
+    assert not again[0]
+    assert again[1] == twins
+    assert found[1].timeline.step_s > found[0].timeline.step_s
+    assert found[1].timeline.peak_bytes.max() < found[0].timeline.peak_bytes.max()
 
 
 def test_tensor_parallel_splits_by_columns_and_then_by_rows() -> None:

@@ -22,7 +22,7 @@ from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
 from hap.runtime.module import HapModule
-from hap.runtime.shard import cut, stored_value
+from hap.runtime.shard import cut
 from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
 
@@ -73,7 +73,7 @@ def test_the_random_plans_reach_everything() -> None:
     """All conversions by all implementations, empty shards, and odd ones."""
     seen, parts = set(), set()
     for file, variant in (("vgg19", "tiny"), ("gpt2", "tiny")):
-        for world in (2, 3):
+        for world in (2, 3, 4):
             for seed in SEEDS:
                 plan = random_plan(benchmark_case(file, variant), world, seed)
                 for step in plan.program.instructions:
@@ -81,10 +81,11 @@ def test_the_random_plans_reach_everything() -> None:
                         seen.add((step.kind, step.implementation))
                 parts.update(part for shares in plan.shares.values() for part in shares)
     assert seen == {
-        ("all_gather", "padded"), ("all_gather", "grouped"),
+        ("all_gather", "padded"), ("all_gather", "grouped"), ("all_gather", "hierarchical"),
         ("reduce_scatter", "padded"), ("reduce_scatter", "grouped"),
-        ("all_reduce", "one shot"), ("all_reduce", "two step"),
-        ("all_to_all", "exact"), ("all_to_all", "gathered"),
+        ("reduce_scatter", "hierarchical"),
+        ("all_reduce", "one shot"), ("all_reduce", "two step"), ("all_reduce", "hierarchical"),
+        ("all_to_all", "exact"), ("all_to_all", "gathered"), ("all_to_all", "hierarchical"),
         ("slice", ""), ("mask", ""),
     }  # fmt: skip
     assert {0, 1, 5, 7} <= parts
@@ -262,8 +263,8 @@ def test_missing_nan_and_misshapen_parts_are_infinitely_wrong() -> None:
     plan = random_plan(case, 2, 0)
     name = "0.weight"
     whole = torch.ones(48, 21)
-    value = stored_value(plan, next(i.tensor for i in plan.graph.inputs if i.target == name))
-    good = [cut(plan, value, whole, rank) for rank in range(2)]
+    tensor = next(i.tensor for i in plan.graph.inputs if i.target == name)
+    good = [cut(plan, tensor, whole, rank) for rank in range(2)]
     expected: Any = {"loss": {}, "gradient": {}, "parameter": {name: whole}}
 
     def error(parts: list[Tensor | None]) -> float:
