@@ -61,6 +61,7 @@ def candidate(model: str, name: str, on: str = "three unlike") -> Candidate:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, on", list(itertools.product(MODELS, CLUSTERS)))
 def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]
