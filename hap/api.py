@@ -27,10 +27,11 @@ from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import best_on_mesh
 from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
+from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.subset import best_part
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     allow_idle: bool
     all_devices: bool
     mesh: bool | None
+    compare: bool
     engine: str
 
 
@@ -60,6 +62,7 @@ def plan(
     allow_idle: bool = False,
     all_devices: bool = False,
     mesh: bool | None = None,
+    compare: bool = False,
     engine: str = "exact",
     source: Source | None = None,
     progress: Progress = lambda text: None,
@@ -79,6 +82,7 @@ def plan(
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both ways where the cluster allows it, to take the better one (None).
         engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
+        compare: plan every baseline beside it, not just the usual ones.
 
     Raises:
         InputError: there is no such engine.
@@ -105,10 +109,11 @@ def plan(
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states, search)
+    beside = baselines(space, cluster, kind.states, every=compare)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
+    notes = {method.name: method.note for method in METHODS} if compare else {}
     fewer = fewer_devices(space, cluster, kind.states, search)
     left: tuple[int, ...] = ()
     if not all_devices and not mesh:
@@ -125,7 +130,7 @@ def plan(
         if two and (mesh or two.pair.rank < best.rank):
             if not two.pair.fits:
                 raise _infeasible(space, synthesizer, two.pair, kind.states)
-            rows = alternatives({"one mesh axis": best, **beside}, fewer)
+            rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
             return Plan(
                 source=source or Source(), graph=graph, cluster=cluster, optimizer=str(kind),
                 program=two.between.program, shares=two.between.shares, inside=two.inside,
@@ -133,7 +138,7 @@ def plan(
             )  # fmt: skip
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer)
+    rows = alternatives(graph, beside, fewer, notes)
     left_out = tuple(cluster.devices[r].name for r in left)
     cluster = synthesizer.cluster
     used = best.program.used_axes()

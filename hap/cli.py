@@ -59,6 +59,7 @@ def _command(function: Callable[..., None]) -> click.Command:
     default=None,
     help="Plan over two mesh axes, between nodes and inside them, or over one.  [default: better]",
 )
+@click.option("--compare", is_flag=True, help="Plan and show every baseline beside the plan.")
 @click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
 @click.option(
     "--engine",
@@ -82,7 +83,7 @@ def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -
     if as_json:
         click.echo(json.dumps(hap.report.plan_json(made), indent=1))
     else:
-        hap.terminal.emit(hap.report.plan_screen(made, output))
+        hap.terminal.emit(hap.report.plan_screen(made, output, compare=options["compare"]))
 
 
 @_command

@@ -66,12 +66,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another way to train on the same cluster, judged by the same model."""
+    """Another way to train on the same cluster, judged by the same model.
+
+    Without a program that runs the model, ``step_s`` is 0 and ``note`` says why. ``peak_bytes``
+    and ``lacking_bytes`` are of the rank that has the highest peak, or lacks the most.
+    """
 
     name: str
     step_s: float
     fits: bool
     note: str = ""
+    communicate_s: float = 0.0
+    communicate_bytes: int = 0
+    peak_bytes: int = 0
+    lacking_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

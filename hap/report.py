@@ -32,14 +32,17 @@ _OPERATORS = 10
 _TENSORS = 20
 
 
-def plan_screen(plan: Plan, path: str = "plan.json") -> RenderableType:
-    """All that a person wants to know of a plan before running it; ``path`` is where it is."""
+def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
+    """All that a person wants to know of a plan before running it; ``path`` is where it is.
+
+    ``compare``: show the alternatives with their communication and memory, in a wider table.
+    """
     sections = (
         ("Cluster", _cluster(plan)),
         ("Model", _model(plan)),
         ("Shares", _shares(plan)),
         ("Devices", _devices(plan)),
-        ("Step", _step(plan)),
+        ("Step", _comparison(plan) if compare else _step(plan)),
         ("Communication", _communication(plan)),
         ("Next", _next(plan, path)),
     )
@@ -195,9 +198,38 @@ def _step(plan: Plan) -> RenderableType:
     for other in p.alternatives:
         time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
         known = time if other.step_s else ("-", "-")  # no such program: the note says why
-        note = other.note or ("" if other.fits else "does not fit the memory")
+        unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
+        note = "; ".join([*([other.note] if other.note else []), *unfit])
         rows.append((other.name, *known, note))
     return table(("predicted", "step", "", ""), rows, right=(1, 2))
+
+
+def _comparison(plan: Plan) -> RenderableType:
+    """Every alternative beside the plan: speedup of the plan over it, traffic, worst peak."""
+    p = plan.prediction
+    worst = max(rank.peak_bytes for rank in p.ranks)
+    moved = sum(c.nbytes for c in p.collectives)
+    rows = [("this plan", *_figures(p.step_s, p.step_s, p.communicate_s, moved, worst), "yes")]
+    for o in p.alternatives:
+        figures = _figures(p.step_s, o.step_s, o.communicate_s, o.communicate_bytes, o.peak_bytes)
+        fits = "yes" if o.fits else f"lacks {format_bytes(o.lacking_bytes)}"
+        known = (*figures, fits) if o.step_s else ("-",) * 6  # no such program: the note says why
+        rows.append((o.name, *known))
+    head = ("predicted", "step", "plan's gain", "moving", "bytes", "worst peak", "fits")
+    notes = table(("", ""), [(o.name, o.note) for o in p.alternatives if o.note])
+    return Group(table(head, rows, right=(1, 2, 3, 4, 5)), Text(""), notes)
+
+
+def _figures(
+    plan_s: float, step_s: float, communicate_s: float, moved: int, peak: int
+) -> tuple[str, ...]:
+    return (
+        format_seconds(step_s),
+        f"{step_s / plan_s:.2f}x",
+        format_seconds(communicate_s),
+        format_bytes(moved),
+        format_bytes(peak),
+    )
 
 
 def _split(computing_s: float, communicating_s: float) -> str:

@@ -20,11 +20,12 @@ from hap.graph import Graph, Node, Tensor
 from hap.mesh import Inside, Mesh, divide, ends, is_mesh_op, origin
 from hap.placement import LOCAL, Placement
 from hap.program import BETWEEN, Program
-from hap.synthesizer.baselines import batch_axis, data_parallel
+from hap.synthesizer.baselines import data_parallel, sharded_storage
 from hap.synthesizer.communication import Choice, Fractions, Network
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
 from hap.synthesizer.outcome import Engine
+from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.space import Space, build_space
@@ -304,13 +305,12 @@ def _between(
 ) -> Iterator[tuple[str, Candidate]]:
     """Programs between machines worth a search inside, without repetitions."""
     seen = []
-    axis = batch_axis(space)
     ways: dict[str, Synthesizer] = {
         "the best": Synthesizer(space, mesh.between, optimizer_states, None, engine)
     }
-    if axis is not None:
-        for name, sharded in (("data parallel", False), ("ZeRO", True)):
-            allowed = data_parallel(space, axis, sharded_storage=sharded)
+    if batch_axis(space) is not None:
+        for name, restriction in (("data parallel", data_parallel), ("ZeRO", sharded_storage)):
+            allowed = restriction(space)
             ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed, engine)
     for name, synthesizer in ways.items():
         try:

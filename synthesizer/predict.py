@@ -44,23 +44,33 @@ def predict(
 
 
 def alternatives(
-    found: Mapping[str, Candidate | str], fewer: Mapping[str, tuple[str, Candidate]]
+    graph: Graph,
+    found: Mapping[str, Candidate | str],
+    fewer: Mapping[str, tuple[str, Candidate]],
+    notes: Mapping[str, str],
 ) -> tuple[Alternative, ...]:
-    """The rows that the plan's predicted step is shown beside."""
+    """The rows that the plan's predicted step is shown beside; ``notes`` by the rows' names."""
     rows = []
     for name, candidate in found.items():
         if isinstance(candidate, str):
             rows.append(Alternative(name=name, step_s=0.0, fits=False, note=candidate))
         else:
-            rows.append(_alternative(name, candidate, ""))
-    return (*rows, *(_alternative(name, c, which) for name, (which, c) in fewer.items()))
+            rows.append(_alternative(graph, name, candidate, notes.get(name, "")))
+    return (*rows, *(_alternative(graph, name, c, which) for name, (which, c) in fewer.items()))
 
 
-def _alternative(name: str, candidate: Candidate, note: str) -> Alternative:
-    parts = [note] if note else []
-    parts += [] if candidate.fits else ["does not fit the memory"]
-    step_s = candidate.timeline.step_s
-    return Alternative(name=name, step_s=step_s, fits=candidate.fits, note="; ".join(parts))
+def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Alternative:
+    line, moved = candidate.timeline, candidate.program.collectives
+    return Alternative(
+        name=name,
+        step_s=line.step_s,
+        fits=candidate.fits,
+        note=note,
+        communicate_s=line.communicate_s,
+        communicate_bytes=sum(graph.tensors[c.tensor].nbytes for c in moved),
+        peak_bytes=round(float(line.peak_bytes.max())),
+        lacking_bytes=round(float(candidate.lacking_bytes.max())),
+    )
 
 
 def peak_kinds(

@@ -112,7 +112,17 @@ class Synthesizer:
                 found.append(self.judge(pair.program, shares))
                 if min(found[-2:], key=_rank) is not min(found, key=_rank) or shares == pair.shares:
                     break
+        if self._allowed is None:
+            found.append(self._undivided(found[0].shares))
         return min(found, key=_rank)
+
+    def _undivided(self, shares: Shares) -> Candidate:
+        """Every device does all of the step.
+
+        The search leaves the start of fused collectives out of its prices, so that where a
+        step is as short as their starts, it may miss that none at all is better.
+        """
+        return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
 
     def search(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares that fits the memory, if one does.

@@ -51,6 +51,7 @@ HELP = {
         "--all-devices",
         "--allow-idle",
         "--cluster",
+        "--compare",
         "--engine",
         "--help",
         "--json",

@@ -20,7 +20,7 @@ from hap.placement import P, Placement, R, S
 from hap.plan import Plan
 from hap.program import Compute, Value
 from hap.runtime.verify import verify
-from hap.synthesizer.baselines import batch_axis, data_parallel
+from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.mesh import Between, InsideSynthesizer
@@ -142,9 +142,7 @@ def linear_step(rows: int = 64, width: int = 256) -> Case:
 def data_parallel_twice(case: Case, cluster: Cluster) -> tuple[InsideSynthesizer, Between]:
     """Rows split between the machines by speed, everything inside left to the search."""
     mesh = Mesh(cluster)
-    axis = batch_axis(case.space)
-    assert axis is not None
-    allowed = data_parallel(case.space, axis, sharded_storage=False)
+    allowed = data_parallel(case.space)
     synthesizer = Synthesizer(case.space, mesh.between, 2, allowed)
     pair = synthesizer.cheapest(next(synthesizer.starts()))
     between = Between(mesh=mesh, graph=case.graph, program=pair.program, shares=pair.shares)
