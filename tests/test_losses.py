@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from hap import losses
 from hap.capture import capture
 from hap.placement import L, P, R, S
+from hap.plan import Plan
 from hap.program import Compute
 from tests.random_plans import make_case, random_plan, verdict
+from tests.test_verify import on_gloo
 
 _random = torch.Generator().manual_seed(23)
 
@@ -128,3 +130,21 @@ def test_it_is_captured_under_a_default_device_too() -> None:
     with torch.device("meta"):
         found = capture(Classifier().to("meta"), batch)
     assert found.digest == capture(Classifier(), BATCH).digest
+
+
+@pytest.mark.gloo
+def test_real_processes_split_the_classes_and_the_table() -> None:
+    case = make_case(Classifier(ignore_index=7), BATCH)
+
+    def splits(plan: Plan) -> set[str]:
+        return {
+            case.graph.by_name[s.node].op
+            for s in plan.program.instructions if isinstance(s, Compute) and {L, P} & set(s.outs)
+        } & {"hap.cross_entropy.default", "aten.embedding.default"}  # fmt: skip
+
+    plan = next(
+        p for p in (random_plan(case, 3, seed) for seed in range(30)) if len(splits(p)) == 2
+    )
+    assert any(c.kind == "all_reduce_lse" for c in plan.program.collectives)
+    found = verdict(case, plan, run=on_gloo)
+    assert found.ok, found.first_bad

@@ -79,7 +79,8 @@ def _softmax_backward(call: Call) -> list[Row]:
 def _nll(call: Call) -> list[Row]:
     # Captured with a sum (or no) reduction: see hap.capture.DECOMPOSITIONS.
     batch = ["n"] if len(call.ins[0].shape) == 2 else []
-    x, rest = [*batch, None], [[None] for _ in call.ins[2:]]
+    # The classes are looked up in by number, as in hap.synthesizer.rules.indexing.
+    x, rest = [*batch, "v"], [["v"] for _ in call.ins[2:]]
     loss = batch if call.arg(3) == 0 else []
     # Without a reduction the second result is a zero that no split changes.
     depends = [{0, 1}, set() if call.arg(3) == 0 else {0, 1}]
@@ -90,10 +91,10 @@ def _nll(call: Call) -> list[Row]:
 def _nll_backward(call: Call) -> list[Row]:
     grad, x = call.ins[:2]
     batch: list[str | None] = ["n"] if len(x.shape) == 2 else []
-    weight: list[list[str | None]] = [[None] for _ in call.ins[3:-1]]
+    weight: list[list[str | None]] = [["v"] for _ in call.ins[3:-1]]
     grad_letters = batch if grad.shape else []
-    ins: list[list[str | None]] = [grad_letters, [*batch, None], batch, *weight, []]
-    rows = equation(call, ins, [[*batch, None]], linear=[{0}])
+    ins: list[list[str | None]] = [grad_letters, [*batch, "v"], batch, *weight, []]
+    rows = equation(call, ins, [[*batch, "v"]], linear=[{0}])
     # The total weight divides in a mean alone; as it comes, a sum over shards, it serves here.
     return [*rows, *(row._replace(ins=(*row.ins[:-1], P)) for row in rows)]
 
