@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import resource
 import statistics
 import sys
@@ -94,7 +93,7 @@ def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
                 "search_cpu_s": statistics.median(
                     sum(parts) for parts in zip(*(cpu[name] for name in SEARCH), strict=True)
                 ),
-                "peak_bytes": peak_bytes(resource.RUSAGE_SELF),
+                "peak_bytes": peak_bytes(),
                 "weights_bytes": sum(
                     graph.tensors[i.tensor].nbytes for i in graph.role("parameter")
                 ),
@@ -106,12 +105,14 @@ def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
 
 def processor_s() -> float:
     """Processor seconds of this process and of those that it has started and seen end."""
-    return sum(os.times()[:4])
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def peak_bytes(who: int) -> int:
-    """Largest resident memory of this process, or of its largest child."""
-    return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def peak_bytes() -> int:
+    """Largest resident memory of this process."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":
