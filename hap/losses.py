@@ -136,7 +136,11 @@ def cross_entropy(
     else:
         weights = weight[classes.masked_fill(ignored, 0)].masked_fill(ignored, 0.0)
         losses = losses * weights
+    loss: Tensor
     if reduction == "none":
-        return (losses[0] if lone else losses).to(input.dtype)
-    total = losses.sum()
-    return (total / weights.sum() if reduction == "mean" else total).to(input.dtype)
+        loss = losses[0] if lone else losses
+    elif reduction == "sum":
+        loss = losses.sum()
+    else:
+        loss = losses.sum() / weights.sum()
+    return loss.to(input.dtype)
