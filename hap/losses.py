@@ -130,14 +130,17 @@ def cross_entropy(
     if label_smoothing:
         others = rows.sum(-1) * (label_smoothing / rows.shape[-1])
         picked = picked * (1 - label_smoothing) + others
-    losses: Tensor = (lse - picked).masked_fill(ignored, 0.0)
+    losses = (lse - picked).masked_fill(ignored, 0.0)
     if weight is None:
         weights = (~ignored).to(losses.dtype)
     else:
         weights = weight[classes.masked_fill(ignored, 0)].masked_fill(ignored, 0.0)
         losses = losses * weights
+    loss: Tensor
     if reduction == "none":
-        return (losses[0] if lone else losses).to(input.dtype)
-    total = losses.sum()
-    mean: Tensor = total / weights.sum() if reduction == "mean" else total
-    return mean.to(input.dtype)
+        loss = losses[0] if lone else losses
+    elif reduction == "sum":
+        loss = losses.sum()
+    else:
+        loss = losses.sum() / weights.sum()
+    return loss.to(input.dtype)

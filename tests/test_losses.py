@@ -15,6 +15,7 @@ from hap.capture import capture
 from hap.placement import L, P, R, S
 from hap.plan import Plan
 from hap.program import Compute
+from hap.runtime import lookup
 from tests.random_plans import make_case, random_plan, verdict
 from tests.test_verify import on_gloo
 
@@ -130,6 +131,17 @@ def test_it_is_captured_under_a_default_device_too() -> None:
     with torch.device("meta"):
         found = capture(Classifier().to("meta"), batch)
     assert found.digest == capture(Classifier(), BATCH).digest
+
+
+def test_a_number_that_no_rank_has_is_refused() -> None:
+    """Each rank would pass over it as another's, and the loss would be wrong."""
+    span = (3, 6, 9)
+    assert lookup.own_or_first(torch.tensor([0, 3, 5, 8]), span).tolist() == [0, 0, 2, 0]
+    passed = lookup.own_or_passed_over(torch.tensor([0, 4, -100, 5]), span, -100)
+    assert passed.tolist() == [-1, 1, -1, 2]
+    for wrong in (9, -1):
+        with pytest.raises(RuntimeError, match="a number to look up"):
+            lookup.own_or_first(torch.tensor([0, wrong]), span)
 
 
 @pytest.mark.gloo
