@@ -53,7 +53,7 @@ CASES = (
     Case("whole", "bert.py", "unlike8", 15),
     Case("whole", "bert.py", "three_types64", 15, 2e9),
     Case("whole", "bert.py", "hap_testbed", 15, 2e9),
-    Case("whole", "llama.py:llama_7b", "three_types64", 45, 4e9),
+    Case("whole", "llama.py:batch_64", "three_types64", 45, 4e9),
     Case("whole", "bert.py:batch_1024", "three_types8"),
     Case("whole", "bert.py:batch_1024", "three_types1024"),
     Case("alone", "gpt2.py", "unlike8", 6),

@@ -138,8 +138,11 @@ class _Order(NamedTuple):
     steps: list[tuple[int, tuple[int, ...]]]
 
 
-EASY = 1 << 24
-"""Total entries below which a better order would not pay for being looked for."""
+EASY = 1 << 27
+"""Total entries below which a better order would not pay for being looked for.
+
+Most of them are in tables that repeat, and are not made again.
+"""
 
 
 def _best_order(sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Order:

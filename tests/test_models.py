@@ -17,7 +17,7 @@ VARIANTS = {
     "bert": (*TINY, "small", "batch_64", "batch_1024", "layers_24", "layers_48"),
     "bert_moe": TINY,
     "gpt2": (*TINY, "small"),
-    "llama": (*TINY, "tiny_gqa", "llama_7b", "llama_3_8b"),
+    "llama": (*TINY, "tiny_gqa", "llama_7b", "llama_3_8b", "batch_64"),
     "mlp": TINY,
     "t5": TINY,
     "vgg19": TINY,

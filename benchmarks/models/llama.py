@@ -56,6 +56,14 @@ model = llama_7b
 batch = llama_7b_batch
 
 
+def batch_64():
+    return build()
+
+
+def batch_64_batch():
+    return inputs(size=64)
+
+
 def llama_3_8b():
     """Four query heads share a key and value head."""
     return build(kv_heads=8, ffn=14336, vocab=128256, seq=8192)
