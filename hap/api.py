@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
 from hap.errors import InfeasibleError, InputError, ModelError
 from hap.graph import Graph
+from hap.mesh import is_mesh
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine
 from hap.plan import Plan, Source
@@ -26,8 +27,11 @@ from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
+from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
+from hap.synthesizer.engines import engine_named
+from hap.synthesizer.mesh import best_on_mesh
 from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
+from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.subset import best_part
 from hap.synthesizer.synthesize import Candidate, Synthesizer
@@ -36,6 +40,16 @@ from hap.units import format_bytes
 __all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
 
 Progress = Callable[[str], None]
+
+
+class Options(TypedDict, total=False):
+    """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
+
+    allow_idle: bool
+    all_devices: bool
+    mesh: bool | None
+    compare: bool
+    engine: str
 
 
 def plan(
@@ -47,6 +61,9 @@ def plan(
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
     all_devices: bool = False,
+    mesh: bool | None = None,
+    compare: bool = False,
+    engine: str = "exact",
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -62,37 +79,66 @@ def plan(
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
+        mesh: plan over two axes, between machines and inside them (True), over one (False), or
+            both ways where the cluster allows it, to take the better one (None).
+        engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
+        compare: plan every baseline beside it, not just the usual ones.
 
     Raises:
+        InputError: there is no such engine.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    search = engine_named(engine)
+    if mesh and not is_mesh(cluster):
+        raise InputError(
+            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
+            hint="plan over one axis",
+        )
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     graph = capture(module, batch, loss)
     progress("stating the rules")
     space = build_space(graph)
-    synthesizer = Synthesizer(space, cluster, kind.states)
+    synthesizer = Synthesizer(space, cluster, kind.states, engine=search)
     best = synthesizer.best(progress)
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states)
+    beside = baselines(space, cluster, kind.states, every=compare)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
-    fewer = fewer_devices(space, cluster, kind.states)
+    notes = {method.name: method.note for method in METHODS} if compare else {}
+    fewer = fewer_devices(space, cluster, kind.states, search)
     left: tuple[int, ...] = ()
-    if not all_devices:
+    if not all_devices and not mesh:
         whole = best
         synthesizer, best, left = best_part(synthesizer, best, progress)
         if left:
             beside = {"all devices": whole, **beside}
+    if mesh or (mesh is None and is_mesh(cluster)):
+        two = best_on_mesh(space, cluster, kind.states, search, progress)
+        if two is None and mesh:
+            raise InputError(
+                "no program leaves every machine a share of the step", hint="plan over one axis"
+            )
+        if two and (mesh or two.pair.rank < best.rank):
+            if not two.pair.fits:
+                raise _infeasible(space, synthesizer, two.pair, kind.states)
+            rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
+            return Plan(
+                source=source or Source(), graph=graph, cluster=cluster, optimizer=str(kind),
+                program=two.between.program, shares=two.between.shares, inside=two.inside,
+                prediction=predict(two.cost.graph, two.pair, two.cost, rows),
+            )  # fmt: skip
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer)
+    rows = alternatives(graph, beside, fewer, notes)
     left_out = tuple(cluster.devices[r].name for r in left)
     cluster = synthesizer.cluster
     used = best.program.used_axes()
@@ -116,18 +162,17 @@ def plan_file(
     spec: str,
     cluster: Cluster | str | Path,
     *,
-    allow_idle: bool = False,
-    all_devices: bool = False,
     progress: Progress = lambda text: None,
+    **options: Unpack[Options],
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    engine_named(options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, all_devices=all_devices, source=Source(path=str(file.path), function=file.function),
-        progress=progress,
+        source=Source(path=str(file.path), function=file.function), progress=progress, **options,
     )  # fmt: skip
 
 

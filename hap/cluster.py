@@ -8,6 +8,7 @@ rates, reached by real layers, not the peaks of a datasheet. Files are read by
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -167,6 +168,12 @@ class Cluster:
     def ranks(self, node: str) -> tuple[int, ...]:
         """The ranks that sit in a node."""
         return tuple(rank for rank, device in enumerate(self.devices) if device.node == node)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Devices of each machine; empty if the ranks of some machine are not consecutive."""
+        runs = [node for node, _ in itertools.groupby(d.node for d in self.devices)]
+        return tuple(len(self.ranks(n)) for n in runs) if len(runs) == len(self.nodes) else ()
 
     def types(self) -> tuple[tuple[int, ...], ...]:
         """Ranks grouped by alike devices (same figures, whatever the node), first rank first."""

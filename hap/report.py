@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from hap.axes import Shares
 from hap.cluster import Link
+from hap.mesh import is_mesh_op, origin
+from hap.placement import R
 from hap.plan import Collective, Plan
 from hap.program import Compute, Value
 from hap.synthesizer.work import node_work
@@ -29,14 +32,17 @@ _OPERATORS = 10
 _TENSORS = 20
 
 
-def plan_screen(plan: Plan, path: str = "plan.json") -> RenderableType:
-    """All that a person wants to know of a plan before running it; ``path`` is where it is."""
+def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
+    """All that a person wants to know of a plan before running it; ``path`` is where it is.
+
+    ``compare``: show the alternatives with their communication and memory, in a wider table.
+    """
     sections = (
         ("Cluster", _cluster(plan)),
         ("Model", _model(plan)),
         ("Shares", _shares(plan)),
         ("Devices", _devices(plan)),
-        ("Step", _step(plan)),
+        ("Step", _comparison(plan) if compare else _step(plan)),
         ("Communication", _communication(plan)),
         ("Next", _next(plan, path)),
     )
@@ -116,31 +122,42 @@ def _parameters(plan: Plan) -> tuple[int, int]:
 
 def _undivided(plan: Plan) -> Counter[str]:
     """Operators that have work, on more than scalars, all of which every rank does."""
-    nodes = {n.name: n for n in plan.graph.nodes}
+    graph, program = plan.whole
     found: Counter[str] = Counter()
-    for step in plan.program.instructions:
-        if not isinstance(step, Compute) or any(p and p.kind != "R" for p in step.ins + step.outs):
+    for step in program.instructions:
+        if not isinstance(step, Compute) or any(p and p != R for p in step.ins + step.outs):
             continue
-        node = nodes[step.node]
-        work = node_work(node, plan.graph)
+        node = graph.by_name[step.node]
         names = [*node.inputs, *filter(None, node.outputs)]
-        if (work.flops or work.bytes) and any(plan.graph.tensors[n].numel > 1 for n in names):
+        if is_mesh_op(node.op) or any(origin(n).placement != R for n in names):
+            continue
+        work = node_work(node, graph)
+        if (work.flops or work.bytes) and any(graph.tensors[n].numel > 1 for n in names):
             found[node.op] += 1
     return found
 
 
 def _shares(plan: Plan) -> RenderableType:
-    axes = plan.program.used_axes()
+    if plan.inside is None:
+        return _axes(plan.program.used_axes(), plan.shares, "per rank")
+    return Group(
+        _axes(plan.program.used_axes(), plan.shares, "per machine", " between machines"),
+        _axes(plan.inside.program.used_axes(), plan.inside.shares, "per rank", " inside machines"),
+    )
+
+
+def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") -> RenderableType:
     if not axes:
-        return Text("nothing is split: every rank does the whole step")
+        doer = "every machine does" if per == "per machine" else "every rank does"
+        return Text(f"nothing is split{where}: {doer} the whole step")
     kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for name, units in axes.items():
-        kinds.setdefault((pattern(name), units, plan.shares[name]), []).append(name)
+        kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
     rows = [
-        (alike(names)[0], str(units), f"-> {runs(shares, plan.world_size)}")
-        for (_, units, shares), names in kinds.items()
+        (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
+        for (_, units, given), names in kinds.items()
     ]
-    return table(("axis", "units", "per rank"), rows, right=(1,))
+    return table((f"axis{where}", "units", per), rows, right=(1,))
 
 
 def _devices(plan: Plan) -> RenderableType:
@@ -181,9 +198,38 @@ def _step(plan: Plan) -> RenderableType:
     for other in p.alternatives:
         time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
         known = time if other.step_s else ("-", "-")  # no such program: the note says why
-        note = other.note or ("" if other.fits else "does not fit the memory")
+        unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
+        note = "; ".join([*([other.note] if other.note else []), *unfit])
         rows.append((other.name, *known, note))
     return table(("predicted", "step", "", ""), rows, right=(1, 2))
+
+
+def _comparison(plan: Plan) -> RenderableType:
+    """Every alternative beside the plan: speedup of the plan over it, traffic, worst peak."""
+    p = plan.prediction
+    worst = max(rank.peak_bytes for rank in p.ranks)
+    moved = sum(c.nbytes for c in p.collectives)
+    rows = [("this plan", *_figures(p.step_s, p.step_s, p.communicate_s, moved, worst), "yes")]
+    for o in p.alternatives:
+        figures = _figures(p.step_s, o.step_s, o.communicate_s, o.communicate_bytes, o.peak_bytes)
+        fits = "yes" if o.fits else f"lacks {format_bytes(o.lacking_bytes)}"
+        known = (*figures, fits) if o.step_s else ("-",) * 6  # no such program: the note says why
+        rows.append((o.name, *known))
+    head = ("predicted", "step", "plan's gain", "moving", "bytes", "worst peak", "fits")
+    notes = table(("", ""), [(o.name, o.note) for o in p.alternatives if o.note])
+    return Group(table(head, rows, right=(1, 2, 3, 4, 5)), Text(""), notes)
+
+
+def _figures(
+    plan_s: float, step_s: float, communicate_s: float, moved: int, peak: int
+) -> tuple[str, ...]:
+    return (
+        format_seconds(step_s),
+        f"{step_s / plan_s:.2f}x",
+        format_seconds(communicate_s),
+        format_bytes(moved),
+        format_bytes(peak),
+    )
 
 
 def _split(computing_s: float, communicating_s: float) -> str:
@@ -196,7 +242,7 @@ def _communication(plan: Plan) -> RenderableType:
     """The kinds of collectives that take most time; alike ones of several layers are one kind."""
     kinds: dict[tuple[object, ...], list[Collective]] = {}
     for c in plan.prediction.collectives:
-        label = _label(plan, c.tensor)
+        label = tensor_label(plan, c.tensor)
         key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
         kinds.setdefault(key, []).append(c)
     if not kinds:
@@ -207,7 +253,7 @@ def _communication(plan: Plan) -> RenderableType:
         c = group[0]
         total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
         runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
-        label = alike([_label(plan, x.tensor) for x in group])[0]
+        label = alike([tensor_label(plan, x.tensor) for x in group])[0]
         if c.fused > 1:
             label = f"{label} and {c.fused - 1} more, fused"
         how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
@@ -222,8 +268,9 @@ def _communication(plan: Plan) -> RenderableType:
     return Group(shown, Text(f"and {sum(map(len, rest))} more, {seconds} together"))
 
 
-def _label(plan: Plan, tensor: str) -> str:
+def tensor_label(plan: Plan, tensor: str) -> str:
     """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    tensor = origin(tensor).tensor
     for i in plan.graph.inputs:
         if i.tensor == tensor:
             return i.target
@@ -247,22 +294,23 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
     Args:
         side: ``fwd`` or ``bwd`` for the instructions of one side alone.
     """
-    nodes = {n.name: n for n in plan.graph.nodes}
-    made = [[Value(i.tensor, plan.program.inputs[i.tensor])] for i in plan.graph.inputs]
-    for step in plan.program.instructions:
+    graph, program = plan.whole
+    made = [[Value(i.tensor, program.inputs[i.tensor])] for i in graph.inputs]
+    for step in program.instructions:
         if isinstance(step, Compute):
-            outs = zip(nodes[step.node].outputs, step.outs, strict=True)
+            outs = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
             made.append([Value(name, p) for name, p in outs if name and p])
         else:
             made.append([Value(step.tensor, step.dst)])
-    made += [[] for _ in plan.graph.outputs]
-    for line, values in zip(plan.program.lines(plan.graph), made, strict=True):
+    made += [[] for _ in graph.outputs]
+    part = None if rank is None else plan.part(rank)
+    for line, values in zip(program.lines(graph), made, strict=True):
         if not line.startswith(side):
             continue
-        if rank is None or not values:
+        if part is None or not values:
             yield line
             continue
-        local = [plan.program.local_shape(plan.graph, v, plan.shares, rank) for v in values]
+        local = [part.program.local_shape(part.graph, v, part.shares, part.rank) for v in values]
         yield f"{line}  # {', '.join(map(str, local))}"
 
 

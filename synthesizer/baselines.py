@@ -2,85 +2,259 @@
 
 A baseline is the same search in a smaller space: its placements are what the method allows,
 its shares what the method gives. It does not trade time for memory: it fits or it doesn't.
+docs/baselines.md says what each one is, and what it is not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
 import numpy as np
 
-from hap.axes import Shares
 from hap.cluster import Cluster
 from hap.errors import HapError
+from hap.graph import Graph
 from hap.placement import Placement, R, S
+from hap.synthesizer.cost import Machine, PerRank
+from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Allowed
+from hap.synthesizer.outcome import Engine
+from hap.synthesizer.paper import plan_as_paper
+from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.twins import twin_of
+
+Restriction = Callable[[Space], Allowed]
+"""The placements of one method; raises ``HapError`` with the reason if it can't run the model."""
 
 
-def batch_axis(space: Space) -> str | None:
-    """The axis on which every input of the batch can be split along dim 0, if there is one."""
-    names = {space.axes.of.get((i.tensor, 0)) for i in space.graph.role("input")}
-    return names.pop() if len(names) == 1 else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to train: a name, the maker of its program, and a word on where it comes from.
+
+    ``usual``: planned with every plan. The others are planned on demand, to save time.
+    """
+
+    name: str
+    plan: Callable[[Space, Cluster, int], Candidate]
+    note: str
+    usual: bool = False
 
 
-def data_parallel(space: Space, axis: str, *, sharded_storage: bool) -> Allowed:
-    """Whatever has a batch dim is split along it; parameters are stored whole, or as by ZeRO."""
-    dim_of = {tensor: dim for (tensor, dim), name in space.axes.of.items() if name == axis}
-    fixed = {t for t, holdings in space.holdings.items() if holdings == ((R,),)}
-    parameters = {i.tensor for i in space.graph.role("parameter")}
+def by_speed(machine: Machine) -> PerRank:
+    return machine.speed
+
+
+def evenly(machine: Machine) -> PerRank:
+    return np.ones_like(machine.speed)
+
+
+def restricted(
+    restriction: Restriction,
+    weigh: Callable[[Machine], PerRank],
+    narrow: Callable[[Space], Space] = lambda space: space,
+) -> Callable[[Space, Cluster, int], Candidate]:
+    """The cheapest program within ``restriction``, with shares in proportion to ``weigh``.
+
+    ``narrow`` takes rows from the space, where placements alone don't tell the method.
+    """
+
+    def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
+        allowed = restriction(space)
+        synthesizer = Synthesizer(narrow(space), cluster, optimizer_states, allowed)
+        return synthesizer.cheapest(spread(space.axes, weigh(synthesizer.machine)))
+
+    return plan
+
+
+def data_parallel(space: Space) -> Allowed:
+    """Whatever has a batch dim is split along it; parameters are stored whole."""
+    return _on_batch(space, {i.tensor: R for i in space.graph.role("parameter")})
+
+
+def sharded_storage(space: Space) -> Allowed:
+    """Data parallel, with parameters stored in shards where they can be: ZeRO of any stage."""
+    return _on_batch(space, _shards(space))
+
+
+def _shards(space: Space) -> dict[str, Placement]:
+    """Parameter -> the first dim on which it can be stored in shards, or whole."""
+    return {
+        i.tensor: next((p for p in space.sources[i.tensor] if p.sharded), R)
+        for i in space.graph.role("parameter")
+    }
+
+
+def replicas_kept(space: Space) -> Space:
+    """The backward reads the replicas that the forward gathered: ZeRO, stage 2."""
+    return _backward_reads(space, {i.tensor: R for i in space.graph.role("parameter")})
+
+
+def gathered_again(space: Space) -> Space:
+    """The backward gathers the stored shards a second time: ZeRO, stage 3, and FSDP."""
+    return _backward_reads(space, _shards(space))
+
+
+def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
+    """The space in which the backward's names of parameters look at one placement alone."""
+    rows = dict(space.rows)
+    for parameter, twin in twin_of(space.graph).items():
+        node = space.graph.producer[twin].name
+        rows[node] = tuple(row for row in rows[node] if row.ins == (wanted[parameter],))
+    return replace(space, rows=rows)
+
+
+def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
+    """Parameters are used whole, all else is split along the batch where it has that dim."""
+    dim_of = _batch_dims(space)
+    fixed = _fixed(space)
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
         if tensor in fixed:
             return True
-        if tensor in parameters:
-            if not stored:
-                return p == R
-            splits = sharded_storage and S(0) in space.sources[tensor]
-            return p == (S(0) if splits else R)
+        if tensor in stored_as:
+            return p == (stored_as[tensor] if stored else R)
         return p == S(dim_of[tensor]) if tensor in dim_of else True
 
     return allowed
 
 
-def baselines(space: Space, cluster: Cluster, optimizer_states: int) -> dict[str, Candidate | str]:
-    """Name -> candidate, or the reason why the method can't run this model."""
-    axis = batch_axis(space)
-    methods = {
-        "data parallel, even": (False, False),
-        "data parallel, proportional": (False, True),
-        "ZeRO, proportional": (True, True),
-    }
+def expert_parallel(space: Space) -> Allowed:
+    """Data parallel but for the experts, each of which is one rank's (GShard, Lepikhin 2020)."""
+    experts = expert_weights(space)
+    if not experts:
+        raise HapError("the model has no experts")
+    data = data_parallel(space)
+    batch = _batch_dims(space)
+    axes = {space.axes.of[tensor, dim] for tensor, dim in experts.items()}
+    tokens = {
+        (tensor, dim) for (tensor, dim), name in space.axes.of.items()
+        if name in axes and tensor in batch
+    }  # fmt: skip
+    gradients = _gradients(space.graph)
+
+    def allowed(tensor: str, p: Placement, stored: bool) -> bool:
+        expert = gradients.get(tensor, tensor)
+        if expert in experts:
+            return p == S(experts[expert])
+        return (p.sharded and (tensor, p.dim) in tokens) or data(tensor, p, stored)
+
+    return allowed
+
+
+def tensor_parallel(space: Space) -> Allowed:
+    """Megatron-LM: weights split by columns, then by rows; every rank reads the whole batch."""
+    axes = tensor_parallel_axes(space)
+    if not axes:
+        raise HapError("no pair of layers can be split by columns and then by rows")
+    fixed, known = _fixed(space), weights(space.graph)
+    inputs = {i.tensor for i in space.graph.role("input")}
+    gradients = _gradients(space.graph)
+    split: dict[str, int] = {}
+    for (tensor, dim), name in space.axes.of.items():
+        if name in axes:
+            split.setdefault(tensor, dim)
+
+    def allowed(tensor: str, p: Placement, stored: bool) -> bool:
+        if tensor in fixed:
+            return True
+        if stored and tensor in inputs:
+            return p == R
+        weight = gradients.get(tensor, tensor)
+        if weight in known and weight in split:
+            return p == S(split[weight])
+        return not p.sharded or space.axes.of.get((tensor, p.dim)) in axes
+
+    return allowed
+
+
+METHODS = (
+    Method(
+        name="data parallel, even", usual=True, note="DDP",
+        plan=restricted(data_parallel, evenly),
+    ),
+    Method(
+        name="data parallel, proportional", usual=True, note="rows by speed",
+        plan=restricted(data_parallel, by_speed),
+    ),
+    Method(
+        name="ZeRO-2, proportional", usual=True, note="stored in shards, gathered once",
+        plan=restricted(sharded_storage, by_speed, replicas_kept),
+    ),
+    Method(
+        name="ZeRO-3 (FSDP), proportional", note="stored in shards, gathered again by the backward",
+        plan=restricted(sharded_storage, by_speed, gathered_again),
+    ),
+    Method(
+        name="tensor parallel, even", note="Megatron-LM: columns, then rows",
+        plan=restricted(tensor_parallel, evenly),
+    ),
+    Method(
+        name="expert parallel, even", note="GShard: all-to-all to the experts and back",
+        plan=restricted(expert_parallel, evenly),
+    ),
+    Method(
+        name="HAP 2024", note="the paper's space, costs and ratios",
+        plan=plan_as_paper,
+    ),
+)  # fmt: skip
+"""In the order of the rows shown."""
+
+
+def baselines(
+    space: Space, cluster: Cluster, optimizer_states: int, *, every: bool = False
+) -> dict[str, Candidate | str]:
+    """Name -> candidate, or the reason why the method can't run this model.
+
+    Args:
+        every: also the methods that are not planned with each plan.
+    """
     found: dict[str, Candidate | str] = {}
-    for name, (sharded_storage, by_speed) in methods.items():
-        if axis is None:
-            found[name] = "the inputs have no common batch dim"
-            continue
-        allowed = data_parallel(space, axis, sharded_storage=sharded_storage)
-        synthesizer = Synthesizer(space, cluster, optimizer_states, allowed)
-        weights = synthesizer.machine.speed if by_speed else np.ones(cluster.world_size)
-        shares: Shares = spread(space.axes, weights)
-        try:
-            found[name] = synthesizer.cheapest(shares)
-        except HapError as error:
-            found[name] = error.what
+    for method in METHODS:
+        if method.usual or every:
+            try:
+                found[method.name] = method.plan(space, cluster, optimizer_states)
+            except HapError as error:
+                found[method.name] = error.what
     return found
 
 
+def _batch_dims(space: Space) -> dict[str, int]:
+    """Tensor -> the dim that counts the batch's rows."""
+    axis = batch_axis(space)
+    if axis is None:
+        raise HapError("the inputs have no common batch dim")
+    return {tensor: dim for (tensor, dim), name in space.axes.of.items() if name == axis}
+
+
+def _fixed(space: Space) -> set[str]:
+    """Tensors that the space makes whole in any program."""
+    return {t for t, holdings in space.holdings.items() if holdings == ((R,),)}
+
+
+def _gradients(graph: Graph) -> dict[str, str]:
+    """Gradient -> its parameter."""
+    return {graph.gradients[i.target]: i.tensor for i in graph.role("parameter")
+            if i.target in graph.gradients}  # fmt: skip
+
+
 def fewer_devices(
-    space: Space, cluster: Cluster, optimizer_states: int
+    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
 ) -> dict[str, tuple[str, Candidate]]:
     """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
     slowest, fastest = int(np.argmin(speeds)), int(np.argmax(speeds))
     found = {}
     if cluster.world_size > 2:
-        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states, engine=engine)
         pair = synthesizer.search(next(synthesizer.starts()))
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         best = min(pair, balanced, key=lambda c: c.rank)
         found["without the slowest device"] = (f"without {cluster.devices[slowest].name}", best)
     if cluster.world_size > 1:
-        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states, engine=engine)
         pair = synthesizer.cheapest(next(synthesizer.starts()))
         found["the fastest device alone"] = (f"only {cluster.devices[fastest].name}", pair)
     return found

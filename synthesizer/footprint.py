@@ -170,21 +170,26 @@ def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerR
     their tensors end to end before or after (``hap.runtime.collectives``).
     """
     converts = [s for s in group if isinstance(s, Convert)]
-    world = cost.machine.cluster.world_size
-    nothing: PerRank = np.zeros(world)
+    nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
     if not converts or len(converts) < len(group) or converts[0].local:
         return nothing
     tensors = [cost.graph.tensors[c.tensor] for c in converts]
     src = sum((cost.local_bytes(t, c.src) for t, c in zip(tensors, converts, strict=True)), nothing)
     dst = sum((cost.local_bytes(t, c.dst) for t, c in zip(tensors, converts, strict=True)), nothing)
-    whole = float(sum(t.nbytes for t in tensors))
-    joined = whole if len(converts) > 1 else 0.0
+    whole = sum((cost.whole_bytes(t) for t in tensors), nothing)
+    joined = whole if len(converts) > 1 else nothing
     kind, how = converts[0].kind, converts[0].implementation
     if kind == "all_to_all":
-        return src + dst if how == "exact" else nothing + whole + world * src.max()
+        return src + dst if how == "exact" else whole + _padded(src, cost)
     if kind == "all_reduce":
-        return nothing + joined + (whole if how == "two step" else 0.0)
+        return joined + (whole if how == "two step" else 0.0)
     parts = src if kind == "all_gather" else dst
     if kind == "all_gather":  # what comes out of a fused one replaces what was padded
-        return nothing + max(world * float(parts.max()) if how == "padded" else 0.0, joined)
-    return nothing + joined + (world * float(parts.max()) if how == "padded" else whole)
+        return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
+    return joined + (_padded(parts, cost) if how == "padded" else whole)
+
+
+def _padded(parts: PerRank, cost: CostModel) -> PerRank:
+    """As many of the largest part as there are ranks in a ring."""
+    rings = parts.reshape(-1, cost.ring_size)
+    return np.repeat(rings.max(axis=1) * cost.ring_size, cost.ring_size)

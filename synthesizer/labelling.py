@@ -22,10 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.graph import Graph, Node, Tensor
-from hap.placement import P, Placement, R
+from hap.mesh import ends, is_mesh_op
+from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.outcome import Engine, Outcome
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
 from hap.twins import twin_of
@@ -55,6 +57,7 @@ class Problem:
         self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
     ) -> None:
         self.space, self.cost, self.aims = space, cost, aims
+        self._restricted = allowed is not None
         self._allowed = allowed or (lambda tensor, placement, stored: True)
         self.unary: list[Costs] = []
         self.pairs: dict[tuple[int, int], Costs] = {}
@@ -62,7 +65,7 @@ class Problem:
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
         self._gradients = frozenset(graph.gradients.values())
-        self._fused = self._gradients | {i.tensor for i in graph.role("parameter")}
+        self._fused = ends(graph)
         twins = twin_of(graph)
         self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
@@ -90,12 +93,17 @@ class Problem:
         """The optimal labelling, or ``None`` if the allowed placements admit no program."""
         return minimise(self.unary, self.pairs)
 
+    def outcome(self, engine: Engine) -> Outcome:
+        """What an engine finds; it need be neither optimal nor a labelling at all."""
+        return engine(self.unary, self.pairs)
+
     # --- tables ---
 
     def _filter(self, name: str) -> tuple[Holding, ...]:
-        return tuple(
-            h for h in self.space.holdings[name] if all(self._allowed(name, p, False) for p in h)
-        )
+        holdings = self.space.holdings[name]
+        if not self._restricted:
+            return holdings
+        return tuple(h for h in holdings if all(self._allowed(name, p, False) for p in h))
 
     def _add(self, costs: Iterable[float]) -> int:
         self.unary.append(np.array([_scaled(c) for c in costs], dtype=np.int64))
@@ -106,7 +114,9 @@ class Problem:
         self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
 
     def _add_node(self, node: Node) -> None:
-        rows = tuple(r for r in self.space.rows[node.name] if self._row_allowed(node, r))
+        rows = self.space.rows[node.name]
+        if self._restricted:
+            rows = tuple(r for r in rows if self._row_allowed(node, r))
         self.rows[node.name] = rows
         v = self._node[node.name] = self._add(
             self.aims.time(self.cost.compute(node, row)) for row in rows
@@ -269,7 +279,7 @@ class Problem:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
         total, steps, src = 0.0, [], made
         for dst in route:
-            if src.sharded and dst == P:
+            if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
             choice = self.cost.convert(t, src, dst, fused=fused)[0]
@@ -311,8 +321,8 @@ def write_program(
     steps: list[Instruction] = []
     axes: dict[str, tuple[str, int]] = {}
     parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    ends = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
-    end = {o.tensor: p for o, p in zip(graph.outputs, ends, strict=True)}
+    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+    end = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
 
     def place(tensor: str, p: Placement) -> None:
         exists.add((tensor, p))
@@ -343,14 +353,8 @@ def write_program(
 
     for tensor, p in stored.items():
         place(tensor, p)
-    again = {  # parameters that the backward reads where they are stored
-        name for name, twin in twin_of(graph).items()
-        if rows[graph.producer[twin].name].ins[0] == stored[name]
-    }  # fmt: skip
-    for i in graph.role("parameter"):
-        if i.tensor not in again:
-            need(i.tensor, held[i.tensor][0], False)
-    for node in graph.nodes:
+
+    def compute(node: Node) -> None:
         row, backward = rows[node.name], node.name in graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
             need(name, p, backward)
@@ -361,26 +365,57 @@ def write_program(
                 place(out, p_out)
                 if problem.at_once(out, p_out, held[out]):
                     need(out, end[out], True)
+
+    again = {  # parameters that the backward reads where they are stored
+        name for name, twin in twin_of(graph).items()
+        if rows[graph.producer[twin].name].ins[0] == stored[name]
+    }  # fmt: skip
+    first, middle, last = _ends_apart(graph.nodes)
+    for i in graph.role("parameter"):
+        if i.tensor not in again:
+            need(i.tensor, held[i.tensor][0], False)
+    for node in first:
+        compute(node)
+        made_there = str(node.outputs[0])
+        need(made_there, held[made_there][0], False)
+    start, steps = steps, []
+    for node in middle:
+        compute(node)
     body, steps = steps, []
-    for o, p in zip(graph.outputs, ends, strict=True):
+    for node in last:
+        compute(node)
+    for o, p in zip(graph.outputs, finals, strict=True):
         need(o.tensor, p, o.role == "gradient")
-    steps = body + _neighbours(steps)
+    steps = _neighbours(start, graph) + body + _neighbours(steps, graph)
     program = Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
-        outputs=tuple(ends), axes=axes,
+        outputs=tuple(finals), axes=axes,
     )  # fmt: skip
     program.check(graph)
     return program
 
 
-def _neighbours(steps: list[Instruction]) -> list[Instruction]:
+def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+    """The collectives between machines that begin and that end a step, and all between."""
+    first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
+    rest = list(nodes[len(first) :])
+    last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
+    return first, rest[: len(rest) - len(last)], last
+
+
+def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
     """Conversions reordered so that those of one kind stand together, and can be fused."""
     depth: dict[str, int] = {}
-    keyed = []
+    keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
     for step in steps:
-        assert isinstance(step, Convert)
-        depth[step.tensor] = depth.get(step.tensor, -1) + 1
-        keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+        if isinstance(step, Convert):
+            depth[step.tensor] = depth.get(step.tensor, -1) + 1
+            keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+            continue
+        node = graph.by_name[step.node]
+        at = max(depth.get(name, -1) for name in node.inputs) + 1
+        depth.update((out, at) for out in node.outputs if out)
+        keyed.append(((step.backward, at, node.op), step))
     return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]
 
 

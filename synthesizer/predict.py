@@ -10,11 +10,12 @@ import numpy as np
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Collective, Prediction, Rank
-from hap.program import Compute, Convert
+from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
+from hap.synthesizer.simulate import computed
 from hap.synthesizer.synthesize import Candidate
 from hap.synthesizer.work import FLOPS
 
@@ -43,23 +44,33 @@ def predict(
 
 
 def alternatives(
-    found: Mapping[str, Candidate | str], fewer: Mapping[str, tuple[str, Candidate]]
+    graph: Graph,
+    found: Mapping[str, Candidate | str],
+    fewer: Mapping[str, tuple[str, Candidate]],
+    notes: Mapping[str, str],
 ) -> tuple[Alternative, ...]:
-    """The rows that the plan's predicted step is shown beside."""
+    """The rows that the plan's predicted step is shown beside; ``notes`` by the rows' names."""
     rows = []
     for name, candidate in found.items():
         if isinstance(candidate, str):
             rows.append(Alternative(name=name, step_s=0.0, fits=False, note=candidate))
         else:
-            rows.append(_alternative(name, candidate, ""))
-    return (*rows, *(_alternative(name, c, which) for name, (which, c) in fewer.items()))
+            rows.append(_alternative(graph, name, candidate, notes.get(name, "")))
+    return (*rows, *(_alternative(graph, name, c, which) for name, (which, c) in fewer.items()))
 
 
-def _alternative(name: str, candidate: Candidate, note: str) -> Alternative:
-    parts = [note] if note else []
-    parts += [] if candidate.fits else ["does not fit the memory"]
-    step_s = candidate.timeline.step_s
-    return Alternative(name=name, step_s=step_s, fits=candidate.fits, note="; ".join(parts))
+def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Alternative:
+    line, moved = candidate.timeline, candidate.program.collectives
+    return Alternative(
+        name=name,
+        step_s=line.step_s,
+        fits=candidate.fits,
+        note=note,
+        communicate_s=line.communicate_s,
+        communicate_bytes=sum(graph.tensors[c.tensor].nbytes for c in moved),
+        peak_bytes=round(float(line.peak_bytes.max())),
+        lacking_bytes=round(float(candidate.lacking_bytes.max())),
+    )
 
 
 def peak_kinds(
@@ -113,6 +124,19 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
     for group in candidate.program.groups(graph):
+        nodes = computed(graph, group)
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            node = nodes[0][0]
+            found.append(
+                Collective(
+                    tensor=node.inputs[0], fused=len(nodes),
+                    kind=f"{node.op.removeprefix(BETWEEN)} between machines",
+                    nbytes=sum(graph.tensors[n.inputs[0]].nbytes for n, _ in nodes),
+                    implementation=str(node.args[-1]), seconds=crossing,
+                    runner_up="", runner_up_s=0.0,
+                )
+            )  # fmt: skip
         converts = [s for s in group if isinstance(s, Convert) and not s.local]
         if not converts:
             continue

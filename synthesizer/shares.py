@@ -9,7 +9,7 @@ layers nor more devices of a type make the model larger::
     z[g,k]   1 if the type takes part in the group:       m[g,k] <= units[g] * z[g,k]
     t[s]     seconds of stage s; stages with equal rows are one variable, times their number
 
-    e        seconds of all the all-to-alls
+    e        seconds of all exchanges: all-to-alls, and gathers in stages
 
 Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 
@@ -24,14 +24,15 @@ Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
 * Memory (:func:`tangents_of`, :func:`_memory_rows`). The peak is the largest of linear
   functions, one per instant of the step: tangents as well.
 * Communication. Padded gathers grow with the largest part, which is exact (:func:`padded_slopes`).
-  An all-to-all is bilinear, the one thing that is not convex: each round solves with the
-  tangents of all splits tried (:func:`exchange_plane`), less those that overrate the best one, and
-  with the best one's alone. Grouped gathers and all-reduces are constants.
+  An all-to-all is bilinear, and a gather in stages (hierarchical) may switch between padded and
+  grouped in each stage: they are not convex. Each round solves with the tangents of all splits
+  tried (:func:`exchange_plane`), less those that overrate the best one, and with the best one's
+  alone. Grouped gathers and all-reduces are constants.
 
 :func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until
 nothing new or better comes. It returns the best split *under the simulator* among those
 solutions, the rounded relaxation of the first round, and :meth:`Task.first_splits`. Without
-all-to-alls that is the optimum, to the gap of the solver, but for what is not modelled: which
+exchanges that is the optimum, to the gap of the solver, but for what is not modelled: which
 devices of a type get a remainder (always the first), and the latency that each sender of a
 grouped gather adds. With them it is a local one: 2 % off in the worst of the tests.
 """
@@ -54,7 +55,7 @@ from hap.synthesizer.tangents import Plane, exchange_plane, padded_slopes, tange
 __all__ = ["Outcome", "Status", "alike_axes", "proportional", "solve_shares"]
 
 _PATIENCE = 2
-"""Rounds in a row without a better split that end the alternation if all-to-alls are in it.
+"""Rounds in a row without a better split that end the alternation if exchanges are in it.
 
 Without them it is left to converge: every round adds tangents until its split was tried.
 """

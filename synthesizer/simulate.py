@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.graph import Graph
-from hap.program import Compute, Convert, Program
+from hap.graph import Graph, Node
+from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
 from hap.synthesizer.rules.base import Row
@@ -49,10 +49,14 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     found: list[Stage] = []
     busy = np.zeros(world)
     for group in program.groups(graph):
-        for step in group:
-            if isinstance(step, Compute):
-                row = Row(step.outs, step.ins)
-                busy = busy + cost.compute(graph.by_name[step.node], row)
+        nodes = computed(graph, group)
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            found.append(Stage(compute_s=busy, communicate_s=crossing))
+            busy = np.zeros(world)
+            continue
+        for node, row in nodes:
+            busy = busy + cost.compute(node, row)
         converts = [s for s in group if isinstance(s, Convert)]
         if not converts:
             continue
@@ -66,6 +70,11 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
         if i.target in graph.gradients:
             busy = busy + cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
     return [*found, Stage(compute_s=busy, communicate_s=0.0)]
+
+
+def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
+    """The nodes that a group of instructions runs, and by which rows."""
+    return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
 def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from hap.graph import Tensor
 from hap.placement import Placement
-from hap.program import Instruction
+from hap.program import Convert, Instruction, Program
+from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.footprint import Buffers, communication_buffers, memory
 from hap.synthesizer.share_task import Split, Task
@@ -43,6 +44,11 @@ class _Probe(CostModel):
         if not placement.sharded:
             return self._one
         return self._of[self._axes.of[tensor.name, placement.dim]]
+
+    def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
+        if group[0].local:
+            return super().convert_group(group)
+        return [Choice(group[0].implementation, 0.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ def padded_slopes(task: Task) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """Seconds of all the all-to-alls near a split; totals are units, by group and type."""
+    """Seconds of :func:`exchanges` near a split; totals are units, by group and type."""
 
     value: float
     slopes: Floats
@@ -164,19 +170,32 @@ class Plane:
         return self.value + float((self.slopes * (totals - self.totals)).sum())
 
 
+def exchanges(program: Program) -> list[Convert]:
+    """All-to-alls and hierarchical gathers: they depend on all the shares, not the largest."""
+    return [
+        c for c in program.collectives
+        if c.kind == "all_to_all" or (c.implementation == "hierarchical" and c.kind != "all_reduce")
+    ]  # fmt: skip
+
+
 def exchange_plane(task: Task, split: Split) -> Plane:
-    """The plane of the all-to-alls through a split, its slopes those of one unit more per type."""
+    """The plane of the exchanges through a split, its slopes those of one unit more per type."""
+
+    def side(c: Convert, p: Placement) -> int:
+        return task.group(c.tensor, p) if p.sharded else -1
+
     steps = Counter(
-        (c.implementation, task.graph.tensors[c.tensor].nbytes,
-         task.group(c.tensor, c.src), task.group(c.tensor, c.dst))
-        for c in task.program.collectives if c.kind == "all_to_all"
+        (c.kind, c.implementation, task.graph.tensors[c.tensor].nbytes, side(c, c.src),
+         side(c, c.dst))
+        for c in exchanges(task.program)
     )  # fmt: skip
     parts = [np.array(vector) / sum(vector) for vector in split]
 
     def seconds(parts: Sequence[PerRank]) -> float:
+        sides = [*parts, np.ones(task.machine.cluster.world_size)]  # of -1: not sharded
         return sum(
-            times * _seconds(task, "all_to_all", how, nbytes, parts[src], parts[dst])
-            for (how, nbytes, src, dst), times in steps.items()
+            times * _seconds(task, kind, how, nbytes, sides[src], sides[dst])
+            for (kind, how, nbytes, src, dst), times in steps.items()
         )
 
     value = seconds(parts)

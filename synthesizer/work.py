@@ -31,7 +31,7 @@ FREE = frozenset(
         "split.Tensor",
         "split_with_sizes.default",
     ]
-)
+) | {"mesh.slice"}
 
 
 def _mm(call: Call) -> float:

@@ -14,7 +14,7 @@ from hap.cluster import Cluster, Device, Link
 from hap.placement import Placement
 from hap.plan import Plan, Prediction, Source
 from hap.program import Convert, Program
-from hap.synthesizer.baselines import batch_axis, data_parallel
+from hap.synthesizer.baselines import sharded_storage
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.storage import STORED, level
@@ -58,9 +58,7 @@ def cluster(*memory: int, speeds: tuple[float, ...] = (), bandwidth: float = 1e1
 
 def zero(rows: int = 64) -> Allowed:
     """Data parallel over the batch, every parameter stored in shards (ZeRO of any stage)."""
-    axis = batch_axis(space(rows))
-    assert axis is not None
-    return data_parallel(space(rows), axis, sharded_storage=True)
+    return sharded_storage(space(rows))
 
 
 def gathers(program: Program, of: set[str]) -> list[Convert]:

@@ -145,3 +145,14 @@ def test_verdict_has_the_worst_first_and_counts_the_rest(
     assert shown_rows[1].split() == ["lost", "gradient", "inf", "DIFFERS"]
     assert shown_rows[-1] == "and 12 more, none of which differ"
     assert len(shown_rows) == 22
+
+
+def test_a_comparison_says_what_each_alternative_moves_and_needs(
+    shown: Callable[[RenderableType], str],
+) -> None:
+    text = shown(plan_screen(small_plan(), compare=True))
+    assert rows(text, "this plan") == ["this plan 10 ms 1.00x 4 ms 196 B 4 MiB yes"]
+    assert rows(text, "even data parallel")[0].startswith("even data parallel 15 ms 1.50x")
+    assert rows(text, "without")[0].endswith("lacks 0 B")
+    assert rows(text, "ZeRO") == ["ZeRO - - - - - -", "ZeRO the batch can't be split"]
+    assert max(map(len, text.splitlines())) <= 100

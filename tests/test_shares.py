@@ -172,6 +172,19 @@ def layers(depth: int, batch: int = 64) -> Case:
     return m.build(**dict.fromkeys(LETTERS[:depth], 256))
 
 
+def gathered(how: str, units: int = 12) -> Case:
+    """A product split by columns, and its result gathered."""
+    wide = 64 * units
+    m = Model()
+    m.given("x", "input", "..", (512, 256), R)
+    m.given("w", "parameter", ".c", (256, wide), S(1))
+    m.run("mm.default", "y", ".c", (512, wide), S(1), ("x", R), ("w", S(1)))
+    m.convert("y", S(1), R, how)
+    m.run("sum.default", "loss", "", (), R, ("y", R))
+    m.end("loss", "loss", "loss", R)
+    return m.build(c=units)
+
+
 def timeline(case: Case, machine: Machine, shares: Shares) -> Timeline:
     graph, axes, program = case
     return simulate(graph, program, CostModel(graph, axes, machine, shares, STATES))
@@ -257,6 +270,17 @@ def test_two_axes_joined_by_an_all_to_all_come_near_brute_force(speeds, how) -> 
     case, machine = two_axes(8, 6, how), Machine(cluster(*speeds))
     best = brute_force(case, machine)
     assert best <= solve(case, machine).objective_s <= 1.03 * best
+
+
+@pytest.mark.parametrize("speeds", [(2, 2, 1), (2, 2, 1, 1), (9, 9, 1, 1)])
+def test_gathers_in_stages_come_near_brute_force(speeds) -> None:
+    """A node for each speed: of two devices and one, or of two each."""
+    case, machine = gathered("hierarchical"), Machine(cluster(*speeds))
+    best = brute_force(case, machine)
+    even = timeline(case, machine, shares_of(case, np.ones(len(speeds)))).step_s
+    found = solve(case, machine).objective_s
+    assert best <= found <= 1.02 * best
+    assert found < even, "the shares matter here"
 
 
 def relaxed_roundings(case: Case, machine: Machine) -> Iterator[dict[str, tuple[int, ...]]]:

@@ -1,0 +1,143 @@
+"""The testbed of the HAP paper in simulation: every baseline and the plan, on 8 to 64 GPUs.
+
+    python -m benchmarks.paper_cluster                 all cells; those that are done are kept
+    python -m benchmarks.paper_cluster --only vgg19/8  cells whose name holds this text
+    python -m benchmarks.paper_cluster --write-docs    also docs/paper-testbed.md and its plot
+
+A cell is a model on a cluster, planned by ``hap.api.plan(..., compare=True)``. Nothing is
+trained: all times are predictions of the planner's own simulator. Each cell is written to the
+results file when it is done, so that an interrupted run goes on where it was; ``--fresh``
+forgets what is there. The machines are the paper's (EuroSys'24): two with V100s and six with
+P100s, 1, 2, 4 or 8 GPUs of each in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.models import bert, bert_moe, vgg19, vit
+from benchmarks.paper_document import comparison, plot, tables, write_document
+from hap import api, torch_private
+from hap.cluster import Cluster, load_cluster
+from hap.errors import InfeasibleError
+from hap.plan import Plan
+
+HERE = Path(__file__).parent
+SAMPLES = 32
+"""Per GPU."""
+
+MODELS: Mapping[str, Callable[[int], tuple[Any, Any]]] = {
+    "vgg19": lambda gpus: (vgg19.build(), vgg19.inputs(SAMPLES * gpus)),
+    "vit": lambda gpus: (vit.build(), vit.inputs(SAMPLES * gpus)),
+    "bert": lambda gpus: (bert.build(), bert.inputs(SAMPLES * gpus)),
+    "bert_moe": lambda gpus: (bert_moe.build(experts=2 * gpus), bert_moe.inputs(SAMPLES * gpus)),
+}
+"""Name -> model and global batch for so many GPUs: the weak scaling of the paper."""
+
+MACHINES = """\
+name: {name}
+links:
+  between: {{bandwidth: {between}, latency: 30 us}}
+nodes:
+  - {{name: v100, count: 2, gpus: {gpus}, type: V100-16{v100}}}
+  - {{name: p100, count: 6, gpus: {gpus}, type: P100{p100}}}
+"""
+
+# The paper's planner knows a rate per device and nothing of launches or memory traffic. Its
+# rates per collective, of whole tensors, are those of rings of 0.71 to 0.83 GB/s among 8 ranks.
+FREE = ", memory_bandwidth: 1000 TB/s, launch: 0 s"
+CONSTANTS = {
+    "between": "0.78 GB/s",
+    "v100": f", flops: 3.86 TFLOP/s{FREE}",
+    "p100": f", flops: 2.15 TFLOP/s{FREE}",
+}
+CATALOGUE = {"between": "10.4 Gbit/s", "v100": "", "p100": ""}
+
+
+def machines(per_machine: int, figures: Mapping[str, str], name: str) -> Cluster:
+    return load_cluster(MACHINES.format(gpus=per_machine, name=name, **figures))
+
+
+CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
+    **{str(8 * k): lambda k=k: machines(k, CATALOGUE, str(8 * k)) for k in (1, 2, 4, 8)},  # type: ignore[misc]
+    "29": lambda: load_cluster(HERE / "clusters" / "irregular29.yaml"),
+    "8-constants": lambda: machines(1, CONSTANTS, "8-constants"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan the cells that are missing, print the tables, write what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cells whose name (model/cluster) holds this")
+    parser.add_argument("--results", type=Path, default=Path("build/paper_cluster.json"))
+    parser.add_argument("--fresh", action="store_true", help="plan again what is in the results")
+    parser.add_argument("--write-docs", action="store_true", help="docs/paper-testbed.{md,svg}")
+    options = parser.parse_args(arguments)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    done: dict[str, Any] = {}
+    if options.results.exists() and not options.fresh:
+        done = json.loads(options.results.read_text())
+    chosen = [(m, c) for m in MODELS for c in CLUSTERS if options.only in f"{m}/{c}"]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for model, cluster in chosen:
+            progress.update(task, description=f"{model}/{cluster}")
+            if f"{model}/{cluster}" not in done:
+                done[f"{model}/{cluster}"] = cell(model, CLUSTERS[cluster]())
+                options.results.write_text(json.dumps(done, indent=1))
+            progress.advance(task)
+    text = tables(done) + comparison(done)
+    console.print(text, markup=False)
+    if options.write_docs:
+        docs = HERE.parent / "docs"
+        plot(done, docs / "paper-testbed.svg")
+        write_document(docs / "paper-testbed.md", text)
+
+
+def cell(model: str, cluster: Cluster) -> dict[str, Any]:
+    """Plan one cell: the rows of the comparison, the plan first, as plain data."""
+    with torch_private.fake_mode():
+        module, batch = MODELS[model](cluster.world_size)
+    try:
+        plan = api.plan(module, batch, cluster, optimizer=torch.optim.Adam, compare=True)
+    except InfeasibleError as error:
+        return {"infeasible": str(error), "rows": []}
+    return {"rows": [_own(plan), *map(_row, plan.prediction.alternatives)]}
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    p = plan.prediction
+    return {
+        "name": "this plan",
+        "step_s": p.step_s,
+        "communicate_s": p.communicate_s,
+        "communicate_bytes": sum(c.nbytes for c in p.collectives),
+        "peak_bytes": max(rank.peak_bytes for rank in p.ranks),
+        "lacking_bytes": 0,
+        "note": "",
+    }
+
+
+def _row(other: Any) -> dict[str, Any]:
+    return {name: getattr(other, name) for name in (
+        "name", "step_s", "communicate_s", "communicate_bytes", "peak_bytes", "lacking_bytes",
+        "note",
+    )}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
