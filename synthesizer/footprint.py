@@ -7,7 +7,7 @@ all that goes in and all that comes out exists at once, and the buffers between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,18 @@ KINDS = (
 Floats = npt.NDArray[np.float64]
 
 
+Buffers = Callable[[Sequence[Instruction]], PerRank]
+"""Bytes that a collective takes beside its tensors; :func:`communication_buffers` mostly."""
+
+
 def memory(
-    graph: Graph, program: Program, cost: CostModel, buffers: CostModel | None = None
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None = None
 ) -> tuple[PerRank, PerRank]:
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
-        buffers: prices the communication's buffers, which depend on all ranks' parts at once,
-            where the ranks of ``cost`` are none that work together.
+        buffers: what collectives take, which depends on all ranks' parts at once, where the
+            ranks of ``cost`` are none that work together.
     """
     stored = sum(_given(graph, program, cost, ("parameters", "optimizer states")).values())
     peak: PerRank = _moments(graph, program, cost, buffers, _Lives(graph, program)).max(axis=0)
@@ -74,7 +78,7 @@ def _given(
 
 
 def _moments(
-    graph: Graph, program: Program, cost: CostModel, buffers: CostModel | None, lives: _Lives
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, lives: _Lives
 ) -> Floats:
     """Bytes alive; dims moment, rank. The first moment is before the step."""
     end = len(lives.groups)
@@ -87,8 +91,7 @@ def _moments(
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     for at, group in enumerate(lives.groups):
         if isinstance(group[0], Convert):
-            between = communication_buffers(group, buffers or cost)
-            alive[at + 1] += between.max() if buffers else between
+            alive[at + 1] += buffers(group) if buffers else communication_buffers(group, cost)
     return alive
 
 

@@ -60,17 +60,18 @@ class Model:
 
         n, m = variables("n", task.units), variables("m", task.units)
         z = variables("z", [1] * len(task.groups))
-        objective = []
+        objective, padded = [], []
         for g, units in enumerate(task.units):
             problem += pulp.lpSum(n[g]) == units
             largest = pulp.LpVariable(f"largest_{g}", 0)
+            padded.append(largest)
             objective.append((largest, self.scale * self.padded[g] / units))
             for k, devices in enumerate(count):
                 problem += n[g][k] <= devices * m[g][k]
                 problem += m[g][k] <= units * z[g][k]
                 problem += m[g][k] <= largest
         objective += _stage_rows(problem, self, m, z) + _exchange_rows(problem, self, n)
-        lack = _memory_rows(problem, self, m, elastic=elastic)
+        lack = _memory_rows(problem, self, m, padded, elastic=elastic)
         problem += pulp.LpAffineExpression(lack if elastic else objective)
         # Serial by default. With threads=1 CBC starts a worker that at times misses its wake-up,
         # and then sleeps for 10 s.
@@ -115,7 +116,7 @@ def _exchange_rows(
 
 
 def _memory_rows(
-    problem: pulp.LpProblem, model: Model, m: _Variables, *, elastic: bool
+    problem: pulp.LpProblem, model: Model, m: _Variables, largest: list[Any], *, elastic: bool
 ) -> list[tuple[pulp.LpVariable, float]]:
     """Add the rows of memory; returns the terms of all that lacks."""
     terms = []
@@ -125,6 +126,7 @@ def _memory_rows(
         terms.append((lack, len(ranks) * room / 2**30))
         for constant, *slopes in np.unique(model.tangents.bytes[:, k] * (SCALE / room), axis=0):
             used = [(m[g][k], slopes[g] / u) for g, u in enumerate(model.task.units)]
+            used += [(largest[g], slopes[len(m) + g] / u) for g, u in enumerate(model.task.units)]
             problem += pulp.LpAffineExpression([*used, (lack, -1.0)]) <= SCALE - constant
     return terms
 

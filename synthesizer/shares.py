@@ -16,7 +16,7 @@ Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
     sum_k n[g,k] = units[g]
     t[s]      >=  constant[s,k] + sum_g (start_up[s,k,g] * z[g,k] + slope[s,k,g] * m[g,k])
     e         >=  constant + sum_g,k exchange[g,k] * n[g,k]
-    memory[k] >=  constant[k] + sum_g bytes[k,g] * m[g,k]
+    memory[k] >=  constant[k] + sum_g (bytes[k,g] * m[g,k] + padding[k,g] * max_k m[g,k])
 
 * Computing (:func:`tangents_of`, :func:`_stage_rows`). An operator takes launch + max(linear,
   linear) of its part, and nothing at part 0. Where z = 1 that is convex in m, so a row is a

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from hap.graph import Tensor
 from hap.placement import Placement
-from hap.program import Convert, Program
+from hap.program import Convert, Instruction, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.footprint import memory
+from hap.synthesizer.footprint import Buffers, communication_buffers, memory
 from hap.synthesizer.share_task import Split, Task
 from hap.synthesizer.simulate import stages
 
@@ -55,8 +55,9 @@ class _Probe(CostModel):
 class Tangents:
     """Coefficients of the rows, per unit part; dims (stage,) split, type, coefficient.
 
-    A stage's coefficients are the constant, a start-up per group and a slope per group;
-    those of memory lack the start-ups.
+    A stage's coefficients are the constant, a start-up per group and a slope per group. Those of
+    memory are the constant, a slope per group in the type's part, and one in the largest part of
+    all ranks, to which buffers are padded.
     """
 
     seconds: Floats
@@ -73,14 +74,15 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
     """Tangents of stage times and peak memory at the most loaded device of each type.
 
     One run of the cost model answers all: for each split and type, the device with its parts,
-    then with a little more of each group, then with nothing of each group.
+    then with a little more of each group, then with nothing of each group, then beside others
+    with a little more of each group.
     """
     groups, types = len(task.groups), len(task.types)
     loads = [
         [[max(u[r] for r in ranks) for u in split] for ranks in task.types] for split in splits
     ]
     at = np.maximum(np.array(loads, dtype=np.float64), 1.0) / np.array(task.units)
-    asked = np.repeat(at[..., None], 1 + 2 * groups, axis=-1)  # split, type, group, question
+    asked = np.repeat(at[..., None], 1 + 3 * groups, axis=-1)  # split, type, group, question
     for g in range(groups):
         asked[:, :, g, 1 + g] += _STEP
         asked[:, :, g, 1 + groups + g] = 0.0
@@ -91,24 +93,54 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
         for split, k, question in np.ndindex(*parts.shape[1:])
     )
     probe = _Probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
-    shape = (len(splits), types, 1 + 2 * groups)
-    peak = memory(task.graph, task.program, probe, buffers=task.cost(task.start))[1]
-    peak = peak.reshape(shape)
+    shape = (len(splits), types, 1 + 3 * groups)
+    buffers = _padded_buffers(task, splits)
+    peak = memory(task.graph, task.program, probe, buffers)[1].reshape(shape)
     times = [stage.compute_s for stage in stages(task.graph, task.program, probe)]
     seconds = np.array(times).reshape(-1, *shape)
-    return Tangents(_rows(seconds, at, start_up=True), _rows(peak, at, start_up=False))
+    largest = np.array([[max(u) for u in split] for split in splits]) / np.array(task.units)
+    return Tangents(_time_rows(seconds, at), _memory_rows(peak, at, largest[:, None]))
 
 
-def _rows(answers: Floats, at: Floats, *, start_up: bool) -> Floats:
+def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
+    """Of each collective, for each question: the most that a rank of the split needs."""
+    groups = len(task.groups)
+    models = []
+    for split in splits:
+        parts = np.array([np.array(u) / sum(u) for u in split])
+        models.append([_Probe(task, task.machine, parts)])
+        for g in range(groups):
+            more = parts.copy()
+            more[g] += _STEP
+            models[-1].append(_Probe(task, task.machine, more))
+
+    def buffers(group: Sequence[Instruction]) -> PerRank:
+        most = np.array([[communication_buffers(group, m).max() for m in row] for row in models])
+        alike = np.repeat(most[:, :1], 1 + 2 * groups, axis=1)
+        asked = np.concatenate([alike, most[:, 1:]], axis=1)  # split, question
+        return np.repeat(asked[:, None], len(task.types), axis=1).reshape(-1)
+
+    return buffers
+
+
+def _time_rows(answers: Floats, at: Floats) -> Floats:
     """Coefficients from what :func:`tangents_of` asked; ``answers`` ends with the questions."""
     groups = at.shape[-1]
     here = answers[..., :1]
     slope = (answers[..., 1 : 1 + groups] - here) / _STEP
-    if not start_up:
-        return np.concatenate([here - (slope * at).sum(-1, keepdims=True), slope], axis=-1)
-    own = here - answers[..., 1 + groups :]  # what each group adds to the device's time
+    own = here - answers[..., 1 + groups : 1 + 2 * groups]  # what each group adds to the time
     constant = here - own.sum(-1, keepdims=True)
     return np.concatenate([constant, own - slope * at, slope], axis=-1)
+
+
+def _memory_rows(answers: Floats, at: Floats, largest: Floats) -> Floats:
+    """Likewise of memory; ``largest`` is the largest part of any rank."""
+    groups = at.shape[-1]
+    here = answers[..., :1]
+    slope = (answers[..., 1 : 1 + groups] - here) / _STEP
+    padded = (answers[..., 1 + 2 * groups :] - here) / _STEP
+    constant = here - (slope * at + padded * largest).sum(-1, keepdims=True)
+    return np.concatenate([constant, slope, padded], axis=-1)
 
 
 def padded_slopes(task: Task) -> Floats:

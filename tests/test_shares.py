@@ -115,6 +115,21 @@ def data_parallel(batch: int = 12, width: int = 256, rows: int = 64) -> Case:
     return m.build(b=batch)
 
 
+def stored_apart(batch: int = 10, stored: int = 8, width: int = 256, rows: int = 64) -> Case:
+    """:func:`data_parallel` with the parameter stored in shards, whose cut no operator sees."""
+    m = Model()
+    m.given("x", "input", "b.", (batch * rows, width), S(0))
+    m.given("w", "parameter", "s.", (width, width), S(0))
+    m.convert("w", S(0), R, "padded")
+    m.run("mm.default", "y", "b.", (batch * rows, width), S(0), ("x", S(0)), ("w", R))
+    m.run("t.default", "xt", ".b", (width, batch * rows), S(1), ("x", S(0)))
+    m.run("mm.default", "dw", "s.", (width, width), P, ("xt", S(1)), ("y", S(0)))
+    m.convert("dw", P, S(0), "padded")
+    m.loss("y", S(0))
+    m.end("gradient", "dw", "w", S(0))
+    return m.build(b=batch, s=stored)
+
+
 def experts(count: int = 16, tokens: int = 512, width: int = 256) -> Case:
     """A product per expert; each device stores and trains the experts that it runs."""
     m = Model()
@@ -355,6 +370,20 @@ def test_a_device_with_little_memory_gets_less() -> None:
     assert outcome.status is Status.OPTIMAL
     assert outcome.shares["e"][0] < solve(case, free).shares["e"][0]
     assert outcome.objective_s == pytest.approx(brute_force(case, tight), rel=2e-5)
+
+
+@pytest.mark.parametrize("speeds", [(2, 1), (1, 1), (3, 3, 1)])
+@pytest.mark.parametrize("less", [1.0, 0.95, 0.9, 0.85])
+def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
+    """Against all pairs of splits, with less and less memory on the first device."""
+    case, free = stored_apart(), Machine(cluster(*speeds))
+    peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
+    tight = Machine(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
+    best = brute_force(case, tight)
+    outcome = solve(case, tight)
+    assert (outcome.status is Status.OPTIMAL) == np.isfinite(best)
+    if np.isfinite(best):
+        assert best <= outcome.objective_s <= best * (1 + 2e-5)
 
 
 def test_infeasible_names_the_devices_and_the_bytes() -> None:
