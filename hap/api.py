@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
+from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import best_on_mesh
 from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
 from hap.synthesizer.roles import batch_axis
@@ -41,6 +42,16 @@ __all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "
 Progress = Callable[[str], None]
 
 
+class Options(TypedDict, total=False):
+    """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
+
+    allow_idle: bool
+    all_devices: bool
+    mesh: bool | None
+    compare: bool
+    engine: str
+
+
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: Batch,
@@ -52,6 +63,7 @@ def plan(
     all_devices: bool = False,
     mesh: bool | None = None,
     compare: bool = False,
+    engine: str = "exact",
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -69,15 +81,18 @@ def plan(
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both ways where the cluster allows it, to take the better one (None).
+        engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
 
     Raises:
+        InputError: there is no such engine.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    search = engine_named(engine)
     if mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
@@ -89,15 +104,17 @@ def plan(
     graph = capture(module, batch, loss)
     progress("stating the rules")
     space = build_space(graph)
-    synthesizer = Synthesizer(space, cluster, kind.states)
+    synthesizer = Synthesizer(space, cluster, kind.states, engine=search)
     best = synthesizer.best(progress)
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, kind.states, every=compare)
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
     notes = {method.name: method.note for method in METHODS} if compare else {}
-    fewer = fewer_devices(space, cluster, kind.states)
+    fewer = fewer_devices(space, cluster, kind.states, search)
     left: tuple[int, ...] = ()
     if not all_devices and not mesh:
         whole = best
@@ -105,7 +122,7 @@ def plan(
         if left:
             beside = {"all devices": whole, **beside}
     if mesh or (mesh is None and is_mesh(cluster)):
-        two = best_on_mesh(space, cluster, kind.states, progress)
+        two = best_on_mesh(space, cluster, kind.states, search, progress)
         if two is None and mesh:
             raise InputError(
                 "no program leaves every machine a share of the step", hint="plan over one axis"
@@ -145,20 +162,17 @@ def plan_file(
     spec: str,
     cluster: Cluster | str | Path,
     *,
-    allow_idle: bool = False,
-    all_devices: bool = False,
-    mesh: bool | None = None,
-    compare: bool = False,
     progress: Progress = lambda text: None,
+    **options: Unpack[Options],
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    engine_named(options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, all_devices=all_devices, mesh=mesh, compare=compare,
-        progress=progress, source=Source(path=str(file.path), function=file.function),
+        source=Source(path=str(file.path), function=file.function), progress=progress, **options,
     )  # fmt: skip
 
 

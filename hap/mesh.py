@@ -13,6 +13,7 @@ of one column ``j``. All machines run the same program inside, on shards of thei
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -36,13 +37,25 @@ class Inside:
     shares: Shares
 
 
+class Offset(NamedTuple):
+    """Where a machine's shard of a tensor begins along ``dim``, of ``size`` elements in all."""
+
+    dim: int
+    start: int
+    size: int
+
+
 class Part(NamedTuple):
-    """What one rank runs: ``program`` over ``graph``, as rank ``rank`` of those beside it."""
+    """What one rank runs: ``program`` over ``graph``, as rank ``rank`` of those beside it.
+
+    ``offsets`` has an entry for each tensor that is cut between machines.
+    """
 
     graph: Graph
     program: Program
     shares: Shares
     rank: int
+    offsets: Mapping[str, Offset]
 
 
 class Mesh:
@@ -137,6 +150,19 @@ def divide(graph: Graph, program: Program, shares: Shares, machine: int | None =
     return _Divider(graph, program, shares, machine).graph()
 
 
+def offsets(
+    graph: Graph, program: Program, shares: Shares, machine: int, divided: Graph
+) -> dict[str, Offset]:
+    """Where a machine's shards begin, by the names of its divided graph."""
+    found = {}
+    for name in divided.tensors:
+        value = origin(name)
+        if value.placement.sharded:
+            sizes = program.sizes(graph, value, shares)
+            found[name] = Offset(value.placement.dim, sum(sizes[:machine]), sum(sizes))
+    return found
+
+
 class _Divider:
     def __init__(self, graph: Graph, program: Program, shares: Shares, machine: int | None) -> None:
         self._graph, self._program, self._shares = graph, program, shares
@@ -184,19 +210,11 @@ class _Divider:
         args, kwargs = substitute(
             (node.args, node.kwargs), lambda ref: Ref(self._names[Value(ref.name, next(placed))])
         )
-        if node.op == "aten.native_dropout.default":
-            args = (*args, self._start(Value(node.inputs[0], step.ins[0])))
         outputs = tuple(
             self._made(Value(o, p)) if o is not None and p is not None else None
             for o, p in zip(node.outputs, step.outs, strict=True)
         )
         return replace(node, args=args, kwargs=kwargs, outputs=outputs)
-
-    def _start(self, value: Value) -> int:
-        """Where this machine's shard begins: masks of unlike shards must differ."""
-        if self._machine is None or not value.placement.sharded:
-            return 0
-        return sum(self._sizes(value)[: self._machine])
 
     def _convert(self, step: Convert) -> Node:
         src, dst = Value(step.tensor, step.src), Value(step.tensor, step.dst)

@@ -20,7 +20,7 @@ from hap.cluster import Cluster
 from hap.errors import PlanError
 from hap.files import write_whole
 from hap.graph import Graph
-from hap.mesh import Inside, Mesh, Part, divide
+from hap.mesh import Inside, Mesh, Part, divide, offsets
 from hap.program import Program, Value
 
 FORMAT = 2
@@ -167,15 +167,16 @@ class Plan:
     def part(self, rank: int) -> Part:
         """What a rank runs, with the sizes of its own machine."""
         if self.mesh is None:
-            return Part(self.graph, self.program, self.shares, rank)
+            return Part(self.graph, self.program, self.shares, rank, {})
         machine, column = self.mesh.place(rank)
-        return Part(*self._machines[machine], column)
+        return self._machines[machine]._replace(rank=column)
 
     @cached_property
-    def _machines(self) -> list[tuple[Graph, Program, Shares]]:
+    def _machines(self) -> list[Part]:
+        """What the first rank of each machine runs."""
         assert self.mesh is not None
         assert self.inside is not None
-        found: list[tuple[Graph, Program, Shares]] = []
+        found = []
         for machine, ranks in enumerate(self.mesh.machines):
             shares = {
                 name: tuple(units[r] for r in ranks) for name, units in self.inside.shares.items()
@@ -185,7 +186,8 @@ class Plan:
                 for dim, (name, _) in self.inside.program.axes.items()
             }
             graph = divide(self.graph, self.program, self.shares, machine)
-            found.append((graph, replace(self.inside.program, axes=axes), shares))
+            begin = offsets(self.graph, self.program, self.shares, machine, graph)
+            found.append(Part(graph, replace(self.inside.program, axes=axes), shares, 0, begin))
         return found
 
     @property
@@ -212,7 +214,7 @@ class Plan:
 
         There is one level, or with two mesh axes a cut between machines and one inside.
         """
-        levels = [(Part(self.graph, self.program, self.shares, self._place(rank)), tensor)]
+        levels = [(Part(self.graph, self.program, self.shares, self._place(rank), {}), tensor)]
         if self.inside is not None:
             part = self.part(rank)
             at = [i.tensor for i in self.graph.inputs].index(tensor)

@@ -68,7 +68,7 @@ class Convert:
 
 Instruction = Compute | Convert
 
-FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_lse"})
 """Collectives that run on several tensors at once as on one long one."""
 
 BETWEEN = "mesh."

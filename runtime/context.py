@@ -30,10 +30,12 @@ class Context:
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
+        self.all_reduce_lse = comm.all_reduce_lse
         self.all_to_all = comm.all_to_all
         self.all_gather_many = comm.all_gather_many
         self.reduce_scatter_many = comm.reduce_scatter_many
         self.all_reduce_many = comm.all_reduce_many
+        self.all_reduce_lse_many = comm.all_reduce_lse_many
 
     def between(self, kind: str, *args: Any) -> Any:
         """A collective between machines, by the name of its method."""

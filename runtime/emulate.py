@@ -68,6 +68,9 @@ class EmulatedComm(Comm):
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         return torch.stack(self._world.exchange(self.rank, x)).sum(0)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return torch.stack(self._world.exchange(self.rank, x)).amax(0)
+
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:

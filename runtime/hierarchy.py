@@ -49,6 +49,9 @@ class TwoLevelComm(Comm):
         self._width = min(counts)
         self._levels: Levels | None = None
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self._flat.all_reduce_max(x)
+
     @property
     def levels(self) -> Levels:
         """Made by the first collective that needs them, which is the same one on all ranks."""

@@ -211,7 +211,7 @@ def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) ->
     part = plan.part(rank)
     return Emitter(
         graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
-        widen=widen,
+        widen=widen, offsets=part.offsets,
     ).emit()  # fmt: skip
 
 

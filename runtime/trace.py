@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from hap.capture import Batch, flatten
 from hap.graph import Graph
 from hap.mesh import origin
-from hap.placement import P, R
+from hap.placement import L, P, R
 from hap.plan import Plan
 from hap.program import Compute, Program, Value
 from hap.runtime.collectives import Comm, LocalComm
@@ -39,7 +39,8 @@ def first_difference(
             if name in whole
         }
         emitter = Emitter(graph=part.graph, program=part.program, shares=part.shares,
-                          rank=part.rank, device=torch.device("cpu"), widen=widen)  # fmt: skip
+                          rank=part.rank, device=torch.device("cpu"), widen=widen,
+                          offsets=part.offsets)  # fmt: skip
         comms = along_axes(plan, comm)
         return trace(emitter, given, Context(comms[-1], across=comms[0]))
 
@@ -74,6 +75,8 @@ def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
     """The whole tensor that the ranks' parts stand for; of a replica, each rank's."""
     if value.placement.sharded:
         return [torch.cat(parts, value.placement.dim)]
+    if value.placement == L:
+        return [torch.stack(parts).logsumexp(0)]
     return [torch.stack(parts).sum(0)] if value.placement == P else parts
 
 

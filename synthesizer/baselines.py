@@ -17,7 +17,9 @@ from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R, S
 from hap.synthesizer.cost import Machine, PerRank
+from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Allowed
+from hap.synthesizer.outcome import Engine
 from hap.synthesizer.paper import plan_as_paper
 from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.space import Space
@@ -239,20 +241,20 @@ def _gradients(graph: Graph) -> dict[str, str]:
 
 
 def fewer_devices(
-    space: Space, cluster: Cluster, optimizer_states: int
+    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
 ) -> dict[str, tuple[str, Candidate]]:
     """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
     slowest, fastest = int(np.argmin(speeds)), int(np.argmax(speeds))
     found = {}
     if cluster.world_size > 2:
-        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states, engine=engine)
         pair = synthesizer.search(next(synthesizer.starts()))
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         best = min(pair, balanced, key=lambda c: c.rank)
         found["without the slowest device"] = (f"without {cluster.devices[slowest].name}", best)
     if cluster.world_size > 1:
-        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states)
+        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states, engine=engine)
         pair = synthesizer.cheapest(next(synthesizer.starts()))
         found["the fastest device alone"] = (f"only {cluster.devices[fastest].name}", pair)
     return found

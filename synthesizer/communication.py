@@ -110,6 +110,16 @@ class Network:
             found.append(Choice("hierarchical", self._stages.all_reduce(nbytes, on)))
         return found
 
+    def _all_reduce_lse(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[Choice]:
+        # The largest term is found first, then the exponentials less it are summed.
+        reduced = 2 * self._all_reduce(nbytes, src, dst, on)[0].seconds
+        n = self.world_size
+        # Or every rank gets all the terms: a whole tensor from each.
+        gathered = self._padded(n * nbytes, np.full(n, 1 / n), on)
+        return [Choice("terms gathered", gathered), Choice("two reductions", reduced)]
+
     def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())

@@ -64,6 +64,8 @@ class CostModel:
         self.optimizer_states = optimizer_states
         self._axes = axes
         self._one = np.ones(machine.cluster.world_size)
+        self.ring_size = machine.cluster.world_size
+        """Ranks that convert placements among each other."""
         vectors: dict[tuple[int, ...], PerRank] = {}  # axes with equal shares have one vector
         for units in shares.values():
             vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))
@@ -77,6 +79,10 @@ class CostModel:
         if not placement.sharded:
             return self._one
         return self._parts[self._axes.of[tensor.name, placement.dim]]
+
+    def whole_bytes(self, tensor: Tensor) -> PerRank:
+        """What each rank holds of a tensor that is whole in its ring."""
+        return tensor.nbytes * self._one
 
     def local_bytes(self, tensor: Tensor, placement: Placement) -> PerRank:
         key = (tensor.name, placement)

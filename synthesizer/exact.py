@@ -145,7 +145,7 @@ EASY = 1 << 24
 def _best_order(sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Order:
     """Greedy orders by several measures, none of which is best on every graph."""
     found: list[_Order] = []
-    for measure in (_table_size, _fill, _degree):
+    for measure in (_small_first, _table_size, _fill, _degree):
         found.append(_order(sizes, edges, measure))
         if found[-1].total <= EASY:
             break
@@ -157,6 +157,12 @@ Measure = Callable[[int, Sequence[int], list[set[int]]], int]
 
 def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     return math.prod(sizes[n] for n in near[v]) * sizes[v]
+
+
+def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    """What is small by its size, which leaves a core of each layer; that by its fill."""
+    entries = _table_size(v, sizes, near)
+    return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
 
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:

@@ -7,10 +7,10 @@ all that goes in and all that comes out exists at once, and the buffers between 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.graph import Graph, Node
 from hap.placement import Placement
@@ -24,62 +24,72 @@ KINDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes per rank: of stored parameters and states, and at each rank's peak by kind."""
-
-    stored_bytes: PerRank
-    peak: Mapping[str, PerRank]
-
-    @property
-    def peak_bytes(self) -> PerRank:
-        total: PerRank = np.sum(list(self.peak.values()), axis=0)
-        return total
+Floats = npt.NDArray[np.float64]
 
 
-def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, PerRank]:
-    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank."""
-    found = footprint(graph, program, cost)
-    return found.stored_bytes, found.peak_bytes
-
-
-def footprint(
+def memory(
     graph: Graph, program: Program, cost: CostModel, buffers: CostModel | None = None
-) -> Footprint:
-    """Follow a step from moment to moment, and keep each rank's fullest.
+) -> tuple[PerRank, PerRank]:
+    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
         buffers: prices the communication's buffers, which depend on all ranks' parts at once,
             where the ranks of ``cost`` are none that work together.
     """
+    stored = sum(_given(graph, program, cost, ("parameters", "optimizer states")).values())
+    peak: PerRank = _moments(graph, program, cost, buffers, _Lives(graph, program)).max(axis=0)
+    return stored + np.zeros_like(peak), peak
+
+
+def at_peak(graph: Graph, program: Program, cost: CostModel) -> dict[str, PerRank]:
+    """By kind, the bytes that each rank holds at its fullest moment."""
     lives = _Lives(graph, program)
-    alive = np.zeros((len(KINDS), cost.machine.cluster.world_size))
+    fullest = _moments(graph, program, cost, None, lives).argmax(axis=0) - 1
+    found = {kind: np.zeros(len(fullest)) for kind in KINDS}
+    for kind, nbytes in _given(graph, program, cost, KINDS).items():
+        found[kind] = found[kind] + nbytes
+    for value, (first, last) in lives.spans.items():
+        alive = (first <= fullest) & (fullest <= last)
+        found[lives.kind[value]] += np.where(alive, _bytes(graph, cost, value), 0.0)
+    for rank, at in enumerate(fullest.tolist()):
+        if at >= 0:
+            between = communication_buffers(lives.groups[at], cost)
+            found["communication buffers"][rank] = between[rank]
+    return found
 
-    def add(kind: str, nbytes: PerRank) -> None:
-        alive[KINDS.index(kind)] += nbytes
 
+def _given(
+    graph: Graph, program: Program, cost: CostModel, kinds: Sequence[str]
+) -> dict[str, PerRank]:
+    """What lies there from the start to the end."""
+    nothing = np.zeros(cost.machine.cluster.world_size)
+    found = dict.fromkeys(("parameters", "optimizer states", "batch and buffers"), nothing)
     for i in graph.inputs:
         local = cost.local_bytes(graph.tensors[i.tensor], program.inputs[i.tensor])
-        parameter = i.role == "parameter"
-        add("parameters" if parameter else "batch and buffers", local)
-        if parameter and i.target in graph.gradients:
-            add("optimizer states", cost.optimizer_states * local)
-    stored = alive[KINDS.index("parameters")] + alive[KINDS.index("optimizer states")]
-    peak, fullest = alive.copy(), alive.sum(0)
-    for group, made, dying in zip(lives.groups, lives.made, lives.dying, strict=True):
-        for value in made:
-            add(lives.kind[value], _bytes(graph, cost, value))
-        between = communication_buffers(group, buffers or cost)
-        if buffers:
-            between = np.full(alive.shape[1], between.max())
-        add("communication buffers", between)
-        total = alive.sum(0)
-        peak = np.where(total > fullest, alive, peak)
-        fullest = np.maximum(total, fullest)
-        add("communication buffers", -between)
-        for value in dying:
-            add(lives.kind[value], -_bytes(graph, cost, value))
-    return Footprint(stored_bytes=stored, peak=dict(zip(KINDS, peak, strict=True)))
+        kind = "parameters" if i.role == "parameter" else "batch and buffers"
+        found[kind] = found[kind] + local
+        if i.role == "parameter" and i.target in graph.gradients:
+            found["optimizer states"] = found["optimizer states"] + cost.optimizer_states * local
+    return {kind: nbytes for kind, nbytes in found.items() if kind in kinds}
+
+
+def _moments(
+    graph: Graph, program: Program, cost: CostModel, buffers: CostModel | None, lives: _Lives
+) -> Floats:
+    """Bytes alive; dims moment, rank. The first moment is before the step."""
+    end = len(lives.groups)
+    change = np.zeros((end + 2, cost.machine.cluster.world_size))
+    change[0] = sum(_given(graph, program, cost, KINDS).values())
+    for value, (first, last) in lives.spans.items():
+        nbytes = _bytes(graph, cost, value)
+        change[first + 1] += nbytes
+        change[last + 2 if last < end else end + 1] -= nbytes
+    alive: Floats = np.cumsum(change, axis=0)[: end + 1]
+    for at, group in enumerate(lives.groups):
+        if isinstance(group[0], Convert):
+            between = communication_buffers(group, buffers or cost)
+            alive[at + 1] += between.max() if buffers else between
+    return alive
 
 
 def _bytes(graph: Graph, cost: CostModel, value: Value) -> PerRank:
@@ -87,15 +97,15 @@ def _bytes(graph: Graph, cost: CostModel, value: Value) -> PerRank:
 
 
 class _Lives:
-    """Which storages are made, and which are used last, at every moment of a program."""
+    """From which moment to which each storage exists that a program makes."""
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self.groups = tuple(program.groups(graph))
-        self.made: list[list[Value]] = []
         self.kind: dict[Value, str] = {}
         parameters = {i.tensor for i in graph.role("parameter")}
         gradients = set(graph.gradients.values())
         root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
+        first: dict[Value, int] = {}
         last: dict[Value, int] = {}
         inputs = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
         forward = set(inputs)
@@ -119,7 +129,6 @@ class _Lives:
             return "gathered parameters" if base in parameters else "temporary values"
 
         for at, group in enumerate(self.groups):
-            made: list[Value] = []
             for step in group:
                 ins, outs, alias = _touched(graph, step)
                 for value in ins:
@@ -127,18 +136,14 @@ class _Lives:
                 for value in outs:
                     root[value] = root[ins[0]] if alias and ins else value
                     if root[value] == value:
-                        made.append(value)
+                        first[value] = at
                         self.kind[value] = name(value)
                         if not step.backward:
                             forward.add(value)
                     use(value, at)
-            self.made.append(made)
         for output, p in zip(graph.outputs, program.outputs, strict=True):
             use(Value(output.tensor, p), end)
-        self.dying: list[list[Value]] = [[] for _ in self.groups]
-        for value, at in last.items():
-            if at < end and value not in inputs:
-                self.dying[at].append(value)
+        self.spans = {value: (at, last[value]) for value, at in first.items()}
 
 
 def _touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], bool]:
@@ -162,21 +167,26 @@ def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerR
     their tensors end to end before or after (``hap.runtime.collectives``).
     """
     converts = [s for s in group if isinstance(s, Convert)]
-    world = cost.machine.cluster.world_size
-    nothing: PerRank = np.zeros(world)
+    nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
     if not converts or len(converts) < len(group) or converts[0].local:
         return nothing
     tensors = [cost.graph.tensors[c.tensor] for c in converts]
     src = sum((cost.local_bytes(t, c.src) for t, c in zip(tensors, converts, strict=True)), nothing)
     dst = sum((cost.local_bytes(t, c.dst) for t, c in zip(tensors, converts, strict=True)), nothing)
-    whole = float(sum(t.nbytes for t in tensors))
-    joined = whole if len(converts) > 1 else 0.0
+    whole = sum((cost.whole_bytes(t) for t in tensors), nothing)
+    joined = whole if len(converts) > 1 else nothing
     kind, how = converts[0].kind, converts[0].implementation
     if kind == "all_to_all":
-        return src + dst if how == "exact" else nothing + whole + world * src.max()
+        return src + dst if how == "exact" else whole + _padded(src, cost)
     if kind == "all_reduce":
-        return nothing + joined + (whole if how == "two step" else 0.0)
+        return joined + (whole if how == "two step" else 0.0)
     parts = src if kind == "all_gather" else dst
     if kind == "all_gather":  # what comes out of a fused one replaces what was padded
-        return nothing + max(world * float(parts.max()) if how == "padded" else 0.0, joined)
-    return nothing + joined + (world * float(parts.max()) if how == "padded" else whole)
+        return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
+    return joined + (_padded(parts, cost) if how == "padded" else whole)
+
+
+def _padded(parts: PerRank, cost: CostModel) -> PerRank:
+    """As many of the largest part as there are ranks in a ring."""
+    rings = parts.reshape(-1, cost.ring_size)
+    return np.repeat(rings.max(axis=1) * cost.ring_size, cost.ring_size)

@@ -23,10 +23,11 @@ import numpy as np
 
 from hap.graph import Graph, Node, Tensor
 from hap.mesh import ends, is_mesh_op
-from hap.placement import P, Placement, R
+from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.outcome import Engine, Outcome
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
 from hap.twins import twin_of
@@ -91,6 +92,10 @@ class Problem:
     def solve(self) -> Labelling | None:
         """The optimal labelling, or ``None`` if the allowed placements admit no program."""
         return minimise(self.unary, self.pairs)
+
+    def outcome(self, engine: Engine) -> Outcome:
+        """What an engine finds; it need be neither optimal nor a labelling at all."""
+        return engine(self.unary, self.pairs)
 
     # --- tables ---
 
@@ -274,7 +279,7 @@ class Problem:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
         total, steps, src = 0.0, [], made
         for dst in route:
-            if src.sharded and dst == P:
+            if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
             choice = self.cost.convert(t, src, dst, fused=fused)[0]

@@ -23,6 +23,8 @@ from hap.program import BETWEEN, Program
 from hap.synthesizer.baselines import data_parallel, sharded_storage
 from hap.synthesizer.communication import Choice, Fractions, Network
 from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.engines import eliminate
+from hap.synthesizer.outcome import Engine
 from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
@@ -118,6 +120,7 @@ class MeshCost(CostModel):
         super().__init__(graph, axes, machine, {}, optimizer_states)
         mesh = between.mesh
         self.network = MeshNetwork(mesh)  # type: ignore[assignment]
+        self.ring_size = mesh.width
         self._between = between
         self._slow = Network(mesh.between)
         self._ends = ends(graph)
@@ -159,6 +162,9 @@ class MeshCost(CostModel):
         if key not in self._product:
             self._product[key] = outer * inner
         return self._product[key]
+
+    def whole_bytes(self, tensor: Tensor) -> PerRank:
+        return tensor.nbytes * self.outer(tensor.name)
 
     def share(self, node: Node, row: Row) -> PerRank:
         """Each rank's part of an operator's arithmetic."""
@@ -216,8 +222,11 @@ class MeshCost(CostModel):
 class InsideSynthesizer(Synthesizer):
     """Searches the step that is left to a machine, priced on the whole cluster."""
 
-    def __init__(self, between: Between, cluster: Cluster, optimizer_states: int) -> None:
-        super().__init__(build_space(between.inside()), cluster, optimizer_states)
+    def __init__(
+        self, between: Between, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
+    ) -> None:
+        space = build_space(between.inside())
+        super().__init__(space, cluster, optimizer_states, engine=engine)
         self._between = between
 
     def starts(self) -> Iterator[Shares]:
@@ -269,18 +278,19 @@ def best_on_mesh(
     space: Space,
     cluster: Cluster,
     optimizer_states: int,
+    engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None,
 ) -> MeshCandidate | None:
     """The best pair of programs found over the two axes; ``None`` if there is none."""
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    for name, pair in _between(space, mesh, optimizer_states):
+    for name, pair in _between(space, mesh, optimizer_states, engine):
         used = {axis: pair.shares[axis] for axis in pair.program.used_axes()}
         if any(0 in units for units in used.values()):
             continue  # a machine without a share of something has no step to run
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=used)
-        inside = InsideSynthesizer(between, cluster, optimizer_states)
+        inside = InsideSynthesizer(between, cluster, optimizer_states, engine)
         try:
             best = inside.search(next(inside.starts()))
         except HapError as error:
@@ -290,14 +300,18 @@ def best_on_mesh(
     return min(found, key=lambda c: c.pair.rank, default=None)
 
 
-def _between(space: Space, mesh: Mesh, optimizer_states: int) -> Iterator[tuple[str, Candidate]]:
+def _between(
+    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine
+) -> Iterator[tuple[str, Candidate]]:
     """Programs between machines worth a search inside, without repetitions."""
     seen = []
-    ways: dict[str, Synthesizer] = {"the best": Synthesizer(space, mesh.between, optimizer_states)}
+    ways: dict[str, Synthesizer] = {
+        "the best": Synthesizer(space, mesh.between, optimizer_states, None, engine)
+    }
     if batch_axis(space) is not None:
         for name, restriction in (("data parallel", data_parallel), ("ZeRO", sharded_storage)):
             allowed = restriction(space)
-            ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed)
+            ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed, engine)
     for name, synthesizer in ways.items():
         try:
             pair = synthesizer.search(next(synthesizer.starts()))

@@ -12,7 +12,7 @@ from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.footprint import footprint, memory
+from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.simulate import computed
@@ -77,7 +77,7 @@ def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
     """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
-    peak = footprint(graph, candidate.program, cost).peak
+    peak = at_peak(graph, candidate.program, cost)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
     return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from hap.graph import Graph
 from hap.program import Compute, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.footprint import communication_buffers
 from hap.synthesizer.timeline import Schedule, ends
 from hap.synthesizer.work import FREE
 
@@ -58,14 +59,11 @@ def memory_over_time(
     graph: Graph, program: Program, cost: CostModel, run: Schedule
 ) -> tuple[Curve, ...]:
     """One curve per rank; it begins with the inputs, parameters and optimizer states."""
-    changes = list(_changes(graph, program, run))
+    changes = list(_changes(graph, program, cost, run))
     world = cost.machine.cluster.world_size
-    at = np.array([-1, *(index for index, _, _, _ in changes)])
-    times = np.stack([np.zeros(world), *(time for _, time, _, _ in changes)])
-    sizes = np.stack([
-        _held_bytes(graph, program, cost),
-        *(sign * cost.local_bytes(graph.tensors[v.tensor], v.placement) for _, _, v, sign in changes),
-    ])  # fmt: skip
+    at = np.array([-1, *(index for index, _, _ in changes)])
+    times = np.stack([np.zeros(world), *(time for _, time, _ in changes)])
+    sizes = np.stack([_held_bytes(graph, program, cost), *(nbytes for _, _, nbytes in changes)])
     curves = []
     for rank in range(world):
         order = np.argsort(times[:, rank], kind="stable")  # at one time, in program order
@@ -87,23 +85,35 @@ def _held_bytes(graph: Graph, program: Program, cost: CostModel) -> PerRank:
 
 
 def _changes(
-    graph: Graph, program: Program, run: Schedule
-) -> Iterator[tuple[int, PerRank, Value, int]]:
-    """(instruction, time per rank, what, +1 or -1) of all that comes and goes, in program order."""
-    storages = _storages(graph, program, run)
-    end = len(program.instructions)
+    graph: Graph, program: Program, cost: CostModel, run: Schedule
+) -> Iterator[tuple[int, PerRank, PerRank]]:
+    """(instruction, time, bytes more) per rank of all that comes and goes, in program order.
+
+    A fused collective holds all that it reads and makes, and its buffers, until it has ended.
+    """
     born: dict[int, list[_Storage]] = {}
     dying: dict[int, list[_Storage]] = {}
-    for storage in storages:
+    for storage in _storages(graph, program, run):
         born.setdefault(storage.born, []).append(storage)
         dying.setdefault(storage.last, []).append(storage)
-    for at in range(end):
-        for s in born.get(at, ()):
-            yield at, run.begin_s[at], s.value, 1
-        for s in dying.get(at, ()):
-            yield at, s.until_s, s.value, -1
-    for s in dying.get(end, ()):
-        yield end, run.backward_done_s, s.value, -1
+
+    def size(storage: _Storage) -> PerRank:
+        value = storage.value
+        return cost.local_bytes(graph.tensors[value.tensor], value.placement)
+
+    first = 0
+    for group in program.groups(graph):
+        members = range(first, first + len(group))
+        for at in members:
+            yield from ((at, run.begin_s[at], size(s)) for s in born.get(at, ()))
+        buffers = communication_buffers(group, cost)
+        if buffers.any():
+            yield first, run.begin_s[first], buffers
+            yield first, run.done_s[first], -buffers
+        for at in members:
+            yield from ((at, s.until_s, -size(s)) for s in dying.get(at, ()))
+        first += len(group)
+    yield from ((first, run.backward_done_s, -size(s)) for s in dying.get(first, ()))
 
 
 def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:

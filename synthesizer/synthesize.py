@@ -19,8 +19,11 @@ from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.engines import eliminate
 from hap.synthesizer.exact import TooWide
 from hap.synthesizer.labelling import Aims, Allowed, Problem
+from hap.synthesizer.outcome import Engine
+from hap.synthesizer.outcome import Status as Found
 from hap.synthesizer.shares import Status, proportional, solve_shares
 from hap.synthesizer.simulate import Timeline, simulate
 from hap.synthesizer.space import Space
@@ -60,21 +63,27 @@ class Synthesizer:
         space: of the graph; it does not depend on the cluster, and can be shared.
         optimizer_states: tensors of a parameter's size that the optimizer keeps for it.
         allowed: restricts the placements, to plan a baseline by the same search.
+        engine: finds the cheapest program under fixed shares.
+
+    ``gap`` is by which part of its cost a program of any search so far may exceed the
+    cheapest one: 0 unless the engine was cut short.
     """
 
     def __init__(
-        self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None
-    ) -> None:
+        self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
+        engine: Engine = eliminate,
+    ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
         self.machine = Machine(cluster)
         self._states = optimizer_states
+        self._engine, self.gap = engine, 0.0
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
 
     def on(self, cluster: Cluster) -> Synthesizer:
         """The same search on another cluster."""
-        return Synthesizer(self.space, cluster, self._states, self._allowed)
+        return Synthesizer(self.space, cluster, self._states, self._allowed, self._engine)
 
     def starts(self) -> Iterator[Shares]:
         """Shares to start from, without repetitions: by speed, even, by memory."""
@@ -89,7 +98,7 @@ class Synthesizer:
         """The best pair over all starts, whether it fits the memory or not.
 
         Raises:
-            HapError: the allowed placements admit no program, or the graph is too wide.
+            HapError: the allowed placements admit no program, or the engine finds none.
         """
         found: list[Candidate] = []
         for number, shares in enumerate(self.starts()):
@@ -141,15 +150,22 @@ class Synthesizer:
         cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
-            labelling = problem.solve()
+            outcome = problem.outcome(self._engine)
         except TooWide as error:
             raise HapError(
                 f"the graph is too entangled for the exact search: {error}",
-                hint="please report the model",
+                hint="search with the engine astar, whose tables are bounded; and please report "
+                "the model",
             ) from error
-        if labelling is None:
+        if outcome.status is Found.INFEASIBLE:
             raise HapError("no program exists in the restricted space")
-        program = self._apart(problem.program(labelling))
+        if outcome.labelling is None:
+            raise HapError(
+                "the search found no program before its limit", hint="search with another engine"
+            )
+        over = outcome.labelling.cost - outcome.bound
+        self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
+        program = self._apart(problem.program(outcome.labelling))
         return self.judge(program, self.with_storage(program, shares))
 
     def _apart(self, program: Program) -> Program:

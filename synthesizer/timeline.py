@@ -146,10 +146,8 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
             ready, first, last = streams.collect(ready, float(seconds.max()))
             start, made = np.full(world, first), np.full(world, last)
             spans.append(Span(COMMUNICATION, len(begin), group, ready, start, made))
-            # The tensors of fused collectives are put into one buffer and taken out in turn.
-            cuts = np.linspace(np.minimum(issued, start), made, len(group) + 1)
-            begin += list(cuts[:-1])
-            done += list(cuts[1:])
+            begin += [np.minimum(issued, start)] * len(group)
+            done += [made] * len(group)
         else:
             start, end, made = streams.run(ready, seconds)
             if seconds.any():

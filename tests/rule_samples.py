@@ -322,6 +322,13 @@ for _weight in (None, pos(3)):
         add("nll_loss_backward.default", *_given)
 add("nll_loss_forward.default", f(3), i(3), None, 2, -100)
 add("nll_loss_backward.default", f(), f(3), i(3), None, 2, -100, f())
+for _shape, _skip in (((7, 3), 1), ((7, 3), -100), ((5, 1, 11), 2), ((1, 3), -1)):
+    _x, _target = f(*_shape), i(_shape[-1], *_shape[:-1])
+    _target[1:2] = _skip
+    add("hap.cross_entropy.default", _x, _target, _skip)
+    _lse, _ = SAMPLES[-1].run()
+    _given = (f(*_shape[:-1]), f(*_shape[:-1]), _x, _target, _lse, _skip)
+    add("hap.cross_entropy_backward.default", *_given)
 for _weight, _bias in ((f(7), f(7)), (f(7), None), (None, None)):
     _x = f(5, 3, 7)
     add("native_layer_norm.default", _x, [7], _weight, _bias, 1e-5)
@@ -341,9 +348,13 @@ for _index in (i(11, 5, 3), i(11, 1, 3), i(11)):
     add("embedding.default", f(11, 7), _index)
     add("embedding_dense_backward.default", f(*_index.shape, 7), _index, 11, -1, False)
 add("embedding_dense_backward.default", f(13, 7), i(4, 13), 11, 2, True)
+add("embedding_dense_backward.default", f(13, 5, 7), i(11, 13, 5), 11, 8, False)
 add("gather.default", f(5, 11, 3), 1, i(11, 5, 7, 3))
 add("gather.default", f(5, 11), -1, i(11, 3, 1))
 add("gather.default", i(9, 5, 3), 1, i(3, 5, 3))
+add("scatter_add.default", f(5, 11, 3), 1, i(11, 5, 7, 3), f(5, 7, 3))
+add("scatter_add.default", f(5, 11), -1, i(11, 3, 1), f(3, 1))
+add("scatter_add.default", f(5, 11), 0, i(5, 7, 11), f(13, 11))
 add("index_select.default", f(5, 11, 3), 1, i(11, 7))
 add("index_select.default", i(9, 5, 3), -1, i(3, 7))
 add("index.Tensor", f(5, 11, 3), [None, i(11, 7)])

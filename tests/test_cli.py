@@ -52,6 +52,7 @@ HELP = {
         "--allow-idle",
         "--cluster",
         "--compare",
+        "--engine",
         "--help",
         "--json",
         "--mesh",
@@ -188,7 +189,7 @@ def change(folder: Path, old: str, new: str, file: str = "model.py") -> None:
 
 
 def planned() -> str:
-    result = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -237,7 +238,7 @@ def test_no_program_fits_the_memory(folder: Path) -> None:
 
 
 def test_the_screen_is_the_same_each_time_and_time_goes_to_stderr(folder: Path) -> None:
-    first = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    first = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     saved = (folder / "plan.json").read_bytes()
     assert first.exit_code == 0 and "planned in" in first.stderr
     assert first.stdout == planned() and (folder / "plan.json").read_bytes() == saved

@@ -11,7 +11,7 @@ import pytest
 from hap.axes import Axes, Axis
 from hap.cluster import Cluster, Device, Link, Work
 from hap.graph import ITEM_BYTES, Graph, Input, Output, Ref, Tensor
-from hap.placement import P, Placement, R, S, conversion
+from hap.placement import L, P, Placement, R, S, conversion, convertible
 from hap.program import Compute, Convert, Program
 from hap.synthesizer.communication import Network
 from hap.synthesizer.cost import CostModel, Machine
@@ -153,9 +153,10 @@ def test_every_conversion_has_a_price(world: str) -> None:
     shares = {2: (6, 0), 3: (3, 2, 1), 4: (0, 5, 1, 0), 5: (1, 1, 1, 1, 2)}[n]
     cost = model(world=world, shares=shares)
     t = cost.graph.tensors["t"]
-    placements = (R, P, S(0), S(1))
+    placements = (R, P, L, S(0), S(1))
     for src, dst in itertools.product(placements, placements):
-        if src.sharded and dst == P:
+        if not convertible(src, dst):
+            assert {src.kind, dst.kind} & {"P", "L"}
             with pytest.raises(ValueError, match="no instruction"):
                 conversion(src, dst)
             continue
@@ -187,6 +188,11 @@ def test_collectives_on_one_machine_by_hand() -> None:
             "one shot": min(4 * a + 1.5 * size / bw, 2 * (a + 2 * size / bw)),
             "two step": 6 * a + 1.5 * size / bw,
         }
+    )
+    lse = seconds_of(network, "all_reduce_lse", size, whole, whole)
+    reduction = min(4 * a + 1.5 * size / bw, 2 * (a + 2 * size / bw))
+    assert lse == pytest.approx(
+        {"terms gathered": 2 * a + 3 * size / bw, "two reductions": 2 * reduction}
     )
     # Rank 0 is the busiest: of its half it keeps the quarter that it shall have.
     even = [0.25] * 4

@@ -21,7 +21,10 @@ FACE = {
     "hap.terminal",
     "hap.worker",
 }
-TORCH = {f"hap.{name}" for name in ("capture", "model_file", "ops", "optimizer", "torch_private")}
+TORCH = {
+    f"hap.{name}"
+    for name in ("capture", "losses", "model_file", "ops", "optimizer", "torch_private")
+}
 
 
 def _package(module: str) -> str:

@@ -20,8 +20,8 @@ from hap.synthesizer.residency import Curve, memory_over_time
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.simulate import memory, simulate, stages
 from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule, schedule, usage
-from tests.random_plans import benchmark_case, flat_cluster, random_plan
-from tests.small_plan import small_graph, small_program
+from tests.random_plans import benchmark_case, random_plan
+from tests.small_plan import small_cluster, small_graph, small_program
 
 FILES = ("mlp", "vit", "gpt2", "bert_moe")
 
@@ -51,7 +51,7 @@ class Seconds(CostModel):
     def __init__(self, graph: Graph) -> None:
         names = {"x": 0, "xt": 1, "y0": 0, "y1": 0, "g0": 0, "g1": 0}
         axes = Axes(axes={"batch": Axis(name="batch", units=8)}, of=dict.fromkeys(names.items(), "batch"))  # fmt: skip
-        super().__init__(graph, axes, Machine(flat_cluster(2)), {"batch": (4, 4)}, 0)
+        super().__init__(graph, axes, Machine(small_cluster(1, 1)), {"batch": (4, 4)}, 0)
 
     def compute(self, node: Node, row: Row) -> PerRank:
         view = node.op in ("aten.t.default", "aten.expand.default")

@@ -80,6 +80,14 @@ def batch_64_batch():
     return inputs(size=64)
 
 
+def batch_1024():
+    return build()
+
+
+def batch_1024_batch():
+    return inputs(size=1024)
+
+
 def layers_24():
     return build(layers=24)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hap.graph import Tensor
-from hap.placement import P
+from hap.placement import L, P
 from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
 
 
@@ -35,12 +35,20 @@ def _sum(call: Call) -> list[Row]:
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.any.dim", "aten.argmax.default",
-      "aten.prod.dim_int", "aten.logsumexp.default")  # fmt: skip
+      "aten.prod.dim_int")  # fmt: skip
 def _whole(call: Call) -> list[Row]:
     (x,) = call.ins
     dims = _dims(call.arg(1, "dim"), x)
     given = letters(x, fixed=dims)
     return equation(call, [given], [_reduced(given, dims, bool(call.arg(2, "keepdim", False)))])
+
+
+@rule("aten.logsumexp.default")
+def _logsumexp(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x)
+    out = _reduced(given, _dims(call.arg(1), x), bool(call.arg(2, "keepdim", False)))
+    return equation(call, [given], [out], terms={0: L})
 
 
 @rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default",
@@ -71,7 +79,8 @@ def _softmax_backward(call: Call) -> list[Row]:
 def _nll(call: Call) -> list[Row]:
     # Captured with a sum (or no) reduction: see hap.capture.DECOMPOSITIONS.
     batch = ["n"] if len(call.ins[0].shape) == 2 else []
-    x, rest = [*batch, None], [[None] for _ in call.ins[2:]]
+    # The classes are looked up in by number, as in hap.synthesizer.rules.indexing.
+    x, rest = [*batch, "v"], [["v"] for _ in call.ins[2:]]
     loss = batch if call.arg(3) == 0 else []
     # Without a reduction the second result is a zero that no split changes.
     depends = [{0, 1}, set() if call.arg(3) == 0 else {0, 1}]
@@ -82,10 +91,10 @@ def _nll(call: Call) -> list[Row]:
 def _nll_backward(call: Call) -> list[Row]:
     grad, x = call.ins[:2]
     batch: list[str | None] = ["n"] if len(x.shape) == 2 else []
-    weight: list[list[str | None]] = [[None] for _ in call.ins[3:-1]]
+    weight: list[list[str | None]] = [["v"] for _ in call.ins[3:-1]]
     grad_letters = batch if grad.shape else []
-    ins: list[list[str | None]] = [grad_letters, [*batch, None], batch, *weight, []]
-    rows = equation(call, ins, [[*batch, None]], linear=[{0}])
+    ins: list[list[str | None]] = [grad_letters, [*batch, "v"], batch, *weight, []]
+    rows = equation(call, ins, [[*batch, "v"]], linear=[{0}])
     # The total weight divides in a mean alone; as it comes, a sum over shards, it serves here.
     return [*rows, *(row._replace(ins=(*row.ins[:-1], P)) for row in rows)]
 
