@@ -25,8 +25,12 @@ def build(
     seq: int = 128,
     dropout: float = 0.1,
     attention_dropout: float = 0.0,
+    tied: bool = True,
 ):
-    """``seq`` is the longest sequence that the position embedding has room for."""
+    """``seq`` is the longest sequence that the position embedding has room for.
+
+    ``tied``: the output layer's weight is that of the word embedding.
+    """
     return BertForMaskedLM(
         BertConfig(
             num_hidden_layers=layers,
@@ -39,6 +43,7 @@ def build(
             attention_probs_dropout_prob=attention_dropout,
             attn_implementation="sdpa",
             use_cache=False,
+            tie_word_embeddings=tied,
         )
     )
 
