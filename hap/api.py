@@ -26,7 +26,7 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
-from hap.synthesizer.predict import alternatives, largest_batch, predict
+from hap.synthesizer.predict import alternatives, bounds, largest_batch, predict
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.units import format_bytes
@@ -94,7 +94,7 @@ def plan(
         program=best.program,
         shares={name: best.shares[name] for name in used},
         idle=idle,
-        prediction=predict(graph, best, synthesizer.cost(best), rows),
+        prediction=predict(graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best)),
     )
 
 

@@ -179,7 +179,18 @@ def _step(plan: Plan) -> RenderableType:
         known = time if other.step_s else ("-", "-")  # no such program: the note says why
         note = other.note or ("" if other.fits else "does not fit the memory")
         rows.append((other.name, *known, note))
-    return table(("predicted", "step", "", ""), rows, right=(1, 2))
+    shown = table(("predicted", "step", "", ""), rows, right=(1, 2))
+    return Group(shown, Text(_bounds(plan))) if p.bounds else shown
+
+
+def _bounds(plan: Plan) -> str:
+    """Predicted step, lower bound and gap: one line per proof."""
+    p = plan.prediction
+    return "\n".join(
+        f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
+        f"({b.covers}), gap {b.gap:.1%}"
+        for b in p.bounds
+    )
 
 
 def _split(computing_s: float, communicating_s: float) -> str:

@@ -46,7 +46,7 @@ class Network:
         self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
 
     def choices(
-        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
     ) -> list[Choice]:
         """All implementations of a collective, the fastest first.
 
@@ -54,11 +54,24 @@ class Network:
             kind: as :func:`hap.placement.conversion` names it.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
-            start: count the latency, or only the traffic.
+            start: which part of the latency to count: 0 for the traffic alone.
         """
-        alpha = self.latency_s if start else 0.0
+        alpha = self.latency_s * start
         found = getattr(self, f"_{kind}")(float(nbytes), src, dst, alpha)
         return sorted(found, key=lambda choice: choice.seconds)
+
+    def floor_s(
+        self, kind: str, nbytes: int, *, start: float = 1.0, crossing: float = 0.0
+    ) -> float:
+        """The least seconds of a collective, whatever the parts; linear in bytes and start.
+
+        What is padded is least for equal parts, what has a sender per part for one sender. So
+        is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
+        """
+        n = self.world_size
+        even, alone = np.full(n, 1 / n), np.eye(n)[0]
+        found = [c for p in (even, alone) for c in self.choices(kind, nbytes, p, p, start=start)]
+        return min(c.seconds + crossing * (c.implementation == "exact") for c in found)
 
     def _gather(self, nbytes: float, parts: Fractions, a: float) -> list[Choice]:
         n, bw = self.world_size, self.bytes_per_s

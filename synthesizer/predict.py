@@ -9,18 +9,22 @@ import numpy as np
 
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
-from hap.plan import Alternative, Collective, Prediction, Rank
+from hap.plan import Alternative, Bound, Collective, Prediction, Rank
 from hap.program import Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.simulate import memory
-from hap.synthesizer.synthesize import Candidate
+from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.synthesizer.work import FLOPS
 
 
 def predict(
-    graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...]
+    graph: Graph,
+    candidate: Candidate,
+    cost: CostModel,
+    alternatives: tuple[Alternative, ...],
+    bounds: tuple[Bound, ...] = (),
 ) -> Prediction:
     """The predictions that a plan file carries."""
     line = candidate.timeline
@@ -39,7 +43,23 @@ def predict(
     return Prediction(
         step_s=line.step_s, communicate_s=line.communicate_s, ranks=ranks,
         collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
+        bounds=bounds,
     )  # fmt: skip
+
+
+def bounds(synthesizer: Synthesizer, candidate: Candidate) -> tuple[Bound, ...]:
+    """What is proved of a candidate: how much faster another program could be at most."""
+    proofs = (
+        ("all programs, any shares of every axis", synthesizer.relaxed),
+        ("all programs with these shares", synthesizer.fixed(candidate.shares)),
+    )
+    step_s = candidate.timeline.step_s
+    found = []
+    for covers, proof in proofs:
+        assert proof.bound_s <= step_s * (1 + 1e-9), f"{covers}: the bound is above the plan"
+        gap = max(0.0, 1 - proof.bound_s / step_s) if step_s else 0.0
+        found.append(Bound(covers=covers, step_s=proof.bound_s, gap=gap, searches=proof.searches))
+    return tuple(found)
 
 
 def alternatives(

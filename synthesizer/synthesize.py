@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Instruction, Program
+from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.exact import TooWide
 from hap.synthesizer.labelling import Aims, Allowed, Problem
@@ -27,6 +29,9 @@ from hap.synthesizer.space import Space
 
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
+
+SEARCHES = 3
+"""Searches of one lower bound; the second finds the weights, the third rarely helps."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
@@ -69,6 +74,7 @@ class Synthesizer:
         self._states = optimizer_states
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
+        self._fixed: dict[object, Relaxation] = {}
 
     def starts(self) -> Iterator[Shares]:
         """Shares to start from, without repetitions: by speed, even, by memory."""
@@ -82,22 +88,61 @@ class Synthesizer:
     def best(self, progress: Callable[[str], None] = lambda text: None) -> Candidate:
         """The best pair over all starts, whether it fits the memory or not.
 
+        The programs behind the lower bounds are starts as well: those of :attr:`relaxed` with
+        the shares that suit them, and at last those of :meth:`fixed` under the best shares.
+
         Raises:
             HapError: the allowed placements admit no program, or the graph is too wide.
         """
         found: list[Candidate] = []
-        for number, shares in enumerate(self.starts()):
-            if number == 2 and min(found, key=_rank).fits:
-                break  # the start by memory is for where memory is short
+
+        def alternate(shares: Shares, name: str) -> None:
             for round_ in range(ROUNDS):
-                progress(f"search from start {number + 1}, round {round_ + 1}")
+                progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
                 if min(found[-2:], key=_rank) is not min(found, key=_rank) or shares == pair.shares:
                     break
+
+        for number, shares in enumerate(self.starts()):
+            if number == 2 and min(found, key=_rank).fits:
+                break  # the start by memory is for where memory is short
+            alternate(shares, f"start {number + 1}")
+        progress("bounding the step from below")
+        for program in self.relaxed.programs:
+            pair = self.judge(program, min(found, key=_rank).shares)
+            shares = self.balance(pair)
+            found.append(self.judge(program, shares))
+            if found[-1] is min(found, key=_rank):
+                alternate(shares, "the program of the lower bound")
+        for _ in range(ROUNDS):
+            best = min(found, key=_rank)
+            under = [self.judge(p, best.shares) for p in self.fixed(best.shares).programs]
+            if min([best, *under], key=_rank) is best:
+                break
+            found += under
+            better = min(under, key=_rank)
+            found.append(self.judge(better.program, self.balance(better)))
         return min(found, key=_rank)
+
+    @cached_property
+    def relaxed(self) -> Relaxation:
+        """Bound and programs over all shares."""
+        prices = AnyShares(self.space, self.machine, self._states)
+        relaxation = Relaxation(self.space, prices, self._allowed)
+        relaxation.run(prices.proportional, SEARCHES)
+        return relaxation
+
+    def fixed(self, shares: Shares) -> Relaxation:
+        """Bound and programs under given shares."""
+        key = tuple(shares.items())
+        if key not in self._fixed:
+            prices = FixedShares(self.space, self.machine, shares, self._states)
+            self._fixed[key] = Relaxation(self.space, prices, self._allowed)
+            self._fixed[key].run(prices.proportional, SEARCHES)
+        return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares that fits the memory, if one does.
