@@ -52,7 +52,7 @@ from hap.placement import LOCAL, Placement, conversion
 from hap.program import FUSIBLE, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.exact import Costs, minimise
+from hap.synthesizer.exact import Costs, Labelling, minimise
 from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space
@@ -231,7 +231,7 @@ class Found:
     way, class) of the cheapest way.
     """
 
-    program: Program
+    labelling: Labelling
     constant_s: float
     whole_s: Floats
     ways: Floats
@@ -269,7 +269,9 @@ class Relaxation:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        return tuple(f.program for f in self.found)
+        """All that were found, the first first."""
+        unlike = {f.labelling.labels: f.labelling for f in self.found}
+        return tuple(self._problem.program(labelling) for labelling in unlike.values())
 
     def search(self, weights: Weights) -> Found | None:
         """The cheapest program under given weights; raises ``bound_s`` if it is a better bound.
@@ -285,18 +287,22 @@ class Relaxation:
             return None
         bound_s = (labelling.cost - self._rounding) / PICOSECONDS * _SAFE
         self.bound_s = max(self.bound_s, bound_s)
-        chosen = [seconds[labelling.labels[v]] for v, seconds in self._timed]
+        return self.adopt(labelling)
+
+    def adopt(self, labelling: Labelling) -> Found:
+        """Price a program of the same space, found under whatever prices."""
+        labels = labelling.labels
+        chosen = [seconds[labels[v]] for v, seconds in self._timed]
         whole = [s for s in chosen if s.ndim == 1]
         ways = [s for s in chosen if s.ndim == 2]
+        unary, pairs = self._problem.unary, self._problem.pairs
+        constant = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
+        constant += sum(int(table[labels[u], labels[v]]) for (u, v), table in pairs.items())
         found = Found(
-            program=self._problem.program(labelling), constant_s=0.0,
+            labelling=labelling, constant_s=constant / PICOSECONDS,
             whole_s=np.sum([np.zeros(self._prices.classes), *whole], axis=0),
             ways=np.array(ways) if ways else np.zeros((0, 1, self._prices.classes)),
         )  # fmt: skip
-        constant_s = labelling.cost / PICOSECONDS - found.at(weights)
-        found = Found(
-            program=found.program, constant_s=constant_s, whole_s=found.whole_s, ways=found.ways
-        )
         self.found.append(found)
         return found
 

@@ -73,6 +73,29 @@ class Network:
         found = [c for p in (even, alone) for c in self.choices(kind, nbytes, p, p, start=start)]
         return min(c.seconds + crossing * (c.implementation == "exact") for c in found)
 
+    def crossing_s(self, nbytes: int, most: Fractions) -> float:
+        """The least seconds of an exact all-to-all's traffic, if no part is above ``most``.
+
+        ``most`` bounds the parts of one side; the other side may have any. Who holds ``s``
+        before and ``d`` after sends ``s (1 - d)`` and receives ``d (1 - s)``; the larger of
+        both is least at ``d = s``: ``s (1 - s)``. That is concave, so that its least value over
+        a range of ``s`` is at an end. The largest part of ``n`` is at least ``1 / n``.
+        """
+
+        def least(low: float, high: float) -> float:
+            return max(0.0, min(low * (1 - low), high * (1 - high)))
+
+        top = float(most.max())
+        seconds = least(1 / self.world_size, min(1.0, top)) * nbytes / float(self._inner.max())
+        if self._many:
+            machines = np.minimum(1.0, self._member @ most)
+            leaving = least(1 / len(machines), float(machines.max()))
+            for k in range(len(machines)):
+                others = float((self._member @ most).sum() - (self._member[k] @ most))
+                leaving = max(leaving, least(max(0.0, 1.0 - others), float(machines[k])))
+            seconds = max(seconds, nbytes * leaving / self._adapter)
+        return seconds
+
     def _gather(self, nbytes: float, parts: Fractions, a: float) -> list[Choice]:
         n, bw = self.world_size, self.bytes_per_s
         padded = math.ceil(math.log2(n)) * a + (n - 1) * nbytes * float(parts.max()) / bw

@@ -20,6 +20,7 @@ from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Instruction, Program
 from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
+from hap.synthesizer.branch import Branching, busiest_axis
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.exact import TooWide
 from hap.synthesizer.labelling import Aims, Allowed, Problem
@@ -134,6 +135,18 @@ class Synthesizer:
         relaxation = Relaxation(self.space, prices, self._allowed)
         relaxation.run(prices.proportional, SEARCHES)
         return relaxation
+
+    def branched(self, searches: int, step_s: float) -> Branching | None:
+        """The bound over all shares box by box; ``None`` if its program splits nothing."""
+        program = self.relaxed.programs[-1]
+        axis = busiest_axis(self.space, self.machine, self._states, program)
+        if axis is None:
+            return None
+        branching = Branching(
+            self.space, self.machine, self._states, self._allowed, self.relaxed, axis
+        )
+        branching.run(searches, step_s)
+        return branching
 
     def fixed(self, shares: Shares) -> Relaxation:
         """Bound and programs under given shares."""

@@ -69,7 +69,9 @@ def random_space(space: Space, rng: random.Random) -> Space:
         holdings = {}
         for t, held in space.holdings.items():
             kept = [h for h in held[1:] if len(h) == 1 and h[0] in made[t]]
-            holdings[t] = some((held[0], *kept, *(h for h in held[1:] if h not in kept)), 1 + len(kept), 1)
+            holdings[t] = some(
+                (held[0], *kept, *(h for h in held[1:] if h not in kept)), 1 + len(kept), 1
+            )
         part = replace(space, rows=rows, holdings=holdings, sources=sources)
         if 1 < len(list(itertools.islice(programs(part), ENOUGH + 1))) <= ENOUGH:
             return part
@@ -217,7 +219,9 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
         prices = AnyShares(space, Machine(cluster), 2)
         relaxation = Relaxation(space, prices)
         for _ in range(4):
-            relaxation.search(np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes)))
+            relaxation.search(
+                np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes))
+            )
         weights = dearest(relaxation.found, prices.classes)
         assert weights.min() >= 0 and weights.sum() == pytest.approx(1)
         reached = min(f.at(weights) for f in relaxation.found)
