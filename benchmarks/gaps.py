@@ -88,7 +88,7 @@ def gaps(model: str, space: Space, states: int, cluster: str, prove: int) -> Row
     found = load_cluster(HERE / "clusters" / f"{cluster}.yaml")
     synthesizer = Synthesizer(space, found, states)
     best = synthesizer.best()
-    proved = bounds(synthesizer, best)
+    proved = bounds(synthesizer, best, prove)
     return Row(
         model=model, cluster=cluster, step_s=best.timeline.step_s, fits=best.fits,
         cpu_s=time.process_time() - start, bounds=proved,

@@ -44,6 +44,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
+    prove: int = 0,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -58,6 +59,7 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        prove: searches to spend on a better lower bound of the step; the plan stays the same.
 
     Raises:
         ModelError, ClusterError: the input can't be used.
@@ -94,7 +96,9 @@ def plan(
         program=best.program,
         shares={name: best.shares[name] for name in used},
         idle=idle,
-        prediction=predict(graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best)),
+        prediction=predict(
+            graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best, prove)
+        ),
     )
 
 
@@ -103,6 +107,7 @@ def plan_file(
     cluster: Cluster | str | Path,
     *,
     allow_idle: bool = False,
+    prove: int = 0,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
@@ -111,7 +116,7 @@ def plan_file(
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, source=Source(path=str(file.path), function=file.function),
+        allow_idle=allow_idle, prove=prove, source=Source(path=str(file.path), function=file.function),
         progress=progress,
     )  # fmt: skip
 

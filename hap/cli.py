@@ -53,13 +53,19 @@ def _command(function: Callable[..., None]) -> click.Command:
 @click.option("-o", "--output", default="plan.json", show_default=True, help="The plan file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 @click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
-def plan(model: str, cluster: str, output: str, as_json: bool, allow_idle: bool) -> None:
+@click.option(
+    "--prove", type=click.IntRange(min=0), default=0, metavar="N",
+    help="Spend N more searches on a better lower bound.",
+)  # fmt: skip
+def plan(
+    model: str, cluster: str, output: str, as_json: bool, allow_idle: bool, prove: int
+) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
     start = time.perf_counter()
-    made = hap.api.plan_file(model, cluster, allow_idle=allow_idle, progress=_note)
+    made = hap.api.plan_file(model, cluster, allow_idle=allow_idle, prove=prove, progress=_note)
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:

@@ -34,6 +34,9 @@ ROUNDS = 4
 SEARCHES = 3
 """Searches of one lower bound; the second finds the weights, the third rarely helps."""
 
+WIDE = 0.05
+"""Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
+
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
 
@@ -118,6 +121,9 @@ class Synthesizer:
             found.append(self.judge(program, shares))
             if found[-1] is min(found, key=_rank):
                 alternate(shares, "the program of the lower bound")
+        if self.relaxed.bound_s < min(found, key=_rank).timeline.step_s * (1 - WIDE):
+            for shares in self.part_of_the_cluster():
+                alternate(shares, "a part of the cluster")
         for _ in range(ROUNDS):
             best = min(found, key=_rank)
             under = [self.judge(p, best.shares) for p in self.fixed(best.shares).programs]
@@ -128,6 +134,18 @@ class Synthesizer:
             found.append(self.judge(better.program, self.balance(better)))
         return min(found, key=_rank)
 
+    def part_of_the_cluster(self) -> Iterator[Shares]:
+        """Shares that leave all to one type of devices, or to one machine of each kind."""
+        cluster = self.cluster
+        kinds: dict[object, tuple[int, ...]] = {}
+        for node in cluster.nodes:
+            ranks = cluster.ranks(node)
+            kinds.setdefault(tuple(cluster.devices[r].figures for r in ranks), ranks)
+        for ranks in dict.fromkeys([*cluster.types(), *kinds.values()]):
+            if len(ranks) < cluster.world_size:
+                mine = np.isin(np.arange(cluster.world_size), ranks)
+                yield spread(self.space.axes, self.machine.speed * mine)
+
     @cached_property
     def relaxed(self) -> Relaxation:
         """Bound and programs over all shares."""
@@ -136,17 +154,18 @@ class Synthesizer:
         relaxation.run(prices.proportional, SEARCHES)
         return relaxation
 
-    def branched(self, searches: int, step_s: float) -> Branching | None:
-        """The bound over all shares box by box; ``None`` if its program splits nothing."""
-        program = self.relaxed.programs[-1]
-        axis = busiest_axis(self.space, self.machine, self._states, program)
-        if axis is None:
-            return None
-        branching = Branching(
-            self.space, self.machine, self._states, self._allowed, self.relaxed, axis
-        )
+    def proved(self, step_s: float, searches: int) -> tuple[float, int]:
+        """A lower bound over all programs and shares, and the searches that it took.
+
+        ``searches`` more than those of :attr:`relaxed` may be spent, for a step of ``step_s``.
+        """
+        relaxed = self.relaxed
+        axis = busiest_axis(self.space, self.machine, self._states, relaxed.programs[-1])
+        if axis is None or not searches:
+            return relaxed.bound_s, relaxed.searches
+        branching = Branching(self.space, self.machine, self._states, self._allowed, relaxed, axis)
         branching.run(searches, step_s)
-        return branching
+        return min(branching.bound_s, step_s), relaxed.searches + branching.searches
 
     def fixed(self, shares: Shares) -> Relaxation:
         """Bound and programs under given shares."""
