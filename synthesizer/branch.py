@@ -1,26 +1,25 @@
 """A tighter lower bound over all shares: the shares of one axis are cut into boxes.
 
 What :class:`hap.synthesizer.bound.AnyShares` gives away is mostly one thing: it lets a single
-rank have all of an axis, which then needs no all-to-all and starts each operator once. A box says
-of one axis, the one on which most of the arithmetic is split, how many units the most loaded
-rank of each type has (:class:`Box`); the other axes stay free. The boxes cover everything, so
-that the lowest bound of all of them holds for all programs and all shares. The box with
-the lowest bound is cut in two, again and again (branch and bound; Land and Doig, 1960), until
-the number of searches is spent or no box is below the plan.
+rank have all of an axis, which then needs no all-to-all and starts each operator once. A
+:class:`Box` says of one axis, the one on which most of the arithmetic is split, in which range
+the units of each type of devices lie, and those of the most loaded rank of each type; the other
+axes stay free. The boxes cover everything, so that the lowest bound of them all holds for all
+programs and all shares. The box with the lowest bound is cut in two, again and again (branch
+and bound; Land and Doig, 1960), until the searches are spent or no box is below the plan.
 
-Prices in a box, with ``n[k]`` devices of type ``k``, of which the most loaded has ``m[k]`` of
-``u`` units, ``low[k] <= m[k] <= high[k]``. Each type has two weights, ``a[k]`` for its most
-loaded rank and ``b[k]`` for the mean of all its ranks; (1) of the module above holds for any
-weights of ranks. An operator that is split on the axis takes
+Prices in a box, for ``u`` units and ``n[k]`` devices of type ``k``. Each type has two weights,
+one for its most loaded rank and one for the mean of all its ranks: (1) of
+:mod:`hap.synthesizer.bound` holds for any weights of ranks. An operator that is split on the
+axis takes (:meth:`BoxPrices._ways_inside`)
 
-* the most loaded rank at least ``t[k](low[k] / u)``;
+* the most loaded rank of a type at least ``t[k](p)``, ``p`` being its least part;
 * a rank with part ``p > 0`` at least ``launch[k] + slope[k] p``, where
-  ``slope[k] = (t[k](h) - launch[k]) / h`` at ``h = high[k] / u``: operands that are read whole
-  weigh least at the largest part. If ranks may have no part at all, at least ``t[k](h) / h p``.
-  The mean part of a type is at least ``L[k] = (u - sum_{j != k} n[j] high[j]) / (n[k] u)``; what
-  is left of the axis goes where it is cheapest (:meth:`BoxPrices._inside`).
+  ``slope[k] = (t[k](h) - launch[k]) / h`` and ``h`` is the largest part: what does not grow with
+  the part weighs least there. Where ranks may have no part at all, ``t[k](h) / h p``. Each type
+  has its least total, and what is left of the axis goes where it is cheapest.
 
-An all-to-all from or to the axis crosses links whatever the other side's parts
+An all-to-all from or to the axis crosses links whatever the parts on its other side
 (:meth:`hap.synthesizer.communication.Network.crossing_s`).
 """
 
@@ -40,54 +39,83 @@ from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space
 
+Range = tuple[int, int]
+"""Units from, and up to and with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Shares of an axis: of each type, the units of its most loaded rank lie in a range."""
+    """A set of shares of an axis: per type of ``sizes`` devices, ranges of units.
+
+    ``total`` of all its ranks together, ``most`` of the one that has most.
+    """
 
     axis: str
     units: int
     sizes: tuple[int, ...]
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    total: tuple[Range, ...]
+    most: tuple[Range, ...]
+
+    @staticmethod
+    def whole(axis: str, units: int, sizes: tuple[int, ...]) -> Box:
+        """All shares of an axis."""
+        everything = ((0, units),) * len(sizes)
+        box = Box(axis=axis, units=units, sizes=sizes, total=everything, most=everything)
+        tight = box.tightened()
+        assert tight is not None, "an axis has shares"
+        return tight
 
     def tightened(self) -> Box | None:
-        """The same shares in as small a box as can be; ``None`` if it holds none."""
-        room = sum(n * h for n, h in zip(self.sizes, self.high, strict=True))
-        low = tuple(
-            max(least, math.ceil((self.units - room + n * h) / n))
-            for least, n, h in zip(self.low, self.sizes, self.high, strict=True)
-        )
-        taken = sum(low)
-        high = tuple(min(h, self.units - taken + m) for m, h in zip(low, self.high, strict=True))
-        if room < self.units or any(m > h for m, h in zip(low, high, strict=True)):
+        """The same shares in smaller ranges; ``None`` if there are none in them."""
+        total, most = self.total, self.most
+        for _ in range(2):
+            total = tuple(
+                (max(lo, least), min(hi, n * largest))
+                for (lo, hi), (least, largest), n in zip(total, most, self.sizes, strict=True)
+            )
+            lows, highs = sum(lo for lo, _ in total), sum(hi for _, hi in total)
+            total = tuple(
+                (max(lo, self.units - highs + hi), min(hi, self.units - lows + lo))
+                for lo, hi in total
+            )
+            most = tuple(
+                (max(least, -(-lo // n)), min(largest, hi))
+                for (least, largest), (lo, hi), n in zip(most, total, self.sizes, strict=True)
+            )
+        if any(lo > hi for lo, hi in (*total, *most)):
             return None
-        return replace(self, low=low, high=high)
+        return replace(self, total=total, most=most)
 
-    def split(self, usual: tuple[float, ...]) -> tuple[Box, Box] | None:
-        """Two boxes, cut on the type whose range is widest; ``None`` if it is a point.
+    def split(self) -> tuple[Box, Box] | None:
+        """Two boxes, cut where the range is widest; ``None`` if the box is a point.
 
-        Args:
-            usual: units of each type's ranks in shares proportional to speed. Ranges are
-                measured by factors, from half of that on.
+        Totals are measured by differences, as links carry them; loads by factors.
         """
-        least = [max(m, u / 2) for m, u in zip(self.low, usual, strict=True)]
-        width = [
-            h / m if h > lo else 0.0 for h, m, lo in zip(self.high, least, self.low, strict=True)
+        wide = [
+            (_TOTALS * (hi - lo) / self.units, "total", k) for k, (lo, hi) in enumerate(self.total)
         ]
-        k = int(np.argmax(width))
-        if not width[k]:
+        wide += [
+            (math.log((hi + 1) / (lo + 1)) if hi > lo else 0.0, "most", k)
+            for k, (lo, hi) in enumerate(self.most)
+        ]
+        width, which, k = max(wide, key=lambda entry: (entry[0], -entry[2]))
+        if not width:
             return None
-        cut = math.floor(math.sqrt(least[k] * self.high[k]))
-        cut = min(max(cut, self.low[k]), self.high[k] - 1)
+        lo, hi = (self.total if which == "total" else self.most)[k]
+        cut = (lo + hi) // 2 if which == "total" else math.isqrt((lo + 1) * (hi + 1)) - 1
+        cut = min(max(cut, lo), hi - 1)
+        return self._changed(which, k, (lo, cut)), self._changed(which, k, (cut + 1, hi))
 
-        def changed(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-            return (*values[:k], value, *values[k + 1 :])
+    def _changed(self, which: str, k: int, to: Range) -> Box:
+        ranges = list(self.total if which == "total" else self.most)
+        ranges[k] = to
+        if which == "total":
+            return replace(self, total=tuple(ranges))
+        return replace(self, most=tuple(ranges))
 
-        return (
-            replace(self, high=changed(self.high, cut)),
-            replace(self, low=changed(self.low, cut + 1)),
-        )
+
+_TOTALS = 8.0
+"""How much a type's total counts against a factor between loads when ranges are compared."""
 
 
 class _At(CostModel):
@@ -111,22 +139,18 @@ class BoxPrices(AnyShares):
         super().__init__(space, machine, states)
         self._box = box
         types = machine.cluster.types()
-        low, high, least = (np.zeros_like(self._one) for _ in range(3))
-        room = sum(n * h for n, h in zip(box.sizes, box.high, strict=True))
-        for k, ranks in enumerate(types):
-            low[list(ranks)] = box.low[k] / box.units
-            high[list(ranks)] = box.high[k] / box.units
-            others = room - box.sizes[k] * box.high[k]
-            least[list(ranks)] = max(0.0, (box.units - others) / (box.sizes[k] * box.units))
+        low, high, start = (np.zeros_like(self._one) for _ in range(3))
+        for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
+            low[ranks], high[ranks] = np.array(box.most[k]) / box.units
+            # Has each of its ranks a unit at least, though all others have the most?
+            if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
+                start[ranks] = machine.cluster.devices[ranks[0]].launch_s
         self._low = _At(space, machine, states, box.axis, low)
         self._high = _At(space, machine, states, box.axis, high)
-        self._most = high
         self._part = np.maximum(high[self._ranks], 1e-300)
-        self._least = least[self._ranks]
-        # Has every rank of a type a unit at least, though all others have the most?
-        alone = [box.units - room + h >= 1 for h in box.high]
-        launch = np.array([machine.cluster.devices[r].launch_s for r in self._ranks])
-        self._launch = np.where(alone, launch, 0.0)
+        self._launch = start[self._ranks]
+        self._least = np.array([lo for lo, _ in box.total]) / box.units / self._sizes
+        self._parts_between = _per_machine(box, types, machine)
         self._boxed: dict[object, Floats] = {}
 
     @property
@@ -175,8 +199,22 @@ class BoxPrices(AnyShares):
         start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
         crossing = 0.0
         if any(self._inside(tensor.name, p) for p in (src, dst)):
-            crossing = self.network.crossing_s(tensor.nbytes, self._most)
+            crossing = self.network.crossing_s(tensor.nbytes, *self._parts_between)
         return self.network.floor_s(kind, tensor.nbytes, start=start, crossing=crossing)
+
+
+def _per_machine(
+    box: Box, types: tuple[tuple[int, ...], ...], machine: Machine
+) -> tuple[Floats, Floats]:
+    """The least and the largest part of the axis that each machine of a cluster may have."""
+    cluster = machine.cluster
+    low, high = [], []
+    for node in cluster.nodes:
+        here = [sum(cluster.devices[r].node == node for r in ranks) for ranks in types]
+        rows = list(zip(here, box.sizes, box.total, box.most, strict=True))
+        low.append(sum(max(0, lo - (n - m) * most) for m, n, (lo, _), (_, most) in rows))
+        high.append(sum(min(hi, m * most) for m, _, (_, hi), (_, most) in rows))
+    return np.array(low) / box.units, np.minimum(np.array(high) / box.units, 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,13 +241,8 @@ class Branching:
         self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
         self._known = [f.labelling for f in root.found]
         units = space.axes.axes[axis].units
-        types = machine.cluster.types()
-        sizes = tuple(len(ranks) for ranks in types)
-        self._usual = tuple(units * float(machine.speed[ranks[0]]) for ranks in types)
-        whole = Box(
-            axis=axis, units=units, sizes=sizes, low=(0,) * len(types), high=(units,) * len(types)
-        ).tightened()
-        assert whole is not None, "all shares are in a box"
+        sizes = tuple(len(ranks) for ranks in machine.cluster.types())
+        whole = Box.whole(axis, units, sizes)
         self._leaves = [_Leaf(box=whole, bound_s=root.bound_s, hope_s=root.bound_s)]
         self.searches = 0
 
@@ -226,7 +259,7 @@ class Branching:
             if leaf.hope_s > leaf.bound_s * (1 + 1e-3):
                 self._search(leaf)
                 continue
-            halves = leaf.box.split(self._usual)
+            halves = leaf.box.split()
             if halves is None:
                 return
             self._leaves.remove(leaf)

@@ -73,28 +73,25 @@ class Network:
         found = [c for p in (even, alone) for c in self.choices(kind, nbytes, p, p, start=start)]
         return min(c.seconds + crossing * (c.implementation == "exact") for c in found)
 
-    def crossing_s(self, nbytes: int, most: Fractions) -> float:
-        """The least seconds of an exact all-to-all's traffic, if no part is above ``most``.
+    def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
+        """The least seconds of an exact all-to-all's traffic between machines.
 
-        ``most`` bounds the parts of one side; the other side may have any. Who holds ``s``
-        before and ``d`` after sends ``s (1 - d)`` and receives ``d (1 - s)``; the larger of
-        both is least at ``d = s``: ``s (1 - s)``. That is concave, so that its least value over
-        a range of ``s`` is at an end. The largest part of ``n`` is at least ``1 / n``.
+        ``low`` and ``high`` hold the least and largest part of each machine on one side; the
+        other side may have any. A machine with ``s`` before and ``d`` after sends
+        ``s (1 - d)`` and receives ``d (1 - s)``; the larger is least at ``d = s``:
+        ``s (1 - s)``. That is concave, so that its least value over a range is at an end.
         """
+        if not self._many:
+            return 0.0
 
-        def least(low: float, high: float) -> float:
-            return max(0.0, min(low * (1 - low), high * (1 - high)))
+        def least(lows: Fractions, highs: Fractions) -> Fractions:
+            return np.minimum(lows * (1 - lows), highs * (1 - highs))
 
-        top = float(most.max())
-        seconds = least(1 / self.world_size, min(1.0, top)) * nbytes / float(self._inner.max())
-        if self._many:
-            machines = np.minimum(1.0, self._member @ most)
-            leaving = least(1 / len(machines), float(machines.max()))
-            for k in range(len(machines)):
-                others = float((self._member @ most).sum() - (self._member[k] @ most))
-                leaving = max(leaving, least(max(0.0, 1.0 - others), float(machines[k])))
-            seconds = max(seconds, nbytes * leaving / self._adapter)
-        return seconds
+        n = len(low)
+        one = float(least(low, high).max())
+        # The machine with most has at least 1 / n, and at most the largest of all.
+        largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
+        return nbytes * max(0.0, one, largest) / self._adapter
 
     def _gather(self, nbytes: float, parts: Fractions, a: float) -> list[Choice]:
         n, bw = self.world_size, self.bytes_per_s
