@@ -3,12 +3,18 @@
     python -m benchmarks.plan_phases benchmarks/models/bert.py benchmarks/clusters/unlike8.yaml
 
 What ``hap plan`` does, taken apart by hand: one search from the first start is timed table by
-table, then all the searches as the planner runs them. For :mod:`benchmarks.plan_time`.
+table, three times, then all the searches as the planner runs them; ``--search`` stops before
+these. For :mod:`benchmarks.plan_time`.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
+import os
+import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,31 +30,50 @@ from hap.optimizer import default_optimizer, examine
 from hap.synthesizer.baselines import baselines, fewer_devices
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.labelling import Aims, Problem
+from hap.synthesizer.predict import alternatives, predict
 from hap.synthesizer.space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
 Result = TypeVar("Result")
 
+SEARCH = ("tables", "elimination", "program")
+"""The phases of one search."""
 
-def main(spec: str, cluster_file: str) -> None:
-    seconds: dict[str, float] = {}
+PLANNING = ("capture", "rules", "all searches", "alternatives")
+"""The phases between a model and its plan."""
+
+
+def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
+    gc.disable()  # as hap plan does
+    wall: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
 
     def timed(name: str, step: Callable[[], Result]) -> Result:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), processor_s()
         result = step()
-        seconds[name] = time.perf_counter() - start
+        wall.setdefault(name, []).append(time.perf_counter() - start)
+        cpu.setdefault(name, []).append(processor_s() - used)
         return result
 
     def build() -> tuple[Any, Any]:
         with torch_private.fake_mode():
             return file.model(), file.batch()
 
-    def alternatives() -> None:
-        baselines(space, cluster, states)
-        fewer_devices(space, cluster, states)
+    def search() -> Any:
+        cost = CostModel(graph, space.axes, synthesizer.machine, shares, states)
+        problem = timed("tables", lambda: Problem(space, cost, Aims()))
+        labelling = timed("elimination", problem.solve)
+        assert labelling is not None, "without restrictions there is always a program"
+        return timed("program", lambda: problem.program(labelling))
+
+    def others() -> None:
+        beside = baselines(space, cluster, states)
+        rows = alternatives(beside, fewer_devices(space, cluster, states))
+        predict(graph, best, synthesizer.cost(best), rows)
 
     file = load_model_file(spec)
-    seconds["import"] = time.time() - psutil.Process().create_time()  # Python, torch, the model's
+    wall["import"] = [time.time() - psutil.Process().create_time()]  # Python, torch, the model's
+    cpu["import"] = [processor_s()]
     cluster = load_cluster(cluster_file)
     states = examine(file.optimizer or default_optimizer).states
     model, batch = timed("build", build)
@@ -56,18 +81,43 @@ def main(spec: str, cluster_file: str) -> None:
     space = timed("rules", lambda: build_space(graph))
     synthesizer = Synthesizer(space, cluster, states)
     shares = next(iter(synthesizer.starts()))
-    cost = CostModel(graph, space.axes, synthesizer.machine, shares, states)
-    problem = timed("tables", lambda: Problem(space, cost, Aims()))
-    labelling = timed("elimination", problem.solve)
-    assert labelling is not None, "without restrictions there is always a program"
-    program = timed("program", lambda: problem.program(labelling))
-    pair = timed("simulation", lambda: synthesizer.judge(program, shares))
-    timed("shares", lambda: synthesizer.balance(pair))
-    timed("all searches", synthesizer.best)
-    timed("alternatives", alternatives)
-    weights = sum(graph.tensors[i.tensor].nbytes for i in graph.role("parameter"))
-    print(json.dumps({"phases_s": seconds, "weights_bytes": weights, "nodes": len(graph.nodes)}))
+    for _ in range(3):
+        search()
+    if not search_only:
+        best = timed("all searches", synthesizer.best)
+        timed("alternatives", others)
+    print(
+        json.dumps(
+            {
+                "phases_s": {name: statistics.median(times) for name, times in wall.items()},
+                "phases_cpu_s": {name: statistics.median(times) for name, times in cpu.items()},
+                "search_cpu_s": statistics.median(
+                    sum(parts) for parts in zip(*(cpu[name] for name in SEARCH), strict=True)
+                ),
+                "peak_bytes": peak_bytes(resource.RUSAGE_SELF),
+                "weights_bytes": sum(
+                    graph.tensors[i.tensor].nbytes for i in graph.role("parameter")
+                ),
+                "nodes": len(graph.nodes),
+            }
+        )
+    )
+
+
+def processor_s() -> float:
+    """Processor seconds of this process and of those that it has started and seen end."""
+    return sum(os.times()[:4])
+
+
+def peak_bytes(who: int) -> int:
+    """Largest resident memory of this process, or of its largest child."""
+    return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("cluster")
+    parser.add_argument("--search", action="store_true", help="only up to one search")
+    given = parser.parse_args()
+    main(given.model, given.cluster, search_only=given.search)

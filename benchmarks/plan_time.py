@@ -1,12 +1,17 @@
 """How long does planning take, and how much memory?
 
-    python -m benchmarks.plan_time            the real models
-    python -m benchmarks.plan_time --quick    tiny ones: does it run at all?
+    python -m benchmarks.plan_time                 the real models, all tables
+    python -m benchmarks.plan_time --only whole    one table: whole, alone, search
+    python -m benchmarks.plan_time --model t5      rows whose model's name holds this text
+    python -m benchmarks.plan_time --quick         tiny ones: does it run at all?
 
-Each row is planned twice, in processes of its own: once by the command ``hap plan``, whose
-wall time, processor time and peak memory are those of the whole process as the kernel counts
-them, and once phase by phase. Where the wall time is well above the processor time, the machine
-was busy with something else. That no program fits the devices is an outcome like any other.
+*whole*: the command ``hap plan`` in a process of its own, as the kernel counts it. *alone*: from
+the model to the plan inside one process, without imports and without writing anything.
+*search*: one exact search of the joint graph (tables, elimination, program), the median of three.
+
+Seconds judged are processor seconds, of all processes that take part: the wall time is shown,
+and is the larger by what else the machine was doing. That no program fits the devices is an
+outcome like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +36,74 @@ from hap.errors import InfeasibleError
 from hap.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
-ROWS = (
-    ("bert.py", "unlike8"),
-    ("vit.py", "unlike8"),
-    ("gpt2.py", "unlike8"),
-    ("vgg19.py", "unlike8"),
-    ("bert_moe.py", "unlike8"),
-    ("llama.py:llama_7b", "lab_mixed"),
-)
-QUICK = (("vit.py:tiny", "unlike8"), ("mlp.py:tiny", "unlike8"))
 
-TARGETS = {"plan": ("bert.py", 15.0, 2e9), "search": ("bert.py", 2.0)}
-"""BERT-base: seconds and bytes of the whole plan; seconds of one search (tables to program)."""
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: a model on a cluster, and the processor seconds and bytes that it may take."""
+
+    kind: str
+    model: str
+    cluster: str = "unlike8"
+    limit_s: float | None = None
+    limit_bytes: float | None = None
+
+
+CASES = (
+    Case("whole", "bert.py", "unlike8", 15),
+    Case("whole", "bert.py", "three_types64", 15, 2e9),
+    Case("whole", "bert.py", "hap_testbed", 15, 2e9),
+    Case("whole", "llama.py:llama_7b", "three_types64", 45, 4e9),
+    Case("whole", "bert.py:batch_1024", "three_types8"),
+    Case("whole", "bert.py:batch_1024", "three_types1024"),
+    Case("alone", "gpt2.py", "unlike8", 6),
+    Case("alone", "bert.py:batch_64", "unlike8", 7),
+    Case("alone", "vit.py:batch_64", "unlike8", 6),
+    Case("alone", "llama.py:llama_3_8b", "unlike8", 20, 4e9),
+    Case("alone", "vgg19.py", "unlike8"),
+    Case("search", "bert.py", "unlike8", 0.5),
+    Case("search", "bert.py:layers_24", "unlike8"),
+    Case("search", "bert.py:layers_48", "unlike8"),
+    Case("search", "bert_moe.py", "unlike8", 1),
+    Case("search", "llama.py:llama_7b", "lab_mixed", 3),
+    Case("search", "t5.py", "unlike8", 5),
+)
+QUICK = (
+    Case("whole", "vit.py:tiny", "unlike8"),
+    Case("alone", "mlp.py:tiny", "unlike8"),
+    Case("search", "vit.py:tiny", "unlike8"),
+    Case("search", "t5.py:tiny", "unlike8"),
+)
+RATIOS = (
+    ("four times the layers, one search", CASES[11], CASES[13], 4.5),
+    ("8 -> 1,024 devices, the whole command", CASES[4], CASES[5], 1.5),
+)
+"""(what grows, from, to, the factor that the seconds may grow by)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One model on one cluster: the whole command, and its phases (seconds by name)."""
+class Seen:
+    """What a case took: seconds, bytes, and for some kinds the seconds of each phase."""
 
-    model: str
-    cluster: str
+    case: Case
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    fits: bool
-    weights_bytes: int
-    nodes: int
-    phases_s: dict[str, float]
+    fits: bool | None = None
+    nodes: int | None = None
+    phases_cpu_s: dict[str, float] = field(default_factory=dict)
 
     @property
-    def search_s(self) -> float:
-        return sum(self.phases_s[name] for name in ("tables", "elimination", "program"))
+    def verdicts(self) -> str:
+        """The targets, met or missed."""
+        found = []
+        if self.case.limit_s is not None:
+            met = self.cpu_s <= self.case.limit_s
+            found.append(f"{format_seconds(self.case.limit_s)}: {_verdict(met)}")
+        if self.case.limit_bytes is not None:
+            met = self.peak_bytes <= self.case.limit_bytes
+            found.append(f"{self.case.limit_bytes / 1e9:g} GB: {_verdict(met)}")
+        return ", ".join(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,34 +112,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="tiny models only")
-    parser.add_argument("--only", help="rows whose model file's name holds this text")
+    parser.add_argument("--only", choices=sorted({case.kind for case in CASES}))
+    parser.add_argument("--model", default="", help="rows whose model's name holds this text")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     options = parser.parse_args(arguments)
-    chosen = [row for row in (QUICK if options.quick else ROWS) if (options.only or "") in row[0]]
+    chosen = [
+        case
+        for case in (QUICK if options.quick else CASES)
+        if options.only in (None, case.kind) and options.model in case.model
+    ]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    rows = []
+    seen: list[Seen] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=2 * len(chosen))
-        for model, cluster in chosen:
-            progress.update(task, description=f"hap plan {model}")
-            whole = measure(model, cluster)
-            progress.update(task, description=f"phases of {model}", advance=1)
-            rows.append(Row(model=model, cluster=cluster, **whole, **by_phase(model, cluster)))
+        task = progress.add_task("", total=len(chosen))
+        for case in chosen:
+            progress.update(task, description=f"{case.kind}: {case.model} on {case.cluster}")
+            seen.append(whole(case) if case.kind == "whole" else phases(case))
             progress.advance(task)
-    console.print(whole_table(rows))
-    console.print(phase_table(rows))
+    for kind, title in TITLES.items():
+        if rows := [row for row in seen if row.case.kind == kind]:
+            console.print(table(title, rows))
+    if found := ratios(seen):
+        console.print(found)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        options.json.write_text(json.dumps([asdict(row) for row in seen], indent=1))
 
 
-def _paths(model: str, cluster: str) -> tuple[str, str]:
-    return str(HERE / "models" / model), str(HERE / "clusters" / f"{cluster}.yaml")
+def _paths(case: Case) -> tuple[str, str]:
+    return str(HERE / "models" / case.model), str(HERE / "clusters" / f"{case.cluster}.yaml")
 
 
-def measure(model: str, cluster: str) -> dict[str, Any]:
+def whole(case: Case) -> Seen:
     """``hap plan`` in a process of its own: wall and processor seconds, peak resident bytes."""
-    spec, path = _paths(model, cluster)
+    spec, path = _paths(case)
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "plan.json")
         start = time.perf_counter()
@@ -105,73 +153,80 @@ def measure(model: str, cluster: str) -> dict[str, Any]:
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
             assert child.stderr is not None
             said = child.stderr.read().decode()
-            _, status, used = os.wait4(child.pid, 0)  # of this child alone
+            _, status, used = os.wait4(child.pid, 0)  # of this child and those that it waited for
             child.returncode = os.waitstatus_to_exitcode(status)
         wall_s = time.perf_counter() - start
     if child.returncode not in (0, InfeasibleError.exit_code):
-        sys.exit(f"hap plan {model} failed:\n{said}")
+        sys.exit(f"hap plan {case.model} failed:\n{said}")
     unit = 1 if sys.platform == "darwin" else 1024
-    cpu_s = used.ru_utime + used.ru_stime
-    return {
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "peak_bytes": used.ru_maxrss * unit,
-        "fits": child.returncode == 0,
-    }
+    return Seen(
+        case=case, wall_s=wall_s, cpu_s=used.ru_utime + used.ru_stime,
+        peak_bytes=used.ru_maxrss * unit, fits=child.returncode == 0,
+    )  # fmt: skip
 
 
-def by_phase(model: str, cluster: str) -> dict[str, Any]:
+def phases(case: Case) -> Seen:
     """What :mod:`benchmarks.plan_phases` prints in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks.plan_phases", *_paths(model, cluster)]
+    from benchmarks.plan_phases import PLANNING, SEARCH
+
+    words = [sys.executable, "-m", "benchmarks.plan_phases", *_paths(case)]
+    names: tuple[str, ...] = PLANNING
+    if case.kind == "search":
+        words, names = [*words, "--search"], SEARCH
     done = subprocess.run(words, capture_output=True, text=True, cwd=HERE.parent)
     if done.returncode:
-        sys.exit(f"planning {model} phase by phase failed:\n{done.stderr}")
+        sys.exit(f"planning {case.model} phase by phase failed:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    cpu = {name: found["phases_cpu_s"][name] for name in names}
+    return Seen(
+        case=case, wall_s=sum(found["phases_s"][name] for name in names),
+        cpu_s=found["search_cpu_s"] if case.kind == "search" else sum(cpu.values()),
+        peak_bytes=found["peak_bytes"], nodes=found["nodes"], phases_cpu_s=cpu,
+    )  # fmt: skip
 
 
-def whole_table(rows: Sequence[Row]) -> Table:
-    """The command as a whole, against the targets."""
-    table = Table(box=None, title="hap plan, a process of its own", title_justify="left")
-    for name in ("model", "cluster", "operators", "wall", "processor", "peak memory", "weights"):
+TITLES = {
+    "whole": "the command hap plan",
+    "alone": "\nplanning alone: capture to plan",
+    "search": "\none search, the median of three",
+}
+
+
+def table(title: str, rows: Sequence[Seen]) -> Table:
+    """The rows of one kind against their targets; phases are processor seconds."""
+    table = Table(box=None, title=title, title_justify="left")
+    parts = list(rows[0].phases_cpu_s)
+    for name in ("model", "cluster", "processor", "wall", "peak memory", *parts):
         table.add_column(name, justify="left" if name in ("model", "cluster") else "right")
-    table.add_column("fits")
+    kind = rows[0].case.kind
+    if kind == "whole":
+        table.add_column("fits")
     table.add_column("target")
-    model, limit_s, limit_bytes = TARGETS["plan"]
     for row in rows:
-        target = "weights never allocated: " + _verdict(row.peak_bytes < row.weights_bytes)
-        if row.weights_bytes < limit_bytes:
-            target = ""  # an import of torch alone takes about as much
-        if row.model == model:
-            met = row.wall_s <= limit_s, row.peak_bytes <= limit_bytes
-            target = (
-                f"{format_seconds(limit_s)}: {_verdict(met[0])}, "
-                f"{limit_bytes / 1e9:g} GB: {_verdict(met[1])}"
-            )
-        table.add_row(
-            row.model, row.cluster, str(row.nodes), format_seconds(row.wall_s),
-            format_seconds(row.cpu_s), format_bytes(row.peak_bytes),
-            format_bytes(row.weights_bytes), "yes" if row.fits else "no", target,
-        )  # fmt: skip
+        cells = [
+            row.case.model, row.case.cluster, format_seconds(row.cpu_s),
+            format_seconds(row.wall_s), format_bytes(row.peak_bytes),
+            *(format_seconds(row.phases_cpu_s[name]) for name in parts),
+        ]  # fmt: skip
+        if kind == "whole":
+            cells.append("yes" if row.fits else "no")
+        table.add_row(*cells, row.verdicts)
     return table
 
 
-def phase_table(rows: Sequence[Row]) -> Table:
-    """Wall time by phase; ``one search`` is the sum of tables, elimination and program."""
-    names = list(rows[0].phases_s) if rows else []
-    table = Table(box=None, title="\nwall time by phase", title_justify="left")
-    table.add_column("model")
-    for name in [*names, "one search"]:
-        table.add_column(name, justify="right")
-    table.add_column("target")
-    model, limit_s = TARGETS["search"]
-    for row in rows:
-        target = f"{format_seconds(limit_s)}: {_verdict(row.search_s <= limit_s)}"
-        table.add_row(
-            row.model, *(format_seconds(row.phases_s[n]) for n in names),
-            format_seconds(row.search_s), target if row.model == model else "",
-        )  # fmt: skip
-    return table
+def ratios(seen: Sequence[Seen]) -> Table | None:
+    """How the seconds grow with the model and with the cluster."""
+    cpu = {row.case: row.cpu_s for row in seen}
+    table = Table(box=None, title="\ngrowth", title_justify="left")
+    for name in ("what grows", "seconds", "factor", "target"):
+        table.add_column(name)
+    for what, few, many, limit in RATIOS:
+        if few in cpu and many in cpu:
+            factor = cpu[many] / cpu[few]
+            spans = f"{format_seconds(cpu[few])} -> {format_seconds(cpu[many])}"
+            met = _verdict(factor <= limit)
+            table.add_row(what, spans, f"{factor:.2f}", f"{limit:g}: {met}")
+    return table if table.row_count else None
 
 
 def _verdict(met: bool) -> str:

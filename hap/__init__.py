@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hap import api as api
     from hap import model_file as model_file
     from hap import report as report
+    from hap import simulation as simulation
     from hap import terminal as terminal
     from hap import worker as worker
     from hap.api import clip_grad_norm_, compile, plan, verify
@@ -68,6 +69,7 @@ _MODULES: Final = (
     "api",
     "model_file",
     "report",
+    "simulation",
     "terminal",
     "worker",
 )  # heavy: for the command line

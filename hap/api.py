@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
 from hap.errors import InfeasibleError, InputError, ModelError
 from hap.graph import Graph
+from hap.mesh import is_mesh
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine
 from hap.plan import Plan, Source
@@ -26,8 +28,10 @@ from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import baselines, batch_axis, fewer_devices
-from hap.synthesizer.predict import alternatives, bounds, largest_batch, predict
+from hap.synthesizer.mesh import best_on_mesh
+from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.subset import best_part
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.units import format_bytes
 
@@ -45,6 +49,8 @@ def plan(
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
     prove: int = 0,
+    all_devices: bool = False,
+    mesh: bool | None = None,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -59,6 +65,9 @@ def plan(
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory.
         allow_idle: accept a batch smaller than the number of devices.
+        all_devices: leave no device out, even if the others are predicted to be faster alone.
+        mesh: plan over two axes, between machines and inside them (True), over one (False), or
+            both ways where the cluster allows it, to take the better one (None).
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
 
     Raises:
@@ -68,6 +77,11 @@ def plan(
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
+    if mesh and not is_mesh(cluster):
+        raise InputError(
+            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
+            hint="plan over one axis",
+        )
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
@@ -81,9 +95,33 @@ def plan(
     for candidate in beside.values():
         if isinstance(candidate, Candidate):
             best = min(best, candidate, key=lambda c: c.rank)
+    fewer = fewer_devices(space, cluster, kind.states)
+    left: tuple[int, ...] = ()
+    if not all_devices and not mesh:
+        whole = best
+        synthesizer, best, left = best_part(synthesizer, best, progress)
+        if left:
+            beside = {"all devices": whole, **beside}
+    if mesh or (mesh is None and is_mesh(cluster)):
+        two = best_on_mesh(space, cluster, kind.states, progress)
+        if two is None and mesh:
+            raise InputError(
+                "no program leaves every machine a share of the step", hint="plan over one axis"
+            )
+        if two and (mesh or two.pair.rank < best.rank):
+            if not two.pair.fits:
+                raise _infeasible(space, synthesizer, two.pair, kind.states)
+            rows = alternatives({"one mesh axis": best, **beside}, fewer)
+            return Plan(
+                source=source or Source(), graph=graph, cluster=cluster, optimizer=str(kind),
+                program=two.between.program, shares=two.between.shares, inside=two.inside,
+                prediction=predict(two.cost.graph, two.pair, two.cost, rows),
+            )  # fmt: skip
     if not best.fits:
         raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(beside, fewer_devices(space, cluster, kind.states))
+    rows = alternatives(beside, fewer)
+    left_out = tuple(cluster.devices[r].name for r in left)
+    cluster = synthesizer.cluster
     used = best.program.used_axes()
     idle = tuple(
         r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
@@ -96,6 +134,7 @@ def plan(
         program=best.program,
         shares={name: best.shares[name] for name in used},
         idle=idle,
+        left_out=left_out,
         prediction=predict(
             graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best, prove)
         ),
@@ -108,6 +147,8 @@ def plan_file(
     *,
     allow_idle: bool = False,
     prove: int = 0,
+    all_devices: bool = False,
+    mesh: bool | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
@@ -116,8 +157,8 @@ def plan_file(
     model, batch = _fake_build(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        allow_idle=allow_idle, prove=prove, source=Source(path=str(file.path), function=file.function),
-        progress=progress,
+        allow_idle=allow_idle, all_devices=all_devices, mesh=mesh, prove=prove, progress=progress,
+        source=Source(path=str(file.path), function=file.function),
     )  # fmt: skip
 
 
@@ -144,6 +185,14 @@ def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:
         )
 
 
+REMEDIES = {
+    "saved activations": "use more devices, or devices with more memory: activations are not "
+    "recomputed",
+    "optimizer states": "use more devices, or an optimizer with fewer states",
+}
+"""By what takes most of the memory."""
+
+
 def _infeasible(
     space: Space, synthesizer: Synthesizer, best: Candidate, states: int
 ) -> InfeasibleError:
@@ -153,14 +202,20 @@ def _infeasible(
         for d, b in zip(devices, best.lacking_bytes, strict=True) if b > 0
     ]  # fmt: skip
     shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
+    fullest = int(np.argmax(best.lacking_bytes))
+    kinds = peak_kinds(space.graph, best, synthesizer.cost(best), fullest)
+    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
+    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
     axis = batch_axis(space)
-    hint = "use devices with more memory, or a smaller model"
+    hint = REMEDIES.get(kinds[0][0], "use more devices, or devices with more memory")
     if axis is not None:
-        units = largest_batch(space.graph, space.axes, axis, best, synthesizer.machine, states)
+        units = largest_batch(
+            space.graph, synthesizer.axes(best), axis, best, synthesizer.machine, states
+        )
         total = space.axes.axes[axis].units
         hint = (
-            f"about the largest global batch that would fit is {units} (of {total})"
-            if units else f"no batch would fit: {hint}"
+            f"about the largest global batch that would fit is {units} (of {total}); or {hint}"
+            if units else f"with its program no smaller batch fits either: {hint}"
         )  # fmt: skip
     return InfeasibleError(f"no program fits the devices' memory: {shown}", hint=hint)
 

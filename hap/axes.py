@@ -48,9 +48,9 @@ Shares = Mapping[str, tuple[int, ...]]
 
 def shard_sizes(size: int, units: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     """Elements per rank of a dim of ``size`` elements on an axis of ``units`` blocks."""
-    if size % units or sum(shares) != units:
+    if sum(shares) != units or (size % units if units else size):
         raise ValueError(f"shares {shares} don't fit {units} blocks of a dim of size {size}")
-    granule = size // units
+    granule = size // max(units, 1)
     return tuple(share * granule for share in shares)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap import ops, torch_private
+from hap import losses, ops, torch_private
 from hap.errors import ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
@@ -94,8 +94,7 @@ def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             for node in traced.graph.nodes:
-                if node.target is F.scaled_dot_product_attention:
-                    node.target = ops.scaled_dot_product_attention
+                node.target = LOGICAL.get(node.target, node.target)
             traced.recompile()
             joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
         except torch_private.GraphBreak as error:
@@ -104,6 +103,13 @@ def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
     return _convert(joint, step, tuple(flatten(batch)))
+
+
+LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
+    F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
+    F.cross_entropy: losses.cross_entropy,
+}
+"""Functions of torch that are captured as logical operators."""
 
 
 def _not_one_graph(reason: str, where: str) -> ModelError:
@@ -337,6 +343,7 @@ def _line(trace: str) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
+    """The path of the submodule that called ``node``, or whose backward it belongs to."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

@@ -1,4 +1,4 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``.
+"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -8,6 +8,7 @@ that ``hap --help`` is quick.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import time
@@ -54,18 +55,38 @@ def _command(function: Callable[..., None]) -> click.Command:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 @click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
 @click.option(
-    "--prove", type=click.IntRange(min=0), default=0, metavar="N",
-    help="Spend N more searches on a better lower bound.",
-)  # fmt: skip
+    "--mesh/--no-mesh",
+    default=None,
+    help="Plan over two mesh axes, between nodes and inside them, or over one.  [default: better]",
+)
+@click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
+@click.option(
+    "--prove",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Spend N more searches on a better lower bound of the step.",
+)
 def plan(
-    model: str, cluster: str, output: str, as_json: bool, allow_idle: bool, prove: int
+    model: str,
+    cluster: str,
+    output: str,
+    as_json: bool,
+    allow_idle: bool,
+    mesh: bool | None,
+    all_devices: bool,
+    prove: int,
 ) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
+    gc.disable()  # modules, traces and tables are made to stay: looking for garbage finds none
     start = time.perf_counter()
-    made = hap.api.plan_file(model, cluster, allow_idle=allow_idle, prove=prove, progress=_note)
+    made = hap.api.plan_file(
+        model, cluster, allow_idle=allow_idle, all_devices=all_devices, mesh=mesh, prove=prove,
+        progress=_note,
+    )  # fmt: skip
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:
@@ -137,6 +158,23 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
         return
     for line in hap.report.program_lines(made, rank=rank, side=side or ""):
         click.echo(line)
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
+@click.option("--overlap", is_flag=True, help="As if communication ran beside computing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
+def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) -> None:
+    """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
+    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=overlap)
+    if trace is not None:
+        hap.simulation.write_trace(made, trace)
+        _note(f"written to {trace}")
+    if as_json:
+        click.echo(json.dumps(hap.simulation.simulation_json(made), indent=1))
+    else:
+        hap.terminal.emit(hap.simulation.simulation_screen(made))
 
 
 def _note(text: str) -> None:

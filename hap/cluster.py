@@ -8,9 +8,10 @@ rates, reached by real layers, not the peaks of a datasheet. Files are read by
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -168,6 +169,12 @@ class Cluster:
         """The ranks that sit in a node."""
         return tuple(rank for rank, device in enumerate(self.devices) if device.node == node)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Devices of each machine; empty if the ranks of some machine are not consecutive."""
+        runs = [node for node, _ in itertools.groupby(d.node for d in self.devices)]
+        return tuple(len(self.ranks(n)) for n in runs) if len(runs) == len(self.nodes) else ()
+
     def types(self) -> tuple[tuple[int, ...], ...]:
         """Ranks grouped by alike devices (same figures, whatever the node), first rank first."""
         groups: dict[object, list[int]] = {}
@@ -184,6 +191,12 @@ class Cluster:
         """The cluster of one device alone."""
         self._check_rank(rank)
         return self._keep((self.devices[rank],))
+
+    def keep(self, ranks: Sequence[int]) -> Self:
+        """A part of the cluster, its ranks numbered anew in their order."""
+        for rank in ranks:
+            self._check_rank(rank)
+        return self._keep(tuple(self.devices[rank] for rank in ranks))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

@@ -45,18 +45,14 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {self.name}: unknown dtype {self.dtype!r}")
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
+        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.numel * ITEM_BYTES[self.dtype])
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -67,8 +63,9 @@ class Node:
     """One operator call: ``outputs = op(*args, **kwargs)``.
 
     ``outputs`` holds one tensor name per result, ``None`` where nobody uses that result.
-    ``source`` is the user's line and ``module`` the path of the calling submodule; both only
-    serve messages and take no part in the graph's digest.
+    ``source`` is the user's line and ``module`` the path of the calling submodule, in the
+    backward those of the forward's operator; both only serve messages and take no part in the
+    graph's digest.
     """
 
     name: str
@@ -145,6 +142,26 @@ class Graph:
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def alike(self) -> Mapping[str, int]:
+        """Node name -> number of its kind: same operator, flags, shapes and dtypes.
+
+        Layers repeat, so there are few kinds; what does not look at names is the same for all
+        the nodes of one.
+        """
+        kinds: dict[object, int] = {}
+        found = {}
+        for node in self.nodes:
+            looks = tuple(
+                None if name is None else (self.tensors[name].shape, self.tensors[name].dtype)
+                for name in (*node.inputs, *node.outputs)
+            )
+            flags = tuple(a for a in node.args if isinstance(a, bool))
+            repeats = tuple(node.inputs.index(name) for name in node.inputs)
+            key = node.op, flags, repeats, looks
+            found[node.name] = kinds.setdefault(key, len(kinds))
+        return found
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

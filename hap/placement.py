@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Placement(NamedTuple):
-    """``R``, ``P`` or ``S(dim)``; prints as ``R``, ``P``, ``S0``."""
+    """``R``, ``P``, ``L`` or ``S(dim)``; prints as ``R``, ``P``, ``L``, ``S0``."""
 
     kind: str
     dim: int = -1
@@ -25,11 +25,11 @@ class Placement(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Placement:
-        if text in ("R", "P"):
+        if text in ("R", "P", "L"):
             return Placement(text)
         if text[:1] == "S" and text[1:].isdigit():
             return S(int(text[1:]))
-        raise ValueError(f"placement {text!r}: write R, P or S<dim>, such as S0")
+        raise ValueError(f"placement {text!r}: write R, P, L or S<dim>, such as S0")
 
 
 R = Placement("R")
@@ -37,6 +37,14 @@ R = Placement("R")
 
 P = Placement("P")
 """Every rank holds a term of full shape; the tensor is the sum of the terms."""
+
+
+L = Placement("L")
+"""Every rank holds a term of full shape; the tensor is the log of the sum of their exponentials.
+
+What a log-sum-exp over a dim is where that dim is split: the normaliser of a softmax. A rank
+without a part of the dim holds minus infinity. No operator reads terms of this kind.
+"""
 
 
 def S(dim: int) -> Placement:
@@ -52,16 +60,22 @@ def conversion(src: Placement, dst: Placement) -> str | None:
     """
     if src == dst:
         return None
-    table = {
-        ("R", "S"): "slice", ("R", "P"): "mask",
-        ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
-        ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
-    }  # fmt: skip
-    try:
-        return table[src.kind, dst.kind]
-    except KeyError:
-        raise ValueError(f"no instruction turns {src} into {dst}") from None
+    if not convertible(src, dst):
+        raise ValueError(f"no instruction turns {src} into {dst}")
+    return _CONVERSIONS[src.kind, dst.kind]
 
+
+def convertible(src: Placement, dst: Placement) -> bool:
+    """Is there an instruction that turns ``src`` into ``dst``, or nothing to do?"""
+    return src == dst or (src.kind, dst.kind) in _CONVERSIONS
+
+
+_CONVERSIONS = {
+    ("R", "S"): "slice", ("R", "P"): "mask",
+    ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
+    ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
+    ("L", "R"): "all_reduce_lse",
+}  # fmt: skip
 
 LOCAL = frozenset({"slice", "mask"})
 """Conversions that need no communication."""

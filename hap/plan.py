@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-import tempfile
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hap.axes import Shares
 from hap.cluster import Cluster
 from hap.errors import PlanError
+from hap.files import write_whole
 from hap.graph import Graph
-from hap.placement import S
+from hap.mesh import Inside, Mesh, Part, divide, offsets
 from hap.program import Program, Value
 
-FORMAT = 1
+FORMAT = 2
 """Version of the plan file; raised when an older reader would misunderstand a newer file."""
 
 
@@ -102,9 +103,25 @@ class Prediction:
     bounds: tuple[Bound, ...] = ()
 
 
+class Level(NamedTuple):
+    """One cut of a tensor: elements of every place along ``dim``; ``place`` is this rank's."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    place: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.place])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The pair that won, program and shares, and all that is needed to run and explain it."""
+    """The pair that won, program and shares, and all that is needed to run and explain it.
+
+    With ``inside``, the ranks form a mesh of two axes (:mod:`hap.mesh`): ``program`` and
+    ``shares`` are then those between machines, with an entry per machine.
+    """
 
     source: Source
     graph: Graph
@@ -113,16 +130,26 @@ class Plan:
     program: Program
     shares: Shares
     idle: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
     prediction: Prediction
+    inside: Inside | None = None
 
     def __post_init__(self) -> None:
+        places = len(self.mesh.machines) if self.mesh else self.world_size
         for name, units in self.program.used_axes().items():
             given = self.shares.get(name)
             right = given is not None and sum(given) == units and min(given) >= 0
-            if given is None or not right or len(given) != self.world_size:
+            if given is None or not right or len(given) != places:
                 raise PlanError(
                     f"the shares of axis {name!r} are {given}",
-                    hint=f"they must be {self.world_size} counts that sum to {units}; plan anew",
+                    hint=f"they must be {places} counts that sum to {units}; plan anew",
+                )
+        for name, given in self.inside.shares.items() if self.inside else ():
+            if len(given) != self.world_size or min(given) < 0:
+                raise PlanError(
+                    f"the shares of axis {name!r} inside the machines are {given}",
+                    hint=f"they must be {self.world_size} counts; plan anew",
                 )
         for rank in range(self.world_size):
             if self.program.used_axes() and rank not in self.idle and not self.part_of(rank):
@@ -135,20 +162,90 @@ class Plan:
     def world_size(self) -> int:
         return self.cluster.world_size
 
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """The ranks as machines by devices, if the plan has two mesh axes."""
+        return Mesh(self.cluster) if self.inside else None
+
+    @cached_property
+    def whole(self) -> tuple[Graph, Program]:
+        """All instructions that ranks run, and the graph that they are of."""
+        if self.inside is None:
+            return self.graph, self.program
+        return divide(self.graph, self.program, self.shares), self.inside.program
+
+    def part(self, rank: int) -> Part:
+        """What a rank runs, with the sizes of its own machine."""
+        if self.mesh is None:
+            return Part(self.graph, self.program, self.shares, rank, {})
+        machine, column = self.mesh.place(rank)
+        return self._machines[machine]._replace(rank=column)
+
+    @cached_property
+    def _machines(self) -> list[Part]:
+        """What the first rank of each machine runs."""
+        assert self.mesh is not None
+        assert self.inside is not None
+        found = []
+        for machine, ranks in enumerate(self.mesh.machines):
+            shares = {
+                name: tuple(units[r] for r in ranks) for name, units in self.inside.shares.items()
+            }
+            axes = {
+                dim: (name, sum(shares[name]))
+                for dim, (name, _) in self.inside.program.axes.items()
+            }
+            graph = divide(self.graph, self.program, self.shares, machine)
+            begin = offsets(self.graph, self.program, self.shares, machine, graph)
+            found.append(Part(graph, replace(self.inside.program, axes=axes), shares, 0, begin))
+        return found
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of its size that the optimizer keeps for a parameter."""
+        said = re.search(r"\((\d+) states per parameter\)$", self.optimizer)
+        if said is None:
+            raise PlanError(
+                f"the plan's optimizer, {self.optimizer!r}, has no number of states",
+                hint="plan anew",
+            )
+        return int(said[1])
+
     def part_of(self, rank: int) -> int:
         """Units of all used axes that a rank holds; 0 if it only waits."""
-        return sum(self.shares[name][rank] for name in self.program.used_axes())
+        held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
+        return held + sum(u[rank] for u in self.inside.shares.values()) if self.inside else held
+
+    def _place(self, rank: int) -> int:
+        return self.mesh.place(rank)[0] if self.mesh else rank
+
+    def levels(self, tensor: str, rank: int) -> tuple[Level | None, ...]:
+        """How an input is cut as it is stored, the coarsest cut first; ``None``: it is not.
+
+        There is one level, or with two mesh axes a cut between machines and one inside.
+        """
+        levels = [(Part(self.graph, self.program, self.shares, self._place(rank), {}), tensor)]
+        if self.inside is not None:
+            part = self.part(rank)
+            at = [i.tensor for i in self.graph.inputs].index(tensor)
+            levels.append((part, part.graph.inputs[at].tensor))
+        found: list[Level | None] = []
+        for part, name in levels:
+            value = Value(name, part.program.inputs[name])
+            if not value.placement.sharded:
+                found.append(None)
+                continue
+            sizes = part.program.sizes(part.graph, value, part.shares)
+            found.append(Level(value.placement.dim, sizes, part.rank))
+        return tuple(found)
 
     def local_shape(self, tensor: str, rank: int) -> tuple[int, ...]:
         """This rank's shape of an input, a parameter for example, as it is stored."""
-        value = Value(tensor, self.program.inputs[tensor])
-        return self.program.local_shape(self.graph, value, self.shares, rank)
-
-    def bounds(self, value: Value, rank: int) -> tuple[int, int, int]:
-        """(dim, start, stop) of a rank's shard of a sharded value, in elements."""
-        sizes = self.program.sizes(self.graph, value, self.shares)
-        start = sum(sizes[:rank])
-        return value.placement.dim, start, start + sizes[rank]
+        shape = list(self.graph.tensors[tensor].shape)
+        for level in self.levels(tensor, rank):
+            if level:
+                shape[level.dim] = level.sizes[level.place]
+        return tuple(shape)
 
     def local_batch(self, batch: Any, rank: int) -> Any:
         """The part of a global batch that a rank reads, in the batch's own form.
@@ -161,17 +258,16 @@ class Plan:
         def cut(name: str, entry: Any) -> Any:
             if name not in names:
                 return entry
-            value = Value(names[name], self.program.inputs[names[name]])
-            expected = self.graph.tensors[value.tensor].shape
+            expected = self.graph.tensors[names[name]].shape
             if tuple(entry.shape) != expected:
                 raise PlanError(
                     f"batch entry {name!r} has shape {tuple(entry.shape)}, the plan {expected}",
                     hint="give the global batch that the plan was made for, or plan anew",
                 )
-            if not value.placement.sharded:
-                return entry
-            dim, start, stop = self.bounds(value, rank)
-            return entry.narrow(dim, start, stop - start)
+            for level in self.levels(names[name], rank):
+                if level:
+                    entry = entry.narrow(level.dim, level.start, level.sizes[level.place])
+            return entry
 
         if isinstance(batch, Mapping):
             return {k: cut(str(k), v) for k, v in batch.items()}
@@ -186,11 +282,12 @@ class Plan:
 
     def batch_rows(self, rank: int) -> tuple[int, int]:
         """(start, stop) of the rows of the global batch that a rank reads; all if unsharded."""
-        first = Value(
-            self.graph.role("input")[0].tensor,
-            self.program.inputs[self.graph.role("input")[0].tensor],
-        )
-        return self.bounds(first, rank)[1:] if first.placement == S(0) else (0, self.batch_size)
+        start, stop = 0, self.batch_size
+        for level in self.levels(self.graph.role("input")[0].tensor, rank):
+            if level and level.dim == 0:
+                start += level.start
+                stop = start + level.sizes[level.place]
+        return start, stop
 
     def check_model(self, graph: Graph) -> None:
         """Raise ``PlanError`` if ``graph`` is not the graph that was planned."""
@@ -217,25 +314,17 @@ class Plan:
             "optimizer": self.optimizer,
             "shares": {name: list(units) for name, units in self.shares.items()},
             "idle": list(self.idle),
+            "left_out": list(self.left_out),
             "prediction": asdict(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
             "graph": self.graph.to_json(),
-        }
+        } | ({"inside": _pack_inside(self.inside)} if self.inside else {})
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: whole, or not at all."""
-        path = Path(path)
         text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, [text])
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -295,5 +384,19 @@ class Plan:
             program=program,
             shares={name: tuple(units) for name, units in data["shares"].items()},
             idle=tuple(data["idle"]),
+            left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
+            inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+
+
+def _pack_inside(inside: Inside) -> dict[str, Any]:
+    shares = {name: list(units) for name, units in inside.shares.items()}
+    return {"program": inside.program.to_json(), "shares": shares}
+
+
+def _unpack_inside(data: Mapping[str, Any]) -> Inside:
+    return Inside(
+        program=Program.from_json(data["program"]),
+        shares={name: tuple(units) for name, units in data["shares"].items()},
+    )

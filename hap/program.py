@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hap.axes import Shares, shard_sizes
+from hap.axes import Axes, Axis, Shares, shard_sizes
 from hap.graph import Graph
 from hap.placement import LOCAL, Placement, R, conversion
 
@@ -68,8 +68,11 @@ class Convert:
 
 Instruction = Compute | Convert
 
-FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_lse"})
 """Collectives that run on several tensors at once as on one long one."""
+
+BETWEEN = "mesh."
+"""Prefix of the operators that stand for collectives between machines; see :mod:`hap.mesh`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +117,28 @@ class Program:
         """
 
         def key(step: Instruction) -> object:
-            if not isinstance(step, Convert) or step.kind not in FUSIBLE:
-                return object()  # alone
+            if isinstance(step, Compute):
+                node = graph.by_name[step.node]
+                if node.op.removeprefix(BETWEEN) not in FUSIBLE:
+                    return object()  # alone
+                dtype = graph.tensors[node.inputs[0]].dtype
+                return node.op, node.args[-1], step.backward, dtype
+            if step.kind not in FUSIBLE:
+                return object()
             dtype = graph.tensors[step.tensor].dtype
             return step.kind, step.implementation, step.backward, dtype
 
         for _, group in itertools.groupby(self.instructions, key):
             yield tuple(group)
+
+    def own_axes(self) -> Axes:
+        """The axes of all sharded values, as the program cuts them."""
+        of = {}
+        for place, (axis, _) in self.axes.items():
+            tensor, _, dim = place.rpartition(":")
+            of[tensor, int(dim)] = axis
+        named = {name: Axis(name=name, units=units) for name, units in self.used_axes().items()}
+        return Axes(axes=named, of=of)
 
     def used_axes(self) -> dict[str, int]:
         """Axis -> units, for the axes that some value is sharded on."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from hap.axes import Shares
 from hap.cluster import Link
+from hap.mesh import is_mesh_op, origin
+from hap.placement import R
 from hap.plan import Collective, Plan
 from hap.program import Compute, Value
 from hap.synthesizer.work import node_work
@@ -116,31 +119,42 @@ def _parameters(plan: Plan) -> tuple[int, int]:
 
 def _undivided(plan: Plan) -> Counter[str]:
     """Operators that have work, on more than scalars, all of which every rank does."""
-    nodes = {n.name: n for n in plan.graph.nodes}
+    graph, program = plan.whole
     found: Counter[str] = Counter()
-    for step in plan.program.instructions:
-        if not isinstance(step, Compute) or any(p and p.kind != "R" for p in step.ins + step.outs):
+    for step in program.instructions:
+        if not isinstance(step, Compute) or any(p and p != R for p in step.ins + step.outs):
             continue
-        node = nodes[step.node]
-        work = node_work(node, plan.graph)
+        node = graph.by_name[step.node]
         names = [*node.inputs, *filter(None, node.outputs)]
-        if (work.flops or work.bytes) and any(plan.graph.tensors[n].numel > 1 for n in names):
+        if is_mesh_op(node.op) or any(origin(n).placement != R for n in names):
+            continue
+        work = node_work(node, graph)
+        if (work.flops or work.bytes) and any(graph.tensors[n].numel > 1 for n in names):
             found[node.op] += 1
     return found
 
 
 def _shares(plan: Plan) -> RenderableType:
-    axes = plan.program.used_axes()
+    if plan.inside is None:
+        return _axes(plan.program.used_axes(), plan.shares, "per rank")
+    return Group(
+        _axes(plan.program.used_axes(), plan.shares, "per machine", " between machines"),
+        _axes(plan.inside.program.used_axes(), plan.inside.shares, "per rank", " inside machines"),
+    )
+
+
+def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") -> RenderableType:
     if not axes:
-        return Text("nothing is split: every rank does the whole step")
+        doer = "every machine does" if per == "per machine" else "every rank does"
+        return Text(f"nothing is split{where}: {doer} the whole step")
     kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
     for name, units in axes.items():
-        kinds.setdefault((pattern(name), units, plan.shares[name]), []).append(name)
+        kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
     rows = [
-        (alike(names)[0], str(units), f"-> {runs(shares, plan.world_size)}")
-        for (_, units, shares), names in kinds.items()
+        (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
+        for (_, units, given), names in kinds.items()
     ]
-    return table(("axis", "units", "per rank"), rows, right=(1,))
+    return table((f"axis{where}", "units", per), rows, right=(1,))
 
 
 def _devices(plan: Plan) -> RenderableType:
@@ -163,6 +177,10 @@ def _devices(plan: Plan) -> RenderableType:
     rows = [(spans(ranks), *map(str, line[1:])) for line, ranks in lines.items()]
     head = ("rank", "device", "work", "stored", "peak memory", "", "busy", "waiting", "")
     body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
+    if plan.left_out:
+        names = ", ".join(alike(list(plan.left_out)))
+        advice = "the others are predicted to be faster without; start no processes there"
+        body.append(Text(f"left out, idle: {names}; {advice}", style="yellow"))
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
         advice = "leave out of the cluster file what does not help, and plan anew"
@@ -203,7 +221,7 @@ def _communication(plan: Plan) -> RenderableType:
     """The kinds of collectives that take most time; alike ones of several layers are one kind."""
     kinds: dict[tuple[object, ...], list[Collective]] = {}
     for c in plan.prediction.collectives:
-        label = _label(plan, c.tensor)
+        label = tensor_label(plan, c.tensor)
         key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
         kinds.setdefault(key, []).append(c)
     if not kinds:
@@ -214,7 +232,7 @@ def _communication(plan: Plan) -> RenderableType:
         c = group[0]
         total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
         runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
-        label = alike([_label(plan, x.tensor) for x in group])[0]
+        label = alike([tensor_label(plan, x.tensor) for x in group])[0]
         if c.fused > 1:
             label = f"{label} and {c.fused - 1} more, fused"
         how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
@@ -229,8 +247,9 @@ def _communication(plan: Plan) -> RenderableType:
     return Group(shown, Text(f"and {sum(map(len, rest))} more, {seconds} together"))
 
 
-def _label(plan: Plan, tensor: str) -> str:
+def tensor_label(plan: Plan, tensor: str) -> str:
     """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    tensor = origin(tensor).tensor
     for i in plan.graph.inputs:
         if i.tensor == tensor:
             return i.target
@@ -254,22 +273,23 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
     Args:
         side: ``fwd`` or ``bwd`` for the instructions of one side alone.
     """
-    nodes = {n.name: n for n in plan.graph.nodes}
-    made = [[Value(i.tensor, plan.program.inputs[i.tensor])] for i in plan.graph.inputs]
-    for step in plan.program.instructions:
+    graph, program = plan.whole
+    made = [[Value(i.tensor, program.inputs[i.tensor])] for i in graph.inputs]
+    for step in program.instructions:
         if isinstance(step, Compute):
-            outs = zip(nodes[step.node].outputs, step.outs, strict=True)
+            outs = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
             made.append([Value(name, p) for name, p in outs if name and p])
         else:
             made.append([Value(step.tensor, step.dst)])
-    made += [[] for _ in plan.graph.outputs]
-    for line, values in zip(plan.program.lines(plan.graph), made, strict=True):
+    made += [[] for _ in graph.outputs]
+    part = None if rank is None else plan.part(rank)
+    for line, values in zip(program.lines(graph), made, strict=True):
         if not line.startswith(side):
             continue
-        if rank is None or not values:
+        if part is None or not values:
             yield line
             continue
-        local = [plan.program.local_shape(plan.graph, v, plan.shares, rank) for v in values]
+        local = [part.program.local_shape(part.graph, v, part.shares, part.rank) for v in values]
         yield f"{line}  # {', '.join(map(str, local))}"
 
 

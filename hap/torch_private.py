@@ -18,6 +18,11 @@ from torch._decomp import get_decompositions as get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Raise ``RuntimeError`` unless ``condition`` is true, without waiting for a GPU to tell."""
+    torch._assert_async(condition, message)
+
+
 def fake_mode() -> Any:
     """A mode under which tensors have shapes and no data; real tensors may mix in."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,7 +9,7 @@ elements of every rank along the sharded dim, so that no rank ever asks another 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,23 @@ class Comm(ABC):
         """Terms of full shape -> their sum on every rank."""
 
     @abstractmethod
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Terms of full shape -> their elementwise maximum on every rank."""
+
+    def all_reduce_lse(self, x: Tensor, how: str) -> Tensor:
+        """Terms of full shape -> the log of the sum of their exponentials, on every rank."""
+        if how == "terms gathered":
+            ones = [1] * self.world_size
+            return torch.logsumexp(self.all_gather(x.unsqueeze(0), 0, ones, "padded"), 0)
+        largest = self.all_reduce_max(x)
+        shift = largest.masked_fill(largest.isinf(), 0.0)  # nothing less nothing is no number
+        return self.all_reduce((x - shift).exp(), "one shot").log() + shift
+
+    def all_reduce_lse_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
+        """:meth:`all_reduce_lse` of each tensor."""
+        return _joined(xs, lambda x: self.all_reduce_lse(x, how))
+
+    @abstractmethod
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
@@ -49,6 +66,18 @@ class Comm(ABC):
     @abstractmethod
     def agree(self, text: str) -> bool:
         """Do all ranks pass the same text?"""
+
+    @abstractmethod
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
+        """This rank's end of the collectives among the ranks of its part.
+
+        A collective call: every rank passes the same parts, which name each rank of this
+        communicator once. The new ranks are the places in the part, in ascending order. The
+        parts of a part may be cut again, if the ranks of all parts do it at the same time.
+
+        Raises:
+            ValueError: the parts are no partition of the ranks in ascending order.
+        """
 
     # Several tensors of one dtype as one long one: ``dims`` and ``sizes`` hold an entry each.
 
@@ -83,9 +112,7 @@ class Comm(ABC):
 
     def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
         """:meth:`all_reduce` of each tensor."""
-        whole = self.all_reduce(torch.cat([x.reshape(-1) for x in xs]), how)
-        pieces = whole.split([x.numel() for x in xs])
-        return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
+        return _joined(xs, lambda x: self.all_reduce(x, how))
 
 
 class ProcessGroupComm(Comm):
@@ -155,6 +182,11 @@ class ProcessGroupComm(Comm):
         dist.all_reduce(out, group=self._group)
         return out
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        out = x.contiguous().clone()
+        dist.all_reduce(out, dist.ReduceOp.MAX, group=self._group)
+        return out
+
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
@@ -179,6 +211,15 @@ class ProcessGroupComm(Comm):
         dist.all_gather_object(texts, text, group=self._group)
         return len(set(texts)) == 1
 
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> ProcessGroupComm:
+        mine = part_of(parts, self.rank, self.world_size)
+        known = dist.get_process_group_ranks(self._group)
+        # Each rank makes the group of its own part only, but every rank makes one, a lone rank
+        # too: NCCL splits its communicator in one call of all ranks, and the groups' names
+        # count the groups that a rank has made before.
+        ranks = [known[rank] for rank in mine]
+        return ProcessGroupComm(dist.new_group(ranks, use_local_synchronization=True))
+
 
 class LocalComm(Comm):
     """A world of one rank: nothing to exchange."""
@@ -194,6 +235,9 @@ class LocalComm(Comm):
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         return x
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return x
+
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
@@ -201,6 +245,25 @@ class LocalComm(Comm):
 
     def agree(self, text: str) -> bool:
         return True
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalComm:
+        part_of(parts, 0, 1)
+        return self
+
+
+def part_of(parts: Sequence[Sequence[int]], rank: int, world_size: int) -> Sequence[int]:
+    """The part that holds ``rank``; checks what :meth:`Comm.subgroup` demands."""
+    whole = sorted(r for part in parts for r in part)
+    if whole != list(range(world_size)) or any(list(part) != sorted(part) for part in parts):
+        raise ValueError(f"{parts} is no partition of {world_size} ranks in ascending order")
+    return next(part for part in parts if rank in part)
+
+
+def _joined(xs: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """An elementwise collective of several tensors, run on all of them as one."""
+    whole = collective(torch.cat([x.reshape(-1) for x in xs]))
+    pieces = whole.split([x.numel() for x in xs])
+    return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
 
 
 def _counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +20,37 @@ class Context:
     repeated. Masks do depend on how the plan cuts the tensor.
     """
 
-    def __init__(self, comm: Comm, seed: int = 0) -> None:
+    def __init__(self, comm: Comm, seed: int = 0, *, across: Comm | None = None) -> None:
         self.comm = comm
+        self.across = across or comm
+        """Between machines, where the plan has two mesh axes."""
         self.seed = seed
         self.step = 0
         self.training = True
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
+        self.all_reduce_lse = comm.all_reduce_lse
         self.all_to_all = comm.all_to_all
         self.all_gather_many = comm.all_gather_many
         self.reduce_scatter_many = comm.reduce_scatter_many
         self.all_reduce_many = comm.all_reduce_many
+        self.all_reduce_lse_many = comm.all_reduce_lse_many
 
-    def dropout(self, x: Tensor, p: float, site: str, place: int) -> Sequence[Tensor]:
+    def between(self, kind: str, *args: Any) -> Any:
+        """A collective between machines, by the name of its method."""
+        return getattr(self.across, kind)(*args)
+
+    def between_slice(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This machine's shard of what every machine holds whole."""
+        place = self.across.rank
+        return x.narrow(dim, sum(sizes[:place]), sizes[place])
+
+    def between_mask(self, x: Tensor) -> Tensor:
+        """``x`` on the first machine, zeros elsewhere."""
+        return x if self.across.rank == 0 else torch.zeros_like(x)
+
+    def dropout(self, x: Tensor, p: float, site: str, place: int | str) -> Sequence[Tensor]:
         """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
         if not self.training or p == 0:
             return x, torch.ones_like(x, dtype=torch.bool)

@@ -8,20 +8,24 @@ in the program, so that all ranks cut alike.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from hap import ops  # noqa: F401  (registers the logical operators)
+from hap import losses, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
-from hap.placement import P, R
-from hap.program import Compute, Convert, Program, Value
-from hap.runtime.localize import CONTIGUOUS, FACTORIES, localize
+from hap.mesh import AGAIN, Offset
+from hap.placement import LOCAL, L, P, R, S
+from hap.program import BETWEEN, Compute, Convert, Program, Value
+from hap.runtime import lookup
+from hap.runtime.localize import CONTIGUOUS, FACTORIES, LOOKUPS, localize
+from hap.runtime.lookup import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Emitter:
     Args:
         device: where tensors made from nothing are put.
         widen: emit float32 as float64, to verify a plan beyond float32's rounding.
+        offsets: where the machine's shards begin, on a mesh of two axes.
     """
 
     graph: Graph
@@ -56,6 +61,7 @@ class Emitter:
     rank: int
     device: torch.device
     widen: bool = False
+    offsets: Mapping[str, Offset] = field(default_factory=dict)
 
     def emit(self) -> Emitted:
         """Both graphs of this rank."""
@@ -116,7 +122,10 @@ class Emitter:
                 continue
             step = group[0]
             if isinstance(step, Compute):
-                self._compute(out, ctx, env, step)
+                if self._node(step).op.startswith(BETWEEN):
+                    self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
+                else:
+                    self._compute(out, ctx, env, step)
             elif len(group) == 1:
                 env[Value(step.tensor, step.dst)] = self._convert(out, ctx, env, step)
             else:
@@ -163,6 +172,8 @@ class Emitter:
             plain = tuple(map(self._plain, args))
             if node.op == "aten.native_dropout_backward.default":
                 call = out.call_method("dropout_backward", (ctx, *plain))
+            elif span := self._span(step, node):
+                call = self._look_up(out, node, plain, span)
             else:
                 call = out.call_function(resolve(node.op), plain, named)
         many = len(node.outputs) > 1 or node.op in MANY
@@ -171,6 +182,48 @@ class Emitter:
                 value = Value(name, p)
                 part = out.call_function(operator.getitem, (call, k)) if many else call
                 env[value] = self._mark(part, value)
+
+    def _span(self, step: Compute, node: Node) -> Span | None:
+        """This rank's numbers, if the operator looks up in a dim that is split here."""
+        entry = LOOKUPS.get(node.op)
+        if entry is None:
+            return None
+        table = self._made(step)[0]
+        if entry.table is not None:
+            name = node.args[entry.table].name
+            table = next(value for value in self._used(step) if value.tensor == name)
+        shape = self.graph.tensors[table.tensor].shape
+        dim = entry.where(node, len(shape))
+        offset = self.offsets.get(table.tensor)
+        if offset is None or offset.dim != dim:
+            offset = Offset(dim, 0, shape[dim])
+            if table.placement != S(dim):
+                return None
+        start, stop = offset.start, offset.start + shape[dim]
+        if table.placement == S(dim):
+            sizes = self.program.sizes(self.graph, table, self.shares)
+            start += sum(sizes[: self.rank])
+            stop = start + sizes[self.rank]
+        return start, stop, offset.size
+
+    def _look_up(self, out: fx.Graph, node: Node, args: tuple[Any, ...], span: Span) -> fx.Node:
+        """The call of an operator of :data:`LOOKUPS` on this rank's part of the numbers."""
+        entry, given = LOOKUPS[node.op], list(args)
+        index = args[entry.numbers]
+        if entry.skip is not None:
+            shifted = (index, span, args[entry.skip])
+            given[entry.numbers] = out.call_function(lookup.own_or_passed_over, shifted)
+            given[entry.skip] = lookup.PASSED_OVER
+            return out.call_function(resolve(node.op), tuple(given))
+        given[entry.numbers] = out.call_function(lookup.own_or_first, (index, span))
+        if entry.zero is not None:
+            zeroed = (args[entry.zero], index, span, 0)
+            given[entry.zero] = out.call_function(lookup.zero_for_others, zeroed)
+            return out.call_function(resolve(node.op), tuple(given))
+        found = out.call_function(resolve(node.op), tuple(given))
+        (result,) = node.outputs
+        at = entry.where(node, len(self.graph.tensors[str(result)].shape)) if entry.inside else 0
+        return out.call_function(lookup.zero_for_others, (found, index, span, at))
 
     def _without_share(self, step: Compute) -> bool:
         """Has this rank no elements here? Its shards are empty then and its terms are zero.
@@ -194,7 +247,9 @@ class Emitter:
     def _zeros(self, out: fx.Graph, value: Value) -> fx.Node:
         dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
         options: dict[str, Any] = {"dtype": dtype, "device": self.device}
-        return out.call_function(torch.zeros, (list(self._shape(value)),), options)
+        # What adds nothing to the sum, or to the log of the sum of exponentials.
+        fill = -math.inf if value.placement == L else 0
+        return out.call_function(torch.full, (list(self._shape(value)), fill), options)
 
     def _mark(self, node: fx.Node, value: Value) -> fx.Node:
         node.name = _name(value)
@@ -217,18 +272,40 @@ class Emitter:
     ) -> fx.Node:
         # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
-        place = 0
+        place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
+        if value.tensor in self.offsets:
+            place = f"{self.offsets[value.tensor].start}/{place}"
         return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+
+    def _cross(
+        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Compute]
+    ) -> None:
+        """Conversions between machines, which are operators here; several run as one."""
+        nodes = [self._node(s) for s in steps]
+        kind = nodes[0].op.removeprefix(BETWEEN)
+        xs = [env[Value(n.inputs[0], s.ins[0])] for n, s in zip(nodes, steps, strict=True)]
+        made = [v for s in steps for v in self._made(s)]
+        plain = [n.args[1:] for n in nodes]
+        if kind in LOCAL:
+            results = [out.call_method(f"between_{kind}", (ctx, xs[0], *plain[0]))]
+        elif len(steps) == 1:
+            results = [out.call_method("between", (ctx, kind, xs[0], *plain[0]))]
+        else:  # all arguments but the implementation become lists
+            lists = [list(column) for column in zip(*(p[:-1] for p in plain), strict=True)]
+            call = out.call_method("between", (ctx, f"{kind}_many", xs, *lists, plain[0][-1]))
+            results = [out.call_function(operator.getitem, (call, k)) for k in range(len(xs))]
+        for value, result in zip(made, results, strict=True):
+            env[value] = self._mark(result, value)
 
     def _convert_many(
         self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Convert]
     ) -> None:
         kind, how = steps[0].kind, steps[0].implementation
         xs = [env[Value(s.tensor, s.src)] for s in steps]
-        if kind == "all_reduce":
-            call = out.call_method("all_reduce_many", (ctx, xs, how))
+        if kind in ("all_reduce", "all_reduce_lse"):
+            call = out.call_method(f"{kind}_many", (ctx, xs, how))
         else:
             cut = [Value(s.tensor, s.src if s.src.sharded else s.dst) for s in steps]
             dims = [value.placement.dim for value in cut]
@@ -256,6 +333,8 @@ class Emitter:
                 )
             case "all_reduce":
                 call = out.call_method("all_reduce", (ctx, x, how))
+            case "all_reduce_lse":
+                call = out.call_method("all_reduce_lse", (ctx, x, how))
             case "all_to_all":
                 dims = (src.placement.dim, dst.placement.dim)
                 call = out.call_method("all_to_all", (ctx, x, *dims, sizes(src), sizes(dst), how))
@@ -284,4 +363,5 @@ def resolve(op: str) -> Any:
 
 def _name(value: Value) -> str:
     """The Python name of a value in emitted code."""
-    return value.tensor.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")
+    name = value.tensor.replace("~", "__").replace(AGAIN, "_again")
+    return name.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")

@@ -7,13 +7,13 @@ program for any world size without processes or a network.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hap.runtime.collectives import Comm, Sizes
+from hap.runtime.collectives import Comm, Sizes, part_of
 
 T = TypeVar("T")
 
@@ -25,6 +25,19 @@ class World:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.slots: list[Any] = [None] * size
+        self._children: list[World] = []
+
+    def child(self, size: int) -> World:
+        """A world of some of the ranks, which ends with this one."""
+        world = World(size)
+        self._children.append(world)
+        return world
+
+    def abort(self) -> None:
+        """Release all the ranks that wait here or in a child, now and later."""
+        self.barrier.abort()
+        for world in self._children:
+            world.abort()
 
     def exchange(self, rank: int, item: Any) -> list[Any]:
         """Every rank gives an item and gets all of them."""
@@ -55,6 +68,9 @@ class EmulatedComm(Comm):
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         return torch.stack(self._world.exchange(self.rank, x)).sum(0)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return torch.stack(self._world.exchange(self.rank, x)).amax(0)
+
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
@@ -63,6 +79,11 @@ class EmulatedComm(Comm):
 
     def agree(self, text: str) -> bool:
         return len(set(self._world.exchange(self.rank, text))) == 1
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> EmulatedComm:
+        mine = part_of(parts, self.rank, self.world_size)
+        own = self._world.child(len(mine)) if self.rank == mine[0] else None
+        return EmulatedComm(self._world.exchange(self.rank, own)[mine[0]], mine.index(self.rank))
 
 
 def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
@@ -82,7 +103,7 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
             return  # another rank failed first and has reported why
         except BaseException as error:
             errors.append((rank, error))
-            world.barrier.abort()
+            world.abort()
 
     threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
     for thread in threads:

@@ -6,6 +6,8 @@ local tensors with the arguments that the whole tensors had.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hap.graph import Arg, Node
 
 Shape = tuple[int, ...]
@@ -24,6 +26,46 @@ RESULT_SHAPE: dict[str, int] = {
     "aten.new_full.default": 1,
     "aten.slice_backward.default": 1,
     "aten.select_backward.default": 1,
+}
+
+# Operator -> (the argument that holds a size of its result, which size).
+RESULT_SIZE: dict[str, tuple[int, int]] = {"aten.embedding_dense_backward.default": (2, 0)}
+
+
+class Lookup(NamedTuple):
+    """An operator that looks up by number in a dim, and how it leaves other ranks' numbers out.
+
+    ``numbers``: the argument that holds them. The dim is ``dim`` (of the result, if not of
+    the argument ``table``), or what the argument ``dim_arg`` says. Numbers of other ranks are
+    passed over if the argument ``skip`` names one to pass over; else they stand for the first,
+    and zeros take the place of what is found (of the argument ``zero``, if not of the result).
+    ``inside``: in the result, the dims of the numbers stand where the looked-up dim did.
+    """
+
+    numbers: int
+    table: int | None = None
+    dim: int = -1
+    dim_arg: int | None = None
+    skip: int | None = None
+    zero: int | None = None
+    inside: bool = False
+
+    def where(self, node: Node, rank: int) -> int:
+        """The looked-up dim of a table of ``rank`` dims."""
+        dim = self.dim if self.dim_arg is None else int(node.args[self.dim_arg])
+        return dim % max(rank, 1)
+
+
+LOOKUPS: dict[str, Lookup] = {
+    "aten.embedding.default": Lookup(numbers=1, table=0, dim=0),
+    "aten.embedding_dense_backward.default": Lookup(numbers=1, dim=0, skip=3),
+    "aten.gather.default": Lookup(numbers=2, table=0, dim_arg=1),
+    "aten.index_select.default": Lookup(numbers=2, table=0, dim_arg=1, inside=True),
+    "aten.scatter_add.default": Lookup(numbers=2, table=0, dim_arg=1, zero=3),
+    "aten.nll_loss_forward.default": Lookup(numbers=1, table=0, skip=4),
+    "aten.nll_loss_backward.default": Lookup(numbers=2, skip=5),
+    "hap.cross_entropy.default": Lookup(numbers=1, table=0, skip=2),
+    "hap.cross_entropy_backward.default": Lookup(numbers=3, skip=5),
 }
 
 # Operators that make tensors from nothing and so must be told on which device.
@@ -50,4 +92,7 @@ def localize(node: Node, out_shapes: tuple[Shape | None, ...]) -> tuple[Arg, ...
     args = list(node.args)
     if node.op in RESULT_SHAPE:
         args[RESULT_SHAPE[node.op]] = next(s for s in out_shapes if s is not None)
+    if node.op in RESULT_SIZE:
+        at, dim = RESULT_SIZE[node.op]
+        args[at] = next(s for s in out_shapes if s is not None)[dim]
     return tuple(args)

@@ -13,7 +13,8 @@ from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
-from hap.runtime.shard import cut, gather, stored_value
+from hap.runtime.hierarchy import along_axes
+from hap.runtime.shard import cut, gather
 
 
 class HapModule(nn.Module):
@@ -45,13 +46,17 @@ class HapModule(nn.Module):
                 hint="start as many processes as the cluster file has devices, or plan anew",
             )
         digest = f"{plan.graph.digest}/{plan.program.schedule_digest}/{sorted(plan.shares.items())}"
+        if plan.inside:
+            inner = plan.inside
+            digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
         self._plan, self._comm, self._device = plan, comm, device
         self._emitted = emit(plan, comm.rank, device, widen=widen)
-        self._ctx = Context(comm, seed)
+        self._comms = along_axes(plan, comm)
+        self._ctx = Context(self._comms[-1], seed, across=self._comms[0])
         self._same = {}  # every name of a tied tensor -> the first
         for tensors in (
             dict(model.named_parameters(remove_duplicate=False)),
@@ -110,8 +115,7 @@ class HapModule(nn.Module):
         tensor = self._inputs.get(name)
         if tensor is None:  # unused by the step: kept whole
             return whole.detach().clone().to(self._device)
-        value = stored_value(self._plan, tensor)
-        return cut(self._plan, value, whole, self._comm.rank).to(self._device)
+        return cut(self._plan, tensor, whole, self._comm.rank).to(self._device)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         """Register under a dotted name, in bare submodules like the model's."""
@@ -139,10 +143,10 @@ class HapModule(nn.Module):
             first = self._same[name]
             if first not in whole:
                 tensor = self._inputs.get(first)
-                shard = state[first]
-                value = stored_value(self._plan, tensor) if tensor else None
-                full = gather(self._plan, value, shard, self._comm) if value else shard.detach()
-                whole[first] = full
+                shard = state[first].detach()
+                if tensor:
+                    shard = gather(self._plan, tensor, shard, self._comms, self._comm.rank)
+                whole[first] = shard
             whole[name] = whole[first]
         return whole
 
@@ -174,19 +178,18 @@ class HapModule(nn.Module):
                 state[first].copy_(self._cut(first, whole))
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient: shards are summed over ranks, replicas once."""
-        shards = torch.zeros((), dtype=torch.float64, device=self._device)
-        replicas = torch.zeros_like(shards)
+        """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            square = parameter.grad.double().square().sum()
             tensor = self._inputs.get(name)
-            if tensor and self._plan.program.inputs[tensor].sharded:
-                shards += square
-            else:
-                replicas += square
-        return (self._comm.all_reduce(shards, "one shot") + replicas).sqrt()
+            levels = self._plan.levels(tensor, self._comm.rank) if tensor else (None,)
+            copies = self._comm.world_size
+            for level in levels:
+                copies //= len(level.sizes) if level else 1
+            total += parameter.grad.double().square().sum() / copies
+        return self._comm.all_reduce(total, "one shot").sqrt()
 
 
 def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
@@ -205,9 +208,10 @@ def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
     """The two graphs of one rank of a plan."""
+    part = plan.part(rank)
     return Emitter(
-        graph=plan.graph, program=plan.program, shares=plan.shares, rank=rank, device=device,
-        widen=widen,
+        graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
+        widen=widen, offsets=part.offsets,
     ).emit()  # fmt: skip
 
 

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from hap.plan import Plan
-from hap.program import Value
 from hap.runtime.collectives import Comm
 
 
-def stored_value(plan: Plan, tensor: str) -> Value:
-    """An input of the program in the placement in which it is stored."""
-    return Value(tensor, plan.program.inputs[tensor])
+def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
+    """This rank's part of a whole input, as a tensor of its own."""
+    part = whole.detach()
+    for level in plan.levels(tensor, rank):
+        if level:
+            part = part.narrow(level.dim, level.start, level.sizes[level.place])
+    return part.clone()
 
 
-def cut(plan: Plan, value: Value, whole: Tensor, rank: int) -> Tensor:
-    """This rank's part of a whole tensor, as a tensor of its own."""
-    if not value.placement.sharded:
-        return whole.detach().clone()
-    dim, start, stop = plan.bounds(value, rank)
-    return whole.detach().narrow(dim, start, stop - start).clone()
+def gather(plan: Plan, tensor: str, shard: Tensor, comms: Sequence[Comm], rank: int) -> Tensor:
+    """The whole input from all the ranks' parts; every rank must call it.
+
+    Args:
+        comms: the ranks along each mesh axis, in the order of :meth:`hap.plan.Plan.levels`.
+    """
+    part = shard.detach()
+    for level, comm in reversed(list(zip(plan.levels(tensor, rank), comms, strict=True))):
+        if level:
+            part = comm.all_gather(part, level.dim, level.sizes, "padded")
+    return part.clone()
 
 
-def gather(plan: Plan, value: Value, shard: Tensor, comm: Comm) -> Tensor:
-    """The whole tensor from all the ranks' parts; every rank must call it."""
-    if not value.placement.sharded:
-        return shard.detach().clone()
-    sizes = plan.program.sizes(plan.graph, value, plan.shares)
-    return comm.all_gather(shard.detach(), value.placement.dim, sizes, "padded")
+def join(plan: Plan, tensor: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The whole inputs that all ranks' parts stand for: one for each replica."""
+    dims = [level.dim if level else None for level in plan.levels(tensor, 0)]
+    if plan.mesh is None:
+        return _join(parts, dims[0])
+    between, inside = dims
+    machines = [_join([parts[r] for r in ranks], inside) for ranks in plan.mesh.machines]
+    return [whole for column in zip(*machines, strict=True) for whole in _join(column, between)]
+
+
+def _join(parts: Sequence[Tensor], dim: int | None) -> list[Tensor]:
+    return list(parts) if dim is None else [torch.cat(list(parts), dim)]

@@ -12,14 +12,16 @@ from torch import Tensor, fx, nn
 
 from hap.capture import Batch, flatten
 from hap.graph import Graph
-from hap.placement import P, R
+from hap.mesh import origin
+from hap.placement import L, P, R
 from hap.plan import Plan
 from hap.program import Compute, Program, Value
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import run_ranks
-from hap.runtime.shard import cut, stored_value
+from hap.runtime.hierarchy import along_axes
+from hap.runtime.shard import cut
 
 
 def first_difference(
@@ -27,23 +29,43 @@ def first_difference(
 ) -> str | None:
     """The first tensor in program order whose recombined value differs, or ``None``."""
     whole = _inputs(plan.graph, model, batch)
+    names = [i.tensor for i in plan.graph.inputs]
 
     def run(comm: Comm) -> dict[Value, Tensor]:
-        given = {t: cut(plan, stored_value(plan, t), x, comm.rank) for t, x in whole.items()}
-        emitter = Emitter(graph=plan.graph, program=plan.program, shares=plan.shares,
-                          rank=comm.rank, device=torch.device("cpu"), widen=widen)  # fmt: skip
-        return trace(emitter, given, comm)
+        part = plan.part(comm.rank)
+        given = {
+            inner.tensor: cut(plan, name, whole[name], comm.rank)
+            for name, inner in zip(names, part.graph.inputs, strict=True)
+            if name in whole
+        }
+        emitter = Emitter(graph=part.graph, program=part.program, shares=part.shares,
+                          rank=part.rank, device=torch.device("cpu"), widen=widen,
+                          offsets=part.offsets)  # fmt: skip
+        comms = along_axes(plan, comm)
+        return trace(emitter, given, Context(comms[-1], across=comms[0]))
 
     ranks = run_ranks(plan.world_size, run)
     single = Emitter(graph=plan.graph, program=undivided(plan.graph), shares={}, rank=0,
                      device=torch.device("cpu"), widen=widen)  # fmt: skip
-    reference = trace(single, whole, LocalComm())
+    reference = trace(single, whole, Context(LocalComm()))
     for value in ranks[0]:
-        expected = reference.get(Value(value.tensor, R))
+        between = origin(value.tensor) if plan.mesh else value
+        expected = reference.get(Value(between.tensor, R))
         if expected is None or not expected.is_floating_point():
             continue
         scale = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-3)
-        for found in _recombined(value, [seen[value] for seen in ranks]):
+        parts = [seen[value] for seen in ranks]
+        if plan.mesh:
+            machines = [
+                _recombined(value, [parts[r] for r in beside]) for beside in plan.mesh.machines
+            ]
+            wholes = [
+                w for column in zip(*machines, strict=True)
+                for w in _recombined(between, list(column))
+            ]  # fmt: skip
+        else:
+            wholes = _recombined(value, parts)
+        for found in wholes:
             if found.shape != expected.shape or not _close(found, expected, 10 * tolerance * scale):
                 return str(value)
     return None
@@ -53,13 +75,14 @@ def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
     """The whole tensor that the ranks' parts stand for; of a replica, each rank's."""
     if value.placement.sharded:
         return [torch.cat(parts, value.placement.dim)]
+    if value.placement == L:
+        return [torch.stack(parts).logsumexp(0)]
     return [torch.stack(parts).sum(0)] if value.placement == P else parts
 
 
-def trace(emitter: Emitter, given: dict[str, Tensor], comm: Comm) -> dict[Value, Tensor]:
+def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Value, Tensor]:
     """Run a rank's forward and backward and keep every value."""
     emitted = emitter.emit()
-    ctx = Context(comm)
     ctx.training = False
     seen: dict[Value, Tensor] = {}
 

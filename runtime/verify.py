@@ -21,11 +21,10 @@ from hap import torch_private
 from hap.capture import Batch, Loss, Step, flatten
 from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
-from hap.program import Value
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule
-from hap.runtime.shard import stored_value
+from hap.runtime.shard import join
 from hap.runtime.trace import first_difference
 
 STEPS = 3
@@ -185,21 +184,20 @@ def compare(
             (float(t.abs().max()) for t in expected[what].values() if t.numel()), default=0
         )
         for name, reference in expected[what].items():
-            value = stored_value(plan, tensors[name]) if name in tensors else None
             parts = [seen[what].get(name) for seen in ranks]
-            error = _error(value, parts, reference, largest * FLOOR)
+            given = [p for p in parts if p is not None]
+            wholes = None
+            if len(given) == len(parts):
+                wholes = join(plan, tensors[name], given) if name in tensors else given
+            error = _error(wholes, reference, largest * FLOOR)
             rows.append(Row(tensor=name, what=label, error=error, ok=error <= tolerance))
     return tuple(rows)
 
 
-def _error(
-    value: Value | None, parts: list[Tensor | None], reference: Tensor, floor: float
-) -> float:
-    """Largest difference of the recombined parts, relative; infinite if a part is missing."""
-    given = [p for p in parts if p is not None]
-    if len(given) < len(parts):
+def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> float:
+    """Largest difference of the replicas, relative; infinite if there are none."""
+    if wholes is None:
         return float("inf")
-    wholes = [torch.cat(given, value.placement.dim)] if value and value.placement.sharded else given
     scale = max(float(reference.abs().max()) if reference.numel() else 0.0, floor, 1e-300)
     worst = 0.0
     for whole in wholes:

@@ -29,9 +29,11 @@ Two sets of prices:
 Collectives are priced from below (:meth:`hap.synthesizer.communication.Network.floor_s` for any
 shares). The simulator runs neighbouring collectives of one kind as one, which then pay for one
 start. Bytes add up; of the start each is charged a part, such that no group that can form is
-charged more than one (:func:`start_parts`). Under fixed shares the largest part of a fused
-shard can be less than the sum of the largest: all count the part of one rank,
-:attr:`FixedShares._reference`.
+charged more than one (:func:`start_parts`). Floors are sums or minima of sums of what is linear
+in bytes and starts, so that those of a group's members never exceed the group's. Under fixed
+shares, what can run fused is priced by its floor as well, since the largest part of several is
+less than the sum of the largest; and so is what may lie in shares of its own between steps
+(:func:`_storable`): the shares that are fixed are those of computing.
 
 Memory is ignored: a plan that must also fit is no faster. Prices are rounded to picoseconds;
 :meth:`Relaxation.search` takes off what rounding may have added.
@@ -46,9 +48,9 @@ import numpy as np
 import numpy.typing as npt
 from ortools.linear_solver import pywraplp
 
-from hap.axes import Axes, Shares
-from hap.graph import Node, Tensor
-from hap.placement import LOCAL, Placement, conversion
+from hap.axes import Shares
+from hap.graph import Graph, Node, Tensor
+from hap.placement import LOCAL, Placement, R, conversion
 from hap.program import FUSIBLE, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
@@ -56,6 +58,7 @@ from hap.synthesizer.exact import Costs, Labelling, minimise
 from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space
+from hap.synthesizer.work import FREE
 
 Floats = npt.NDArray[np.float64]
 
@@ -138,8 +141,9 @@ class FixedShares(Floors):
         first = {key: rank for rank, key in reversed(list(enumerate(alike)))}
         self._ranks = sorted(first.values())
         self._class_of = [self._ranks.index(first[key]) for key in alike]
+        self._sizes = np.bincount(self._class_of)
         self._first = {n for node in space.graph.nodes[:1] for n in node.inputs}
-        self._reference = self._usually_largest(space.axes)
+        self._apart = _storable(space.graph)
 
     @property
     def classes(self) -> int:
@@ -155,27 +159,34 @@ class FixedShares(Floors):
         chosen: Floats = per_rank[self._ranks]
         return chosen
 
-    def _usually_largest(self, axes: Axes) -> int:
-        """The rank with the largest parts of parameters and gradients, which are fused."""
-        total = np.zeros_like(self._one)
-        for (name, _), axis in axes.of.items():
-            if not self._starts[name]:
-                total = total + self.graph.tensors[name].nbytes * self._parts[axis]
-        return int(total.argmax())
-
     def compute(self, node: Node, row: Row) -> Floats:
         return self.per_class(super().compute(node, row))
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
-        return self.per_class(super().update(parameter, stored))
+        if not stored.sharded:
+            return self.per_class(super().update(parameter, stored))
+        whole = self.per_class(super().update(parameter, R))  # the shares of storing are free
+        return np.diag(whole / self._sizes)
 
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
-        start, sides = 1.0, [self.parts(tensor, src), self.parts(tensor, dst)]
-        if kind in FUSIBLE:
-            start = self._starts[tensor.name]
-            if start < 1 or tensor.name in self._first:
-                sides = [np.minimum(p, p[self._reference]) for p in sides]
+        start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
+        fused = start < 1 or tensor.name in self._first
+        if tensor.name in self._apart or (kind in FUSIBLE and fused):
+            return self.network.floor_s(kind, tensor.nbytes, start=start)
+        sides = self.parts(tensor, src), self.parts(tensor, dst)
         return self.network.choices(kind, tensor.nbytes, *sides, start=start)[0].seconds
+
+
+def _storable(graph: Graph) -> frozenset[str]:
+    """What may lie in shares of storing: parameters, gradients, and all that looks at them."""
+    found = {i.tensor for i in graph.role("parameter")} | set(graph.gradients.values())
+    for node in graph.nodes:
+        if node.op in FREE and found.intersection(node.inputs):
+            found.update(o for o in node.outputs if o)
+    for node in reversed(graph.nodes):
+        if node.op in FREE and found.intersection(o for o in node.outputs if o):
+            found.update(node.inputs)
+    return frozenset(found)
 
 
 class AnyShares(Floors):

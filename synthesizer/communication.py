@@ -1,21 +1,24 @@
 """What a conversion between placements costs on the cluster's links, by implementation.
 
-The ranks form a ring in rank order, which crosses every machine's adapter once each way, so
-that the slowest link of the ring bounds all its traffic (alpha-beta model; Thakur et al.,
-"Optimization of collective communication operations in MPICH", 2005). Shards may be uneven:
+Flat collectives take no notice of machines. Their ranks form a ring in rank order, which
+crosses every machine's adapter once each way, so that the slowest link of the ring bounds all
+its traffic (alpha-beta model; Thakur et al., "Optimization of collective communication
+operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tree or of recursive doubling
+in rank order, ``ceil(log2 machines)`` have the latency between machines. Shards may be uneven:
 a *padded* collective moves the largest shard for everyone, a *grouped* one sends each shard
-with an operation of its own.
+with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.hierarchy`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hap.cluster import Cluster
+from hap.cluster import Cluster, Link
+from hap.hierarchy import exists
+from hap.synthesizer.hierarchy import Stages, all_reduce, leaving, steps
 
 Fractions = npt.NDArray[np.float64]
 """Per rank, its part of a sharded dim; sums to 1."""
@@ -44,6 +47,14 @@ class Network:
         self._adapter = cluster.inter.bandwidth_bytes_per_s
         self._inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
         self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+        sizes = {node: (nodes.count(node), cluster.intra[node].latency_s) for node in cluster.nodes}
+        inner_s = max((a for n, a in sizes.values() if n > 1), default=0.0)
+        outer = steps(len(sizes))
+        self._tree_s = outer * cluster.inter.latency_s + (steps(self.world_size) - outer) * inner_s
+        self._peers_s = max(
+            (n - 1) * a + (self.world_size - n) * cluster.inter.latency_s for n, a in sizes.values()
+        )
+        self._stages = Stages(cluster) if exists(cluster.counts) else None
 
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
@@ -56,8 +67,7 @@ class Network:
             src, dst: parts of the ranks before and after, where that side is sharded.
             start: which part of the latency to count: 0 for the traffic alone.
         """
-        alpha = self.latency_s * start
-        found = getattr(self, f"_{kind}")(float(nbytes), src, dst, alpha)
+        found = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return sorted(found, key=lambda choice: choice.seconds)
 
     def floor_s(
@@ -68,10 +78,20 @@ class Network:
         What is padded is least for equal parts, what has a sender per part for one sender. So
         is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
         """
+        if kind == "all_reduce_lse":
+            return 2 * self.floor_s("all_reduce", nbytes, start=start)
         n = self.world_size
         even, alone = np.full(n, 1 / n), np.eye(n)[0]
-        found = [c for p in (even, alone) for c in self.choices(kind, nbytes, p, p, start=start)]
-        return min(c.seconds + crossing * (c.implementation == "exact") for c in found)
+        moved = kind == "all_to_all"
+        found = [
+            c.seconds + crossing * (c.implementation == "exact")
+            for p in (even, alone)
+            for c in self.choices(kind, nbytes, p, p, start=start)
+            if c.implementation != "hierarchical"
+        ]
+        if self._stages and (self._stages.regular or not moved):
+            found.append(self._stages.floor_s(kind, nbytes, start) + crossing * moved)
+        return min(found)
 
     def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
         """The least seconds of an exact all-to-all's traffic between machines.
@@ -93,34 +113,67 @@ class Network:
         largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
         return nbytes * max(0.0, one, largest) / self._adapter
 
-    def _gather(self, nbytes: float, parts: Fractions, a: float) -> list[Choice]:
-        n, bw = self.world_size, self.bytes_per_s
-        padded = math.ceil(math.log2(n)) * a + (n - 1) * nbytes * float(parts.max()) / bw
-        senders = int(np.count_nonzero(parts))
-        return [Choice("padded", padded), Choice("grouped", senders * a + nbytes / bw)]
+    def _gather(self, nbytes: float, parts: Fractions, on: float, *, scatter: bool) -> list[Choice]:
+        found = [
+            Choice("padded", self._padded(nbytes, parts, on)),
+            Choice("grouped", self._grouped(nbytes, parts, on)),
+        ]
+        if self._stages:
+            seconds = self._stages.gather(nbytes, parts, on, scatter=scatter)
+            found.append(Choice("hierarchical", seconds))
+        return found
 
-    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
-        return self._gather(nbytes, src, a)
+    def _padded(self, nbytes: float, parts: Fractions, on: float) -> float:
+        largest = nbytes * float(parts.max())
+        return on * self._tree_s + (self.world_size - 1) * largest / self.bytes_per_s
+
+    def _grouped(self, nbytes: float, parts: Fractions, on: float) -> float:
+        senders = int(np.count_nonzero(parts))
+        # One after another, but even a lone one goes down a tree.
+        latency_s = max(senders * self.latency_s, self._tree_s)
+        return on * latency_s + nbytes / self.bytes_per_s
+
+    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
+        return self._gather(nbytes, src, on, scatter=False)
 
     def _reduce_scatter(
-        self, nbytes: float, src: Fractions, dst: Fractions, a: float
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
     ) -> list[Choice]:
-        return self._gather(nbytes, dst, a)
+        return self._gather(nbytes, dst, on, scatter=True)
 
-    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
-        n, bw = self.world_size, self.bytes_per_s
-        steps, ring = math.ceil(math.log2(n)), 2 * (n - 1) / n * nbytes / bw
-        # Libraries send small tensors down a tree, and large ones around a ring.
-        one_shot = min(2 * steps * a + ring, steps * (a + 2 * nbytes / bw))
-        return [Choice("one shot", one_shot), Choice("two step", 2 * (steps + 1) * a + ring)]
+    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
+        n, slowest = self.world_size, Link(self.bytes_per_s, self.latency_s)
+        around = 2 * (n - 1) / n * nbytes / self.bytes_per_s
+        two_step = 2 * on * (self._tree_s + self.latency_s) + around
+        found = [
+            Choice("one shot", all_reduce(n, nbytes, on * self._tree_s, slowest)),
+            Choice("two step", two_step),
+        ]
+        if self._stages:
+            found.append(Choice("hierarchical", self._stages.all_reduce(nbytes, on)))
+        return found
 
-    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, a: float) -> list[Choice]:
+    def _all_reduce_lse(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[Choice]:
+        # The largest term is found first, then the exponentials less it are summed.
+        reduced = 2 * self._all_reduce(nbytes, src, dst, on)[0].seconds
+        n = self.world_size
+        # Or every rank gets all the terms: a whole tensor from each.
+        gathered = self._padded(n * nbytes, np.full(n, 1 / n), on)
+        return [Choice("terms gathered", gathered), Choice("two reductions", reduced)]
+
+    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())
         if self._many:
-            s, d = self._member @ src, self._member @ dst
-            leaving = float(np.maximum(s * (1 - d), d * (1 - s)).max())
-            busiest = max(busiest, nbytes * leaving / self._adapter)
-        exact = Choice("exact", (self.world_size - 1) * a + busiest)
-        through = min(self._gather(nbytes, src, a), key=lambda choice: choice.seconds)
-        return [exact, Choice("gathered", through.seconds)]
+            between = leaving(self._member @ src, self._member @ dst)
+            busiest = max(busiest, nbytes * between / self._adapter)
+        found = [
+            Choice("exact", on * self._peers_s + busiest),
+            Choice("gathered", self._padded(nbytes, src, on)),
+        ]
+        if self._stages and self._stages.regular:
+            seconds = self._stages.all_to_all(nbytes, src, dst, on)
+            found.append(Choice("hierarchical", seconds))
+        return found

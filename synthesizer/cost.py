@@ -64,11 +64,15 @@ class CostModel:
         self.optimizer_states = optimizer_states
         self._axes = axes
         self._one = np.ones(machine.cluster.world_size)
+        self.ring_size = machine.cluster.world_size
+        """Ranks that convert placements among each other."""
         vectors: dict[tuple[int, ...], PerRank] = {}  # axes with equal shares have one vector
         for units in shares.values():
             vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))
         self._parts = {name: vectors[units] for name, units in shares.items()}
-        self._cache: dict[object, PerRank] = {}
+        self._computed: dict[object, PerRank] = {}
+        self._computed_alike: dict[object, PerRank] = {}
+        self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         """Each rank's part of a tensor: 1 where it holds all of it."""
@@ -76,46 +80,64 @@ class CostModel:
             return self._one
         return self._parts[self._axes.of[tensor.name, placement.dim]]
 
+    def whole_bytes(self, tensor: Tensor) -> PerRank:
+        """What each rank holds of a tensor that is whole in its ring."""
+        return tensor.nbytes * self._one
+
     def local_bytes(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return tensor.nbytes * self.parts(tensor, placement)
+        key = (tensor.name, placement)
+        if key not in self._local_bytes:
+            self._local_bytes[key] = tensor.nbytes * self.parts(tensor, placement)
+        return self._local_bytes[key]
 
     def compute(self, node: Node, row: Row) -> PerRank:
         """Seconds per rank of a node run by one of its rows."""
+        key = (node.name, row.outs, row.ins)
+        seconds = self._computed.get(key)
+        if seconds is None:
+            seconds = self._computed[key] = self._compute_alike(node, row)
+        return seconds
+
+    def _compute_alike(self, node: Node, row: Row) -> PerRank:
+        """Layers repeat: what looks alike to every formula is priced once."""
         tensors = self.graph.tensors
+        names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
         placed = [
             (tensors[name], p)
-            for name, p in zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+            for name, p in zip(names, placements, strict=True)
             if name is not None and p is not None
         ]
-        # Layers repeat: what looks alike to every formula is priced once.
-        flags = tuple(a for a in node.args if isinstance(a, bool))
-        alike = tuple(
-            (t.shape, t.dtype, p, id(self.parts(t, p)) if p.sharded else 0) for t, p in placed
-        )
-        key = (node.op, flags, len(set(node.inputs)), alike)
-        if key not in self._cache:
-            self._cache[key] = self._compute(node, placed)
-        return self._cache[key]
+        shares = tuple(id(self.parts(t, p)) for t, p in placed)
+        key = (self.graph.alike[node.name], placements, shares)
+        if key not in self._computed_alike:
+            self._computed_alike[key] = self._compute(node, row, placed)
+        return self._computed_alike[key]
 
-    def flops(self, node: Node, row: Row) -> PerRank:
-        """Floating-point operations of each rank."""
+    def share(self, node: Node, row: Row) -> PerRank:
+        """Each rank's part of an operator's arithmetic."""
         names = (*node.inputs, *node.outputs)
         for name, p in zip(names, (*row.ins, *row.outs), strict=True):
             if name is not None and p is not None and p.sharded:
-                part = self.parts(self.graph.tensors[name], p)
-                return node_work(node, self.graph).flops * part
-        return node_work(node, self.graph).flops * self._one
+                return self.parts(self.graph.tensors[name], p)
+        return self._one
 
-    def _compute(self, node: Node, placed: list[tuple[Tensor, Placement]]) -> PerRank:
+    def flops(self, node: Node, row: Row) -> PerRank:
+        """Floating-point operations of each rank."""
+        return node_work(node, self.graph).flops * self.share(node, row)
+
+    def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
         work = node_work(node, self.graph)
         if not work.flops and not work.bytes:
             return np.zeros_like(self._one)
-        sharded = [(t, p) for t, p in placed if p.sharded]
-        part = self.parts(*sharded[0]) if sharded else self._one
+        part = self.share(node, row)
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share still reads nothing: its call is on empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
         return self.machine.seconds(work, work.flops * part, nbytes)
+
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
+        """Seconds of neighbouring operators that are collectives; ``None`` if they compute."""
+        return None
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False

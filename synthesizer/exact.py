@@ -5,7 +5,8 @@
 Eliminating a variable replaces all the tables that mention it by one table over its
 neighbours, minimised over the variable (Dechter, "Bucket elimination", 1999). The work is
 exponential only in the width of the order, and the joint graphs of real models have tiny
-width whatever their depth. Costs are integers, so that equal plans tie exactly and the
+width whatever their depth. What repeats from layer to layer is eliminated once
+(:mod:`hap.synthesizer.tables`). Costs are integers, so that equal plans tie exactly and the
 result does not depend on the order of additions.
 """
 
@@ -15,18 +16,16 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Costs = npt.NDArray[np.int64]
-Labels = npt.NDArray[np.signedinteger[Any]]
+from hap.synthesizer.dominance import Reduced
+from hap.synthesizer.tables import FORBIDDEN, Costs, Labels, Pool
 
-FORBIDDEN = 1 << 55
-"""Cost of what may not be; sums of up to 128 such entries stay within 64 bits."""
+__all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minimise"]
 
 LARGEST_TABLE = 1 << 26
 """Entries beyond which elimination gives up: 512 MiB."""
@@ -60,50 +59,74 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     Raises:
         TooWide: some table would have more than :data:`LARGEST_TABLE` entries.
     """
-    unary, pairs = _without_fixed(unary, pairs)
-    sizes = [len(u) for u in unary]
-    if 0 in sizes:
+    if not all(len(costs) for costs in unary):
         return None
-    plan = _best_order(sizes, pairs)
+    reduced = Reduced(Pool(), unary, pairs)
+    sizes = reduced.sizes
+    plan = _best_order(sizes, reduced.edges)
     if plan.largest > LARGEST_TABLE:
         raise TooWide(plan.largest, plan.widest)
-    tables: list[list[tuple[tuple[int, ...], Costs]]] = [[] for _ in unary]
-    for pair, table in pairs.items():
-        for v in pair:
-            tables[v].append((pair, table))
-    trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
+    buckets = _Buckets(reduced)
     constant = 0
+    trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
     for v, scope in plan.steps:
-        best, best_label = _eliminate(v, scope, sizes, unary[v], tables[v])
+        least, best_label = buckets.eliminate(v, scope)
+        if least >= FORBIDDEN:
+            return None
+        constant += least
         trail.append((v, scope, best_label))
-        best = np.minimum(best, FORBIDDEN)
-        if not scope:
-            constant += int(best)
-        for n in scope:
-            tables[n] = [(s, t) for s, t in tables[n] if v not in s]
-            tables[n].append((scope, best))
-    if constant >= FORBIDDEN:
-        return None
     labels = [0] * len(unary)
     for v, scope, best_label in reversed(trail):
         labels[v] = int(best_label[tuple(labels[n] for n in scope)])
-    width = max(len(scope) for _, scope in plan.steps)
-    return Labelling(cost=constant, labels=tuple(labels), width=width, largest_table=plan.largest)
+    return Labelling(
+        cost=constant,
+        labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
+        width=max(len(scope) for _, scope in plan.steps),
+        largest_table=plan.largest,
+    )
 
 
-def _without_fixed(
-    unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
-) -> tuple[list[Costs], dict[tuple[int, int], Costs]]:
-    """Tables with a variable of one label are costs of the other variable alone."""
-    costs, kept = list(unary), {}
-    for (u, v), table in pairs.items():
-        if len(unary[u]) == 1:
-            costs[v] = costs[v] + table[0]
-        elif len(unary[v]) == 1:
-            costs[u] = costs[u] + table[:, 0]
-        else:
-            kept[u, v] = table
-    return [np.minimum(c, FORBIDDEN) for c in costs], kept
+_Key = tuple[int, int, tuple[tuple[tuple[int, ...], int], ...]]
+"""What an elimination depends on: own costs, size of the scope, (dims, number) of each table."""
+
+
+class _Buckets:
+    """The tables that are left of a problem while its variables are eliminated."""
+
+    def __init__(self, reduced: Reduced) -> None:
+        self._pool, self._costs, self._sizes = reduced.pool, reduced.costs, reduced.sizes
+        # Per variable: (scope, number) of the tables that mention it.
+        self._tables: list[list[tuple[tuple[int, ...], int]]] = [
+            [((v, u), table) for u, table in near.items()] for v, near in enumerate(reduced.near)
+        ]
+        self._known: dict[_Key, tuple[int, int, Labels]] = {}
+
+    def eliminate(self, v: int, scope: tuple[int, ...]) -> tuple[int, Labels]:
+        """Replace the tables of ``v`` by one over its neighbours.
+
+        Returns:
+            The least entry of that table, which is subtracted from it so that what a layer
+            costs does not hide that it repeats, and the best label of ``v``, of dims ``scope``.
+        """
+        place = {n: k for k, n in enumerate((*scope, v))}
+        mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
+        key: _Key = (self._costs[v], len(scope), tuple(mine))
+        if key not in self._known:
+            self._known[key] = self._eliminate(key, tuple(self._sizes[n] for n in (*scope, v)))
+        least, best, best_label = self._known[key]
+        for n in scope:
+            self._tables[n] = [(names, t) for names, t in self._tables[n] if v not in names]
+            self._tables[n].append((scope, best))
+        return least, best_label
+
+    def _eliminate(self, key: _Key, shape: tuple[int, ...]) -> tuple[int, int, Labels]:
+        costs, last, mine = key
+        tables = self._pool.tables
+        given = [((last,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
+        best, best_label = _minimum(shape, given)
+        least = int(best.min())
+        best = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
+        return least, self._pool.number(best), best_label
 
 
 class _Order(NamedTuple):
@@ -115,18 +138,18 @@ class _Order(NamedTuple):
     steps: list[tuple[int, tuple[int, ...]]]
 
 
-EASY = 1 << 22
+EASY = 1 << 24
 """Total entries below which a better order would not pay for being looked for."""
 
 
-def _best_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> _Order:
+def _best_order(sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Order:
     """Greedy orders by several measures, none of which is best on every graph."""
-    edges = list(pairs)
-    found = _order(sizes, edges, _table_size)
-    if found.total <= EASY:
-        return found
-    others = [_order(sizes, edges, measure) for measure in (_fill, _degree)]
-    return min([found, *others], key=lambda order: order.total)
+    found: list[_Order] = []
+    for measure in (_small_first, _table_size, _fill, _degree):
+        found.append(_order(sizes, edges, measure))
+        if found[-1].total <= EASY:
+            break
+    return min(found, key=lambda order: order.total)
 
 
 Measure = Callable[[int, Sequence[int], list[set[int]]], int]
@@ -134,6 +157,12 @@ Measure = Callable[[int, Sequence[int], list[set[int]]], int]
 
 def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     return math.prod(sizes[n] for n in near[v]) * sizes[v]
+
+
+def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    """What is small by its size, which leaves a core of each layer; that by its fill."""
+    entries = _table_size(v, sizes, near)
+    return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
 
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
@@ -181,35 +210,32 @@ SMALL = 1 << 14
 """Entries up to which a table is made at once: fewer calls count for more than less memory."""
 
 
-def _eliminate(
-    v: int,
-    scope: tuple[int, ...],
-    sizes: Sequence[int],
-    unary: Costs,
-    tables: Sequence[tuple[tuple[int, ...], Costs]],
+def _minimum(
+    shape: tuple[int, ...], tables: Sequence[tuple[tuple[int, ...], Costs]]
 ) -> tuple[Costs, Labels]:
-    """The sum of all tables that mention ``v``, minimised over it, and its first best label.
+    """The sum of tables, minimised over the last of all dims, and its first best label.
 
-    Both have dims ``scope``. A large sum is never whole in memory, but made label by label.
+    Args:
+        shape: labels of all variables.
+        tables: (which dims of ``shape`` its dims are, table). A large sum is never whole in
+            memory, but made label by label.
     """
-    place = {n: k for k, n in enumerate((*scope, v))}
-    terms = [unary.reshape((1,) * len(scope) + (-1,))]
-    for names, table in sorted(tables, key=lambda entry: entry[1].size):
-        order = sorted(range(len(names)), key=lambda k: place[names[k]])
-        shape = [1] * len(place)
+    terms = []
+    for dims, table in sorted(tables, key=lambda entry: entry[1].size):
+        order = sorted(range(len(dims)), key=lambda k: dims[k])
+        whole = [1] * len(shape)
         for k in order:
-            shape[place[names[k]]] = table.shape[k]
-        terms.append(table.transpose(order).reshape(shape))
-    full = tuple(sizes[n] for n in scope)
-    if math.prod(full) * sizes[v] <= SMALL:
+            whole[dims[k]] = shape[dims[k]]
+        terms.append(table.transpose(order).reshape(whole))
+    if math.prod(shape) <= SMALL:
         joint = functools.reduce(np.add, terms)
-        if joint.shape != (*full, sizes[v]):
-            joint = np.broadcast_to(joint, (*full, sizes[v]))
+        if joint.shape != shape:
+            joint = np.broadcast_to(joint, shape)
         return joint.min(axis=-1), joint.argmin(axis=-1)
-    best = np.full(full, np.iinfo(np.int64).max)
-    best_label = np.zeros(full, dtype=np.int16)
-    for label in range(sizes[v]):
-        total = functools.reduce(np.add, (term[..., label] for term in terms))
+    best = np.full(shape[:-1], np.iinfo(np.int64).max)
+    best_label = np.zeros(shape[:-1], dtype=np.int16)
+    for label in range(shape[-1]):
+        total = functools.reduce(np.add, (t[..., min(label, t.shape[-1] - 1)] for t in terms))
         best_label[total < best] = label
         np.minimum(best, total, out=best)
     return best, best_label

@@ -16,18 +16,20 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hap.graph import Graph, Node
-from hap.placement import P, Placement, R
+from hap.graph import Graph, Node, Tensor
+from hap.mesh import ends, is_mesh_op
+from hap.placement import P, Placement, R, convertible
 from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
+from hap.twins import twin_of
 
 PICOSECONDS = 1e12
 
@@ -54,14 +56,17 @@ class Problem:
         self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
     ) -> None:
         self.space, self.cost, self.aims = space, cost, aims
+        self._restricted = allowed is not None
         self._allowed = allowed or (lambda tensor, placement, stored: True)
         self.unary: list[Costs] = []
         self.pairs: dict[tuple[int, int], Costs] = {}
         self._tables: dict[object, Costs] = {}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
-        parameters = {i.tensor for i in graph.role("parameter")}
-        self._fused = parameters | set(graph.gradients.values())
+        self._gradients = frozenset(graph.gradients.values())
+        self._fused = ends(graph)
+        twins = twin_of(graph)
+        self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
         self._variable: dict[str, int] = {}
         for name in graph.tensors:
@@ -77,6 +82,8 @@ class Problem:
         for i in graph.inputs:
             if i.role != "input":
                 self._add_input(i.tensor, i.role, i.target)
+        for parameter, twin in twins.items():
+            self._add_twin(parameter, graph.producer[twin])
         for o in graph.outputs:
             if o.role != "gradient":
                 self._require(self._add([0]), o.tensor, [R])
@@ -100,9 +107,10 @@ class Problem:
     # --- tables ---
 
     def _filter(self, name: str) -> tuple[Holding, ...]:
-        return tuple(
-            h for h in self.space.holdings[name] if all(self._allowed(name, p, False) for p in h)
-        )
+        holdings = self.space.holdings[name]
+        if not self._restricted:
+            return holdings
+        return tuple(h for h in holdings if all(self._allowed(name, p, False) for p in h))
 
     def _add(self, costs: Iterable[float]) -> int:
         self.unary.append(np.array([_scaled(c) for c in costs], dtype=np.int64))
@@ -113,7 +121,9 @@ class Problem:
         self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
 
     def _add_node(self, node: Node) -> None:
-        rows = tuple(r for r in self.space.rows[node.name] if self._row_allowed(node, r))
+        rows = self.space.rows[node.name]
+        if self._restricted:
+            rows = tuple(r for r in rows if self._row_allowed(node, r))
         self.rows[node.name] = rows
         v = self._node[node.name] = self._add(
             self.aims.time(self.cost.compute(node, row)) for row in rows
@@ -125,8 +135,9 @@ class Problem:
                 self._produce(v, out, [row.outs[k] or R for row in rows])
 
     def _row_allowed(self, node: Node, row: Row) -> bool:
+        stored = node.name in self._twins  # it may look at what is stored, however that is held
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
-        return all(self._allowed(n, p, False) for n, p in placed if n and p and p.sharded)
+        return all(self._allowed(n, p, stored) for n, p in placed if n and p and p.sharded)
 
     def _add_batch(self) -> None:
         """One variable for all the batch: each rank reads all of it, or its rows of it."""
@@ -155,6 +166,42 @@ class Problem:
         self._produce(v, tensor, options)
         if gradient is not None:
             self._require(v, gradient, options)
+            self._price_slices(v, gradient, options)
+
+    def _add_twin(self, parameter: str, alias: Node) -> None:
+        """What it costs that the backward looks at the forward's copy, or gathers its own."""
+        v, price = self._node[alias.name], self.aims.memory_s_per_byte
+        t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
+        if price is not None:
+            kept = [float(price @ self.cost.local_bytes(t, row.ins[0])) for row in rows]
+            self._pair(self._stored[parameter], v, np.array([
+                [_scaled(0.0 if row.ins[0] == p else s) for row, s in zip(rows, kept, strict=True)]
+                for p in self.stored[parameter]
+            ], dtype=np.int64))  # fmt: skip
+        # The forward's gather is then not among those at the start of the program.
+        self._pair(self._variable[parameter], v, np.array([
+            [_scaled(self._start_s(t, row.ins[0]) if R in holding else 0.0) for row in rows]
+            for holding in self.held[parameter]
+        ], dtype=np.int64))  # fmt: skip
+
+    def _start_s(self, t: Tensor, p: Placement) -> float:
+        """The start of a gather that has no neighbours."""
+        if not p.sharded:
+            return 0.0
+        alone, fused = (self.cost.convert(t, p, R, fused=f)[0].seconds for f in (False, True))
+        return alone - fused
+
+    def _price_slices(self, v: int, gradient: str, options: Sequence[Placement]) -> None:
+        """A gradient that is reduced whole, and then sliced, is kept whole."""
+        price = self.aims.memory_s_per_byte
+        if price is None:
+            return
+        t = self.space.graph.tensors[gradient]
+        more = [float(price @ (t.nbytes - self.cost.local_bytes(t, p))) for p in options]
+        self._pair(v, self._variable[gradient], np.array([
+            [_scaled(0.0 if p in holding else s) for holding in self.held[gradient]]
+            for p, s in zip(options, more, strict=True)
+        ], dtype=np.int64))  # fmt: skip
 
     def _store_cost(self, tensor: str, p: Placement, trained: bool) -> float:
         t = self.space.graph.tensors[tensor]
@@ -192,30 +239,58 @@ class Problem:
         """What the prices of a tensor's conversions depend on; layers repeat it."""
         t = self.space.graph.tensors[tensor]
         shares = tuple(id(self.cost.parts(t, p)) for p in placements if p.sharded)
-        return t.shape, t.dtype, shares, tensor in self._fused, self.cost.alike(tensor)
+        fused = tensor in self._fused, tensor in self._gradients
+        return t.shape, t.dtype, shares, fused, self.cost.alike(tensor)
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding
     ) -> tuple[float, tuple[Convert, ...]]:
         """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
+        if self.at_once(tensor, made, holding):
+            return self._cheapest(tensor, made, holding, fused=False)
+        seconds, steps = self._cheapest(tensor, made, holding, fused=tensor in self._fused)
+        return seconds + self._waiting_s(tensor, made, holding), steps
+
+    def at_once(self, tensor: str, made: Placement, holding: Holding) -> bool:
+        """Is a gradient better reduced when it is made than with the others, at the end?
+
+        Until then its terms, of full size, lie in memory (ZeRO, stage 2).
+        """
+        waiting = self._waiting_s(tensor, made, holding)
+        if not waiting:
+            return False
+        alone, fused = (self._cheapest(tensor, made, holding, fused=f)[0] for f in (False, True))
+        return alone < fused + waiting
+
+    def _waiting_s(self, tensor: str, made: Placement, holding: Holding) -> float:
+        """The price of the memory of a gradient that waits for the end to be converted."""
+        price = self.aims.memory_s_per_byte
+        if price is None or tensor not in self._gradients or made in holding:
+            return 0.0
+        return float(price @ self.cost.local_bytes(self.space.graph.tensors[tensor], made))
+
+    def _cheapest(
+        self, tensor: str, made: Placement, holding: Holding, *, fused: bool
+    ) -> tuple[float, tuple[Convert, ...]]:
         wanted = [p for p in holding if p != made]
         if made == R and wanted:
             return float("inf"), ()  # a replica gives every shard by slicing: hold it as R
         if made in holding:
-            return self._chain(tensor, made, wanted)
+            return self._chain(tensor, made, wanted, fused=fused)
         routes = [wanted, wanted[::-1]] if len(wanted) == 2 else [wanted]
-        return min((self._chain(tensor, made, route) for route in routes), key=lambda c: c[0])
+        chains = (self._chain(tensor, made, route, fused=fused) for route in routes)
+        return min(chains, key=lambda c: c[0])
 
     def _chain(
-        self, tensor: str, made: Placement, route: list[Placement]
+        self, tensor: str, made: Placement, route: list[Placement], *, fused: bool
     ) -> tuple[float, tuple[Convert, ...]]:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
         total, steps, src = 0.0, [], made
         for dst in route:
-            if src.sharded and dst == P:
+            if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
-            choice = self.cost.convert(t, src, dst, fused=tensor in self._fused)[0]
+            choice = self.cost.convert(t, src, dst, fused=fused)[0]
             total += choice.seconds
             steps.append(
                 Convert(tensor=tensor, src=src, dst=dst, backward=False,
@@ -246,12 +321,16 @@ def write_program(
     """Instructions in graph order; each conversion stands right before its first use.
 
     Two kinds stand together instead, to be fused: what is gathered of the parameters, at the
-    start, and what is reduced of the gradients, at the end.
+    start, and what is reduced of the gradients, at the end. Excepted are parameters that the
+    backward gathers again, and gradients whose memory is too dear to wait.
     """
     made: dict[str, Placement] = dict(stored)
     exists = set(stored.items())
     steps: list[Instruction] = []
     axes: dict[str, tuple[str, int]] = {}
+    parameters = {i.target: i.tensor for i in graph.role("parameter")}
+    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+    end = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
 
     def place(tensor: str, p: Placement) -> None:
         exists.add((tensor, p))
@@ -282,9 +361,8 @@ def write_program(
 
     for tensor, p in stored.items():
         place(tensor, p)
-    for i in graph.role("parameter"):
-        need(i.tensor, held[i.tensor][0], False)
-    for node in graph.nodes:
+
+    def compute(node: Node) -> None:
         row, backward = rows[node.name], node.name in graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
             need(name, p, backward)
@@ -293,28 +371,59 @@ def write_program(
             if out is not None and p_out is not None:
                 made[out] = p_out
                 place(out, p_out)
-    parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    ends = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+                if problem.at_once(out, p_out, held[out]):
+                    need(out, end[out], True)
+
+    again = {  # parameters that the backward reads where they are stored
+        name for name, twin in twin_of(graph).items()
+        if rows[graph.producer[twin].name].ins[0] == stored[name]
+    }  # fmt: skip
+    first, middle, last = _ends_apart(graph.nodes)
+    for i in graph.role("parameter"):
+        if i.tensor not in again:
+            need(i.tensor, held[i.tensor][0], False)
+    for node in first:
+        compute(node)
+        made_there = str(node.outputs[0])
+        need(made_there, held[made_there][0], False)
+    start, steps = steps, []
+    for node in middle:
+        compute(node)
     body, steps = steps, []
-    for o, p in zip(graph.outputs, ends, strict=True):
+    for node in last:
+        compute(node)
+    for o, p in zip(graph.outputs, finals, strict=True):
         need(o.tensor, p, o.role == "gradient")
-    steps = body + _neighbours(steps)
+    steps = _neighbours(start, graph) + body + _neighbours(steps, graph)
     program = Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
-        outputs=tuple(ends), axes=axes,
+        outputs=tuple(finals), axes=axes,
     )  # fmt: skip
     program.check(graph)
     return program
 
 
-def _neighbours(steps: list[Instruction]) -> list[Instruction]:
+def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+    """The collectives between machines that begin and that end a step, and all between."""
+    first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
+    rest = list(nodes[len(first) :])
+    last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
+    return first, rest[: len(rest) - len(last)], last
+
+
+def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
     """Conversions reordered so that those of one kind stand together, and can be fused."""
     depth: dict[str, int] = {}
-    keyed = []
+    keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
     for step in steps:
-        assert isinstance(step, Convert)
-        depth[step.tensor] = depth.get(step.tensor, -1) + 1
-        keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+        if isinstance(step, Convert):
+            depth[step.tensor] = depth.get(step.tensor, -1) + 1
+            keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+            continue
+        node = graph.by_name[step.node]
+        at = max(depth.get(name, -1) for name in node.inputs) + 1
+        depth.update((out, at) for out in node.outputs if out)
+        keyed.append(((step.backward, at, node.op), step))
     return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Bound, Collective, Prediction, Rank
-from hap.program import Compute, Convert
+from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.simulate import memory
+from hap.synthesizer.simulate import computed
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.synthesizer.work import FLOPS
 
@@ -89,6 +90,15 @@ def _alternative(name: str, candidate: Candidate, note: str) -> Alternative:
     return Alternative(name=name, step_s=step_s, fits=candidate.fits, note="; ".join(parts))
 
 
+def peak_kinds(
+    graph: Graph, candidate: Candidate, cost: CostModel, rank: int
+) -> list[tuple[str, int]]:
+    """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
+    peak = at_peak(graph, candidate.program, cost)
+    found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
+    return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
+
+
 def largest_batch(
     graph: Graph, axes: Axes, axis: str, candidate: Candidate, machine: Machine, states: int
 ) -> int:
@@ -131,6 +141,19 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
     for group in candidate.program.groups(graph):
+        nodes = computed(graph, group)
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            node = nodes[0][0]
+            found.append(
+                Collective(
+                    tensor=node.inputs[0], fused=len(nodes),
+                    kind=f"{node.op.removeprefix(BETWEEN)} between machines",
+                    nbytes=sum(graph.tensors[n.inputs[0]].nbytes for n, _ in nodes),
+                    implementation=str(node.args[-1]), seconds=crossing,
+                    runner_up="", runner_up_s=0.0,
+                )
+            )  # fmt: skip
         converts = [s for s in group if isinstance(s, Convert) and not s.local]
         if not converts:
             continue

@@ -1,9 +1,8 @@
 """A program on a timeline: predicted step time and peak memory of every rank.
 
 Each rank has one stream; it computes while it can and waits at every collective until the
-last rank arrives (communication does not yet overlap with computing). Memory is counted
-from first definition to last use, what the backward reads of the forward until the backward
-ends; views share the storage of what they look at.
+last rank arrives (communication does not yet overlap with computing). Memory is that of
+:mod:`hap.synthesizer.footprint`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.graph import Graph, Node
-from hap.placement import Placement
-from hap.program import Compute, Convert, Program, Value
+from hap.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.footprint import memory
 from hap.synthesizer.rules.base import Row
-from hap.synthesizer.work import FREE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +49,14 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     found: list[Stage] = []
     busy = np.zeros(world)
     for group in program.groups(graph):
-        for step in group:
-            if isinstance(step, Compute):
-                row = Row(step.outs, step.ins)
-                busy = busy + cost.compute(graph.by_name[step.node], row)
+        nodes = computed(graph, group)
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            found.append(Stage(compute_s=busy, communicate_s=crossing))
+            busy = np.zeros(world)
+            continue
+        for node, row in nodes:
+            busy = busy + cost.compute(node, row)
         converts = [s for s in group if isinstance(s, Convert)]
         if not converts:
             continue
@@ -68,6 +70,11 @@ def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
         if i.target in graph.gradients:
             busy = busy + cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
     return [*found, Stage(compute_s=busy, communicate_s=0.0)]
+
+
+def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
+    """The nodes that a group of instructions runs, and by which rows."""
+    return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
 def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
@@ -93,69 +100,3 @@ def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
         compute_s=compute, wait_s=wait, communicate_s=communicate,
         stored_bytes=stored, peak_bytes=peak,
     )  # fmt: skip
-
-
-def memory(graph: Graph, program: Program, cost: CostModel) -> tuple[PerRank, PerRank]:
-    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank."""
-    root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
-    last: dict[Value, int] = {}  # storage -> index of its last use
-    born: list[list[Value]] = []
-
-    end = len(program.instructions)
-    forward = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
-
-    def use(value: Value, at: int) -> None:
-        storage = root.setdefault(value, value)
-        backward = at < end and program.instructions[at].backward
-        # What the backward reads of the forward is kept until the whole backward has run.
-        last[storage] = end if backward and storage in forward else max(at, last.get(storage, 0))
-
-    for at, step in enumerate(program.instructions):
-        made: list[Value] = []
-        if isinstance(step, Compute):
-            node = graph.by_name[step.node]
-            ins = [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
-            outs = _outs(node, step.outs)
-            alias = node.op in FREE
-        else:
-            ins, outs = [Value(step.tensor, step.src)], [Value(step.tensor, step.dst)]
-            alias = step.kind == "slice"
-        for value in ins:
-            use(value, at)
-        for value in outs:
-            root[value] = root[ins[0]] if alias and ins else value
-            if root[value] == value:
-                made.append(value)
-                if not step.backward:
-                    forward.add(value)
-            use(value, at)
-        born.append(made)
-    for output, p in zip(graph.outputs, program.outputs, strict=True):
-        use(Value(output.tensor, p), end)
-
-    stored = np.zeros(cost.machine.cluster.world_size)
-    alive = np.zeros_like(stored)
-    for i in graph.inputs:
-        t, p = graph.tensors[i.tensor], program.inputs[i.tensor]
-        alive = alive + cost.local_bytes(t, p)
-        if i.role == "parameter":
-            copies = 1 + (cost.optimizer_states if i.target in graph.gradients else 0)
-            stored = stored + copies * cost.local_bytes(t, p)
-            alive = alive + (copies - 1) * cost.local_bytes(t, p)
-    dying: dict[int, list[Value]] = {}
-    for value, at in last.items():
-        dying.setdefault(at, []).append(value)
-    inputs = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
-    peak = alive
-    for at, made in enumerate(born):
-        for value in made:
-            alive = alive + cost.local_bytes(graph.tensors[value.tensor], value.placement)
-        peak = np.maximum(peak, alive)
-        for value in dying.get(at, ()):
-            if value not in inputs:
-                alive = alive - cost.local_bytes(graph.tensors[value.tensor], value.placement)
-    return stored, peak
-
-
-def _outs(node: Node, placements: tuple[Placement | None, ...]) -> list[Value]:
-    return [Value(o, p) for o, p in zip(node.outputs, placements, strict=True) if o and p]

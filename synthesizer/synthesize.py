@@ -27,6 +27,7 @@ from hap.synthesizer.labelling import Aims, Allowed, Problem
 from hap.synthesizer.shares import Status, proportional, solve_shares
 from hap.synthesizer.simulate import Timeline, simulate
 from hap.synthesizer.space import Space
+from hap.synthesizer.storage import filled, program_axes, stored_apart
 
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
@@ -77,8 +78,13 @@ class Synthesizer:
         self.machine = Machine(cluster)
         self._states = optimizer_states
         self._allowed = allowed if cluster.world_size > 1 else _whole
+        self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._fixed: dict[object, Relaxation] = {}
+
+    def on(self, cluster: Cluster) -> Synthesizer:
+        """The same search on another cluster."""
+        return Synthesizer(self.space, cluster, self._states, self._allowed)
 
     def starts(self) -> Iterator[Shares]:
         """Shares to start from, without repetitions: by speed, even, by memory."""
@@ -116,9 +122,9 @@ class Synthesizer:
             alternate(shares, f"start {number + 1}")
         progress("bounding the step from below")
         for program in self.relaxed.programs:
-            pair = self.judge(program, min(found, key=_rank).shares)
+            pair = self._under(program, min(found, key=_rank).shares)
             shares = self.balance(pair)
-            found.append(self.judge(program, shares))
+            found.append(self.judge(pair.program, shares))
             if found[-1] is min(found, key=_rank):
                 alternate(shares, "the program of the lower bound")
         if self.relaxed.bound_s < min(found, key=_rank).timeline.step_s * (1 - WIDE):
@@ -126,7 +132,7 @@ class Synthesizer:
                 alternate(shares, "a part of the cluster")
         for _ in range(ROUNDS):
             best = min(found, key=_rank)
-            under = [self.judge(p, best.shares) for p in self.fixed(best.shares).programs]
+            under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
             if min([best, *under], key=_rank) is best:
                 break
             found += under
@@ -168,7 +174,8 @@ class Synthesizer:
         return min(branching.bound_s, step_s), relaxed.searches + branching.searches
 
     def fixed(self, shares: Shares) -> Relaxation:
-        """Bound and programs under given shares."""
+        """Bound and programs under given shares of computing; those of storing are free."""
+        shares = {name: shares[name] for name in self.space.axes.axes}
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
@@ -199,7 +206,7 @@ class Synthesizer:
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """The cheapest program under fixed shares and prices (seconds per byte of each rank)."""
-        cost = self._cost(shares)
+        cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
             labelling = problem.solve()
@@ -210,19 +217,36 @@ class Synthesizer:
             ) from error
         if labelling is None:
             raise HapError("no program exists in the restricted space")
-        return self.judge(problem.program(labelling), shares)
+        return self._under(problem.program(labelling), shares)
+
+    def _under(self, program: Program, shares: Shares) -> Candidate:
+        """A program as the search writes it, its storing apart, under shares of its computing."""
+        program = self._apart(program)
+        return self.judge(program, self.with_storage(program, shares))
+
+    def _apart(self, program: Program) -> Program:
+        """The program with axes of their own for what is stored otherwise than computed."""
+        return stored_apart(self.space.graph, program)
+
+    def with_storage(self, program: Program, shares: Shares) -> Shares:
+        """The shares with those that the program's storing starts from."""
+
+        def price(given: Shares) -> CostModel:
+            return self._cost(program, given)
+
+        return {**shares, **filled(self.space.graph, program, price, shares)}
 
     def balance(self, pair: Candidate) -> Shares:
         """Integer shares for a program; its own if no others fit."""
         outcome = solve_shares(
-            self.space.graph, self.space.axes, pair.program, self.machine, self._states,
-            pair.shares,
+            self.space.graph, program_axes(self.space.axes, pair.program), pair.program,
+            self.machine, self._states, pair.shares,
         )  # fmt: skip
         return outcome.shares if outcome.status is Status.OPTIMAL else pair.shares
 
     def judge(self, program: Program, shares: Shares) -> Candidate:
         """Price a pair as it would run: implementations chosen anew, then simulated."""
-        cost = self._cost(shares)
+        cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         timeline = simulate(self.space.graph, program, cost)
         return Candidate(
@@ -230,12 +254,20 @@ class Synthesizer:
             lacking_bytes=np.maximum(timeline.peak_bytes - self._memory, 0.0),
         )  # fmt: skip
 
-    def _cost(self, shares: Shares) -> CostModel:
-        return CostModel(self.space.graph, self.space.axes, self.machine, shares, self._states)
+    def _cost(self, program: Program | None, shares: Shares) -> CostModel:
+        axes = program_axes(self.space.axes, program) if program else self.space.axes
+        if self._priced is None or self._priced[0] != (axes, shares):
+            model = CostModel(self.space.graph, axes, self.machine, shares, self._states)
+            self._priced = (axes, dict(shares)), model
+        return self._priced[1]
+
+    def axes(self, candidate: Candidate) -> Axes:
+        """The axes of the graph, and those of the candidate's storing."""
+        return program_axes(self.space.axes, candidate.program)
 
     def cost(self, candidate: Candidate) -> CostModel:
         """The prices under a candidate's shares."""
-        return self._cost(candidate.shares)
+        return self._cost(candidate.program, candidate.shares)
 
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:

@@ -15,6 +15,7 @@ from hap.synthesizer.rules.base import Call, numel
 FREE = frozenset(
     f"aten.{op}"
     for op in [
+        "alias.default",
         "view.default",
         "t.default",
         "transpose.int",
@@ -30,7 +31,7 @@ FREE = frozenset(
         "split.Tensor",
         "split_with_sizes.default",
     ]
-)
+) | {"mesh.slice"}
 
 
 def _mm(call: Call) -> float:

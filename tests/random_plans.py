@@ -26,6 +26,7 @@ from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.storage import stored_apart
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
 
@@ -90,36 +91,40 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
-def flat_cluster(world: int) -> Cluster:
-    """``world`` equal devices on one machine."""
+def two_machines(world: int) -> Cluster:
+    """``world`` equal devices: two on the first machine, the others, if any, on the second."""
     devices = tuple(
         Device(
-            name=f"node:{k}", kind="cpu", node="node", memory_bytes=2**30, launch_s=1e-6,
+            name=f"node:{k}", kind="cpu", node="ab"[k > 1], memory_bytes=2**30, launch_s=1e-6,
             flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e9,
         )
         for k in range(world)
     )  # fmt: skip
     link = Link(1e9, 1e-5)
-    return Cluster("flat", devices, {"node": link}, link)
+    return Cluster("two", devices, {"a": link, "b": link}, link)
 
 
-def random_shares(units: int, world: int, rng: random.Random) -> tuple[int, ...]:
-    """Integer units per rank, drawn one by one in proportion to random weights."""
+def random_shares(units: int, world: int, rng: random.Random, least: int = 0) -> tuple[int, ...]:
+    """Integer units per rank, drawn one by one in proportion to random weights.
+
+    ``least`` is what every rank gets, as far as the units allow.
+    """
+    least = min(least, units // world)
     weights = [rng.choice(WEIGHTS) for _ in range(world)]
     if not any(weights):
         weights[rng.randrange(world)] = 1
-    taken = rng.choices(range(world), weights, k=units)
-    return tuple(taken.count(rank) for rank in range(world))
+    taken = rng.choices(range(world), weights, k=units - least * world)
+    return tuple(least + taken.count(rank) for rank in range(world))
 
 
 class RandomPrices(CostModel):
     """Seconds that depend on nothing but the generator."""
 
     def __init__(
-        self, space: Space, world: int, shares: dict[str, tuple[int, ...]], rng: random.Random
+        self, space: Space, cluster: Cluster, shares: dict[str, tuple[int, ...]], rng: random.Random
     ) -> None:
-        super().__init__(space.graph, space.axes, Machine(flat_cluster(world)), shares, 2)
-        self._rng, self._world = rng, world
+        super().__init__(space.graph, space.axes, Machine(cluster), shares, 2)
+        self._rng, self._world = rng, cluster.world_size
 
     def compute(self, node: Node, row: Row) -> PerRank:
         return np.full(self._world, self._rng.random())
@@ -135,26 +140,39 @@ class RandomPrices(CostModel):
         return [Choice(c.implementation, self._rng.random() * 0.1) for c in choices]
 
 
-def random_plan(case: Case, world: int, seed: int) -> Plan:
-    """A plan that is valid and makes no sense; the same for the same arguments."""
+def random_plan(
+    case: Case, world: int, seed: int, least: int = 0, cluster: Cluster | None = None
+) -> Plan:
+    """A plan that is valid and makes no sense; the same for the same arguments.
+
+    Args:
+        least: units of every axis that each rank gets at least, if there are as many.
+        cluster: default: :func:`two_machines`.
+    """
+    cluster = cluster or two_machines(world)
     rng = random.Random(f"{world}/{seed}")
     space = case.space
-    shares = {name: random_shares(axis.units, world, rng) for name, axis in space.axes.axes.items()}
+    shares = {
+        name: random_shares(axis.units, world, rng, least) for name, axis in space.axes.axes.items()
+    }
     # Any part of the batch may be given in shards; no price would ask for it.
     given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
-    prices = RandomPrices(space, world, shares, rng)
+    prices = RandomPrices(space, cluster, shares, rng)
     problem = Problem(
         space, prices, Aims(), lambda t, p, stored: not stored or given.get(t, p) == p
     )
     labelling = problem.solve()
     assert labelling is not None
-    program = problem.program(labelling)
+    program = stored_apart(space.graph, problem.program(labelling))
+    for name, units in program.used_axes().items():
+        if name not in shares:  # of storing
+            shares[name] = random_shares(units, world, rng, least)
     used = {name: shares[name] for name in program.used_axes()}
     return Plan(
         source=Source(),
         graph=space.graph,
-        cluster=flat_cluster(world),
-        optimizer="AdamW",
+        cluster=cluster,
+        optimizer="AdamW (2 states per parameter)",
         program=program,
         shares=used,
         idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from hap.graph import Graph
-from hap.placement import P, Placement, R, S
+from hap.placement import L, P, Placement, R, S
 from hap.program import Compute, Program, Value
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import EmulatedComm, World
-from hap.runtime.localize import FACTORIES, RESULT_SHAPE
+from hap.runtime.localize import FACTORIES, LOOKUPS, RESULT_SHAPE
 from hap.synthesizer.rules import Row, rows_of
 from tests.rule_samples import Sample
 
@@ -34,6 +34,9 @@ PLANES = {
     "aten.avg_pool2d_backward.default",
 }
 """Operators that may write out of bounds where the last two dims are cut: not tried."""
+
+COUNTING = "aten.embedding_dense_backward.default"
+"""The operator that, if it divides by the number of uses, counts them out of bounds: not cut."""
 
 Shares = tuple[int, ...]
 Local = list[dict[str, Tensor]]
@@ -118,6 +121,10 @@ class Case:
         if p == P:
             same = {t.shape for t in parts} == {whole.shape}
             return same and whole.dtype != torch.bool and self._same(sum(parts), whole)
+        if p == L:
+            same = {t.shape for t in parts} == {whole.shape}
+            floats = whole.is_floating_point() and same
+            return floats and self._same(torch.stack(parts).logsumexp(0), whole)
         return all(self._same(part, whole) for part in parts)
 
     def _same(self, a: Tensor, b: Tensor) -> bool:
@@ -219,11 +226,17 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
         if out is None:
             places.append([None])
             continue
-        shape = case.graph.tensors[out].shape
+        counted = case.node.op == COUNTING and case.node.args[4]
+        shape = () if counted else case.graph.tensors[out].shape
         held: list[Placement | None] = []
-        for p in (R, P, *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0)):
+        for p in (
+            R,
+            P,
+            L,
+            *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0),
+        ):
             # Only where sizes are arguments does the place of the result change the call.
-            free = case.node.op not in RESULT_SHAPE and case.node.op not in FACTORIES
+            free = case.node.op not in {*RESULT_SHAPE, *FACTORIES, *LOOKUPS}
             others = [R if o else None for o in case.node.outputs]
             outs = tuple(others if free else [*others[:k], p, *others[k + 1 :]])
             if outs not in results:

@@ -112,7 +112,7 @@ def small_plan(
         source=Source(path=path),
         graph=small_graph(rows),
         cluster=cluster,
-        optimizer="Adam",
+        optimizer="Adam (2 states per parameter)",
         program=small_program(rows),
         shares={"batch": shares},
         idle=idle,

@@ -188,9 +188,9 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
     world = cluster.world_size
     shares = all_shares(space, world, rng, 2)[1]
     if seed == 0:  # prices of a real search make likelier programs than random ones
-        problem = Problem(space, Synthesizer(space, cluster, 2)._cost(shares), Aims())
+        problem = Problem(space, Synthesizer(space, cluster, 2)._cost(None, shares), Aims())
     else:
-        problem = Problem(space, RandomPrices(space, world, dict(shares), rng), Aims())
+        problem = Problem(space, RandomPrices(space, cluster, dict(shares), rng), Aims())
     labelling = problem.solve()
     assert labelling is not None
     synthesizer = Synthesizer(space, cluster, 2)
@@ -247,9 +247,9 @@ def test_no_collective_is_cheaper_than_its_floor(kind: str) -> None:
 
 
 def test_alike_devices_with_even_shares_leave_no_gap() -> None:
-    """Nothing is lost where no rank ever waits: the bound is the plan, but for rounding."""
+    """Nothing is lost where no rank waits and nothing has a start, but what rounding takes."""
     device = Device(
-        name="m:0", kind="x", node="m", memory_bytes=2**30, launch_s=1e-7,
+        name="m:0", kind="x", node="m", memory_bytes=2**30, launch_s=0.0,
         flops_per_s={"float32": 1e9}, memory_bytes_per_s=1e9,
     )  # fmt: skip
     devices = (device, replace(device, name="m:1"))

@@ -46,10 +46,20 @@ nodes:
 """
 
 HELP = {
-    "": ["--help", "--version", "plan", "run", "show", "verify"],
-    "plan": ["--allow-idle", "--cluster", "--help", "--json", "--output", "--verbose"],
+    "": ["--help", "--version", "plan", "run", "show", "simulate", "verify"],
+    "plan": [
+        "--all-devices",
+        "--allow-idle",
+        "--cluster",
+        "--help",
+        "--json",
+        "--mesh",
+        "--output",
+        "--verbose",
+    ],
     "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--help", "--nproc", "--steps", "--verbose"],
+    "simulate": ["--help", "--json", "--overlap", "--trace", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
 }
 
@@ -177,7 +187,7 @@ def change(folder: Path, old: str, new: str, file: str = "model.py") -> None:
 
 
 def planned() -> str:
-    result = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -226,7 +236,7 @@ def test_no_program_fits_the_memory(folder: Path) -> None:
 
 
 def test_the_screen_is_the_same_each_time_and_time_goes_to_stderr(folder: Path) -> None:
-    first = hap("plan", "model.py", "--cluster", "cluster.yaml")
+    first = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     saved = (folder / "plan.json").read_bytes()
     assert first.exit_code == 0 and "planned in" in first.stderr
     assert first.stdout == planned() and (folder / "plan.json").read_bytes() == saved
@@ -238,6 +248,34 @@ def test_plan_as_json(folder: Path) -> None:
     data = json.loads(result.stdout)
     assert data["totals"]["parameters"] == 20 * 48 + 48 + 48 * 20 + 20
     assert data["graph_digest"] == json.loads((folder / "other.json").read_text())["graph_digest"]
+
+
+def test_simulate_shows_the_step_that_the_plan_predicts(folder: Path) -> None:
+    planned()
+    result = hap("simulate", "plan.json", "--json", "--trace", "trace.json")
+    found, said = json.loads(result.stdout), json.loads((folder / "plan.json").read_text())
+    prediction = said["prediction"]
+    assert found["step_s"] == pytest.approx(prediction["step_s"], rel=1e-12)
+    for rank, expected in zip(found["ranks"], prediction["ranks"], strict=True):
+        assert rank["peak_bytes"] == expected["peak_bytes"]
+        assert rank["compute_s"] == pytest.approx(expected["compute_s"], rel=1e-9)
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert result.stderr == "written to trace.json\n"
+    overlapped = json.loads(hap("simulate", "plan.json", "--json", "--overlap").stdout)
+    assert overlapped["overlap"] and overlapped["step_s"] <= found["step_s"]
+    screen = hap("simulate", "plan.json").stdout
+    assert screen == hap("simulate", "plan.json").stdout
+    assert "in turn, as the runtime does them" in screen and "V100-16 fast:0" in screen
+
+
+def test_simulations_that_cannot_be_made_or_written(folder: Path) -> None:
+    assert "all_reduce has no implementation 'ring'" in refused(2, "simulate", "small.json")
+    planned()
+    before = sorted(folder.iterdir())
+    for path in ("absent/trace.json", str(folder)):
+        error = refused(2, "simulate", "plan.json", "--trace", path)
+        assert f"{path}: the trace cannot be written there" in error and "--trace" in error
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_plan_verifies_and_shows_its_code() -> None:

@@ -52,6 +52,26 @@ def reductions(comm: Comm) -> Iterator[tuple[str, Tensor]]:
             x = whole(dtype, *shape, seed=comm.rank)
             for how in ("one shot", "two step"):
                 yield f"all_reduce {how} {dtype} {shape}", comm.all_reduce(x, how)
+            yield f"all_reduce_max {dtype} {shape}", comm.all_reduce_max(x)
+
+
+def normalisers(comm: Comm) -> Iterator[tuple[str, Tensor]]:
+    """Log-sum-exps of terms of which some ranks', or all, say that there is nothing."""
+    for dtype in (torch.float32, torch.float64):
+        for shape in ((), (7,), (4, 6), (0, 3)):
+            x = whole(dtype, *shape, seed=comm.rank)
+            if comm.rank != 1:
+                x = x.clone().view(-1)
+                x[::2] = -torch.inf
+                x = x.view(shape)
+            for how in ("terms gathered", "two reductions"):
+                yield f"all_reduce_lse {how} {dtype} {shape}", comm.all_reduce_lse(x, how)
+    nothing = torch.full((2, 3), -torch.inf)
+    for how in ("terms gathered", "two reductions"):
+        yield f"all_reduce_lse {how} of nothing", comm.all_reduce_lse(nothing, how)
+        xs = [whole(torch.float32, 3, seed=comm.rank), nothing]
+        for i, out in enumerate(comm.all_reduce_lse_many(xs, how)):
+            yield f"{how} all_reduce_lse_many {i}", out
 
 
 def exchanges(comm: Comm) -> Iterator[tuple[str, Tensor]]:
@@ -100,7 +120,7 @@ def fused(comm: Comm) -> Iterator[tuple[str, Tensor]]:
 def battery(comm: Comm) -> dict[str, Tensor | bool | str]:
     """Everything; an input that a collective overwrites shows as a name of its own."""
     found: dict[str, Tensor | bool | str] = {}
-    for part in (gathers, reductions, exchanges, strided, fused):
+    for part in (gathers, reductions, normalisers, exchanges, strided, fused):
         for name, out in part(comm):
             assert name not in found
             found[name] = out.clone()
@@ -135,7 +155,8 @@ def test_process_groups_do_what_the_emulator_says() -> None:
             if isinstance(want, Tensor) and isinstance(got, Tensor):
                 assert got.dtype == want.dtype, (rank, name)
                 assert got.shape == want.shape, (rank, name)
-                assert torch.equal(got, want), (rank, name)
+                rounding = {"rtol": 1e-6, "atol": 0.0} if "lse" in name else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(got, want, **rounding, msg=f"{rank} {name}")
             else:
                 assert got == want, (rank, name)
 
@@ -163,6 +184,18 @@ def test_the_emulator_does_what_the_words_say() -> None:
                 assert torch.equal(out, shard(whole(dtype, 6, 4), 1, b, rank))
 
 
+def test_a_log_sum_exp_is_that_of_all_the_terms() -> None:
+    for found in emulated():
+        for how in ("terms gathered", "two reductions"):
+            nothing = found[f"all_reduce_lse {how} of nothing"]
+            assert isinstance(nothing, Tensor)
+            assert (nothing == -torch.inf).all()
+            terms = torch.stack([whole(torch.float32, 3, seed=r) for r in range(WORLD)])
+            out = found[f"{how} all_reduce_lse_many 0"]
+            assert isinstance(out, Tensor)
+            torch.testing.assert_close(out, terms.exp().sum(0).log())
+
+
 def test_fused_collectives_are_the_single_ones() -> None:
     shapes, dims = ((6, 4), (2, 6), (6,)), (0, 1, 0)
     for found_rank, found in enumerate(emulated()):
@@ -188,6 +221,8 @@ def test_a_world_of_one_has_nothing_to_exchange() -> None:
         comm.all_gather(x, 0, (3,), "padded"),
         comm.reduce_scatter(x, 1, (4,), "grouped"),
         comm.all_reduce(x, "one shot"),
+        comm.all_reduce_lse(x, "terms gathered"),
+        comm.all_reduce_max(x),
         comm.all_to_all(x, 0, 1, (3,), (4,), "exact"),
         *comm.all_gather_many([x], [0], [(3,)], "padded"),
     ):

@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hap.profiler", "hap.synthesizer", "hap.runtime"}
-FACE = {"hap", "hap.api", "hap.cli", "hap.report", "hap.terminal", "hap.worker"}
+FACE = {
+    "hap",
+    "hap.api",
+    "hap.chrome_trace",
+    "hap.cli",
+    "hap.report",
+    "hap.simulation",
+    "hap.terminal",
+    "hap.worker",
+}
 TORCH = {f"hap.{name}" for name in ("capture", "model_file", "ops", "optimizer", "torch_private")}
 
 

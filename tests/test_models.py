@@ -14,13 +14,14 @@ from benchmarks.models import bert, bert_moe, gpt2
 FOLDER = Path(bert.__file__).parent
 TINY = ("tiny", "tiny_dropout")
 VARIANTS = {
-    "bert": (*TINY, "small"),
+    "bert": (*TINY, "small", "batch_64", "batch_1024", "layers_24", "layers_48"),
     "bert_moe": TINY,
     "gpt2": (*TINY, "small"),
-    "llama": (*TINY, "tiny_gqa", "llama_7b"),
+    "llama": (*TINY, "tiny_gqa", "llama_7b", "llama_3_8b"),
     "mlp": TINY,
+    "t5": TINY,
     "vgg19": TINY,
-    "vit": TINY,
+    "vit": (*TINY, "batch_64"),
     "wide_mlp": TINY,
 }
 ATTENTION = 4 * (768 * 768 + 768)
@@ -35,6 +36,7 @@ PARAMETERS = {  # of the full sizes, counted by hand or from what was published
     "gpt2": 124_439_808 - 896 * 768,  # published, less the positions above 128
     "llama": 6_738_415_616,  # published
     "mlp": 1024 * 4096 + 4096 + 4 * (4096 * 4096 + 4096) + 4096 * 1024 + 1024,
+    "t5": 222_903_552,  # published
     "vgg19": 143_667_240 - 990 * 4097,  # published for 1,000 classes, less 990 of them
     "vit": 48 * 768 + 768 + 66 * 768 + 12 * LAYER + NORM + 7690,  # 65 positions, a class token
     "wide_mlp": 2 * (1024 * 1024 + 1024) + 1024 * 32768 + 32768,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,8 +16,11 @@ from hap.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.placement import P, Placement, R, S
 from hap.program import Compute, Convert, Program
 from hap.synthesizer.cost import CostModel, Machine
+from hap.synthesizer.share_model import Model as IntegerProgram
+from hap.synthesizer.share_task import Task
 from hap.synthesizer.shares import Outcome, Status, alike_axes, proportional, solve_shares
 from hap.synthesizer.simulate import Timeline, simulate
+from hap.synthesizer.tangents import exchange_plane, padded_slopes, tangents_of
 
 STATES = 2
 LETTERS = "abcdefghijkl"
@@ -153,6 +157,19 @@ def layers(depth: int, batch: int = 64) -> Case:
     return m.build(**dict.fromkeys(LETTERS[:depth], 256))
 
 
+def gathered(how: str, units: int = 12) -> Case:
+    """A product split by columns, and its result gathered."""
+    wide = 64 * units
+    m = Model()
+    m.given("x", "input", "..", (512, 256), R)
+    m.given("w", "parameter", ".c", (256, wide), S(1))
+    m.run("mm.default", "y", ".c", (512, wide), S(1), ("x", R), ("w", S(1)))
+    m.convert("y", S(1), R, how)
+    m.run("sum.default", "loss", "", (), R, ("y", R))
+    m.end("loss", "loss", "loss", R)
+    return m.build(c=units)
+
+
 def timeline(case: Case, machine: Machine, shares: Shares) -> Timeline:
     graph, axes, program = case
     return simulate(graph, program, CostModel(graph, axes, machine, shares, STATES))
@@ -238,6 +255,64 @@ def test_two_axes_joined_by_an_all_to_all_come_near_brute_force(speeds, how) -> 
     case, machine = two_axes(8, 6, how), Machine(cluster(*speeds))
     best = brute_force(case, machine)
     assert best <= solve(case, machine).objective_s <= 1.03 * best
+
+
+@pytest.mark.parametrize("speeds", [(2, 2, 1), (2, 2, 1, 1), (9, 9, 1, 1)])
+def test_gathers_in_stages_come_near_brute_force(speeds) -> None:
+    """A node for each speed: of two devices and one, or of two each."""
+    case, machine = gathered("hierarchical"), Machine(cluster(*speeds))
+    best = brute_force(case, machine)
+    even = timeline(case, machine, shares_of(case, np.ones(len(speeds)))).step_s
+    found = solve(case, machine).objective_s
+    assert best <= found <= 1.02 * best
+    assert found < even, "the shares matter here"
+
+
+def relaxed_roundings(case: Case, machine: Machine) -> Iterator[dict[str, tuple[int, ...]]]:
+    """All ways of rounding the relaxed optimum's units per type up or down."""
+    graph, axes, program = case
+    start = shares_of(case, np.ones(machine.cluster.world_size))
+    task = Task(
+        graph=graph, axes=axes, program=program, machine=machine, optimizer_states=STATES,
+        start=start, types=machine.cluster.types(), groups=alike_axes(graph, program),
+    )  # fmt: skip
+    splits = task.first_splits()
+    model = IntegerProgram(
+        task=task, tangents=tangents_of(task, splits), padded=padded_slopes(task),
+        exchange=[exchange_plane(task, s) for s in splits], scale=1e4 / task.simulated(start).step_s,
+    )  # fmt: skip
+    totals = model.totals(relaxed=True)
+    assert totals is not None
+    ways = []
+    for units, of_types in zip(task.units, totals, strict=True):
+        whole = [{math.floor(n + 1e-9), math.ceil(n - 1e-9)} for n in of_types]
+        ways.append([w for w in itertools.product(*whole) if sum(w) == units and min(w) >= 0])
+    for picked in itertools.product(*ways):
+        split = []
+        for units, of_types in zip(task.units, picked, strict=True):
+            each = np.zeros(machine.cluster.world_size, dtype=int)
+            for total, ranks in zip(of_types, task.types, strict=True):
+                each[list(ranks)] = proportional(total, np.ones(len(ranks)))
+            assert each.sum() == units
+            split.append(tuple(each.tolist()))
+        yield dict(task.shares(tuple(split)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_never_worse_than_any_rounding_of_the_relaxed_optimum(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    make = (data_parallel, experts, layers)[seed % 3]
+    case = make(int(random.integers(2, 4))) if make is layers else make(int(random.integers(7, 40)))
+    speeds = np.round(random.uniform(0.3, 4, int(random.integers(2, 4))), 2)
+    on = cluster(
+        *np.repeat(speeds, random.integers(1, 3, len(speeds))).tolist(),
+        launch_s=float(random.choice([0.0, 1e-6, 3e-5])),
+    )
+    machine = Machine(on)
+    found = solve(case, machine).objective_s
+    roundings = [timeline(case, machine, s).step_s for s in relaxed_roundings(case, machine)]
+    assert roundings
+    assert found <= min(roundings) * (1 + 2e-5)
 
 
 @pytest.mark.parametrize("speeds", [*SPEEDS, (1.8, 1.8, 1, 1, 1, 1, 1, 1)])

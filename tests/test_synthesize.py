@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from hap import api
 from hap.cluster import Cluster, Device, Link
 from hap.errors import InfeasibleError, InputError
 from hap.plan import Plan
+from hap.report import plan_screen
 
 
 def device(rank: int, *, speed: float = 1e12, memory: int = 1 << 30) -> Device:
@@ -100,6 +102,8 @@ def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -
     assert "bytes)" in str(caught.value)
     assert "largest global batch that would fit is" in str(caught.value)
     rows = int(str(caught.value).split("would fit is ")[1].split()[0])
+    assert "at its fullest m:0 would hold " in str(caught.value)
+    assert "saved activations" in str(caught.value)
     assert 0 < rows < 1 << 14
     planned(rows, 256, 10, on)  # it does fit
 
@@ -111,11 +115,41 @@ def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
     assert planned(2, 64, 10, on, allow_idle=True).world_size == 3
 
 
-def test_a_device_that_only_slows_the_step_down_is_left_idle_and_named() -> None:
-    crawl = device(2, speed=1e8)
-    on = cluster(device(0), replace(device(1)), crawl, bandwidth=1e12)
+@pytest.mark.parametrize("crawl", [1e8, 1e6])
+def test_devices_that_only_slow_the_step_down_are_left_out_and_named(crawl: float) -> None:
+    fast = (device(0), device(1))
+    on = cluster(*fast, device(2, speed=crawl), device(3, speed=crawl), bandwidth=1e12)
     plan = planned(4096, 256, 10, on)
-    shares = plan.shares["batch"]
-    assert shares[2] < 4096 // 100
-    slowest = next(a for a in plan.prediction.alternatives if a.name.startswith("without"))
-    assert "m:2" in slowest.note
+    assert plan.left_out == ("m:2", "m:3")
+    assert plan.cluster.devices == fast
+    assert not plan.idle
+    without = planned(4096, 256, 10, cluster(*fast, bandwidth=1e12))
+    assert plan.prediction.step_s <= without.prediction.step_s * (1 + 1e-9)
+    everyone = next(a for a in plan.prediction.alternatives if a.name == "all devices")
+    assert everyone.step_s > plan.prediction.step_s
+    assert "left out, idle: m:* (2x)" in screen(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_all_devices_take_part_where_that_is_asked_for() -> None:
+    on = cluster(device(0), device(1), device(2, speed=1e8), bandwidth=1e12)
+    plan = planned(4096, 256, 10, on, all_devices=True)
+    assert plan.world_size == 3 and not plan.left_out
+    assert plan.shares["batch"][2] < 4096 // 100
+
+
+def test_a_slow_device_that_helps_stays() -> None:
+    on = cluster(device(0), device(1, speed=2e11), bandwidth=1e13)
+    assert not planned(1 << 14, 256, 10, on).left_out
+
+
+def test_a_device_too_small_for_any_part_is_left_out() -> None:
+    on = cluster(device(0), device(1), device(2, memory=1 << 12), bandwidth=1e12)
+    assert planned(1024, 256, 10, on).left_out == ("m:2",)
+
+
+def screen(plan: Plan) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(plan_screen(plan))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hap.placement import P, R
+from hap.placement import L, P, R, S
 from hap.plan import Plan
 from hap.program import Compute, Convert, Value
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
@@ -22,13 +22,13 @@ from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
 from hap.runtime.module import HapModule
-from hap.runtime.shard import cut, stored_value
+from hap.runtime.shard import cut
 from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
 
 MODELS = (
     ("bert", "tiny"), ("bert_moe", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"),
-    ("llama", "tiny_gqa"), ("mlp", "tiny"), ("vgg19", "tiny"), ("vit", "tiny"),
+    ("llama", "tiny_gqa"), ("mlp", "tiny"), ("t5", "tiny"), ("vgg19", "tiny"), ("vit", "tiny"),
     ("wide_mlp", "tiny"),
 )  # fmt: skip
 WORLDS = (2, 3, 4, 5)
@@ -69,25 +69,42 @@ def test_random_programs_compute_what_one_device_computes(
     assert sum(row.what == "loss" for row in found.rows) == 3
 
 
+VOCABULARY = {
+    ("aten.embedding.default", (S(0), R), (P,)),
+    ("aten.embedding_dense_backward.default", (R, R), (S(0),)),
+    ("hap.cross_entropy.default", (S(1), R), (L, P)),
+    ("hap.cross_entropy_backward.default", (R, R, S(1), R, R), (S(1),)),
+}
+"""Operators with the vocabulary, 101 words, in shards."""
+
+
 def test_the_random_plans_reach_everything() -> None:
-    """All conversions by all implementations, empty shards, and odd ones."""
-    seen, parts = set(), set()
-    for file, variant in (("vgg19", "tiny"), ("gpt2", "tiny")):
-        for world in (2, 3):
+    """All conversions by all implementations, empty shards, odd ones, and split vocabularies."""
+    seen, parts, looked_up = set(), set(), set()
+    for file, variant in (("vgg19", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"), ("bert", "tiny")):
+        for world in WORLDS:
             for seed in SEEDS:
-                plan = random_plan(benchmark_case(file, variant), world, seed)
+                case = benchmark_case(file, variant)
+                plan = random_plan(case, world, seed)
                 for step in plan.program.instructions:
                     if isinstance(step, Convert):
                         seen.add((step.kind, step.implementation))
+                        continue
+                    op = case.graph.by_name[step.node].op
+                    if (op, step.ins, step.outs) in VOCABULARY:
+                        looked_up.add(op)
                 parts.update(part for shares in plan.shares.values() for part in shares)
     assert seen == {
-        ("all_gather", "padded"), ("all_gather", "grouped"),
+        ("all_gather", "padded"), ("all_gather", "grouped"), ("all_gather", "hierarchical"),
         ("reduce_scatter", "padded"), ("reduce_scatter", "grouped"),
-        ("all_reduce", "one shot"), ("all_reduce", "two step"),
-        ("all_to_all", "exact"), ("all_to_all", "gathered"),
+        ("reduce_scatter", "hierarchical"),
+        ("all_reduce", "one shot"), ("all_reduce", "two step"), ("all_reduce", "hierarchical"),
+        ("all_to_all", "exact"), ("all_to_all", "gathered"), ("all_to_all", "hierarchical"),
+        ("all_reduce_lse", "terms gathered"), ("all_reduce_lse", "two reductions"),
         ("slice", ""), ("mask", ""),
     }  # fmt: skip
     assert {0, 1, 5, 7} <= parts
+    assert looked_up == {op for op, _, _ in VOCABULARY}
 
 
 def test_a_random_plan_is_repeatable() -> None:
@@ -235,6 +252,9 @@ class Faulty(Comm):
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         return self._comm.all_reduce(self._spoilt(x), how)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self._comm.all_reduce_max(self._spoilt(x))
+
     def all_to_all(self, x: Tensor, *rest: Any) -> Tensor:
         return self._comm.all_to_all(self._spoilt(x), *rest)
 
@@ -262,8 +282,8 @@ def test_missing_nan_and_misshapen_parts_are_infinitely_wrong() -> None:
     plan = random_plan(case, 2, 0)
     name = "0.weight"
     whole = torch.ones(48, 21)
-    value = stored_value(plan, next(i.tensor for i in plan.graph.inputs if i.target == name))
-    good = [cut(plan, value, whole, rank) for rank in range(2)]
+    tensor = next(i.tensor for i in plan.graph.inputs if i.target == name)
+    good = [cut(plan, tensor, whole, rank) for rank in range(2)]
     expected: Any = {"loss": {}, "gradient": {}, "parameter": {name: whole}}
 
     def error(parts: list[Tensor | None]) -> float:

@@ -67,6 +67,30 @@ def batch():
     return inputs()
 
 
+def batch_64():
+    return build()
+
+
+def batch_64_batch():
+    return inputs(size=64)
+
+
+def batch_1024():
+    return build()
+
+
+def batch_1024_batch():
+    return inputs(size=1024)
+
+
+def layers_24():
+    return build(layers=24)
+
+
+def layers_48():
+    return build(layers=48)
+
+
 TINY = {"layers": 2, "hidden": 48, "heads": 4, "ffn": 92, "vocab": 101, "seq": 10}
 
 

@@ -1,4 +1,4 @@
-"""Llama from Hugging Face transformers: the real 7B configuration, and a tiny one.
+"""Llama from Hugging Face transformers: Llama 2 7B, Llama 3 8B, and tiny ones.
 
 The 7B model has 27 GB of weights in fp32. It can be planned anywhere, since planning allocates
 no weights; to run it takes a cluster with room for it.
@@ -54,6 +54,16 @@ def llama_7b_batch():
 
 model = llama_7b
 batch = llama_7b_batch
+
+
+def llama_3_8b():
+    """Four query heads share a key and value head."""
+    return build(kv_heads=8, ffn=14336, vocab=128256, seq=8192)
+
+
+def llama_3_8b_batch():
+    return inputs(seq=8192, vocab=128256)
+
 
 TINY = {"layers": 2, "hidden": 48, "heads": 4, "ffn": 92, "vocab": 101, "seq": 10}
 

@@ -110,6 +110,14 @@ def batch():
     return inputs()
 
 
+def batch_64():
+    return build()
+
+
+def batch_64_batch():
+    return inputs(size=64)
+
+
 TINY = {"image": 12, "layers": 2, "hidden": 48, "heads": 4, "ffn": 92, "classes": 11}
 
 

@@ -102,6 +102,7 @@ def equation(
     linear: Iterable[set[int]] = (),
     additive: set[int] = frozenset(),  # type: ignore[assignment]
     depends: Sequence[set[int]] | None = None,
+    terms: Mapping[int, Placement] | None = None,
     units: Mapping[str, int] | None = None,
 ) -> list[Row]:
     """The rows of an operator from the letters of its dims; see the module's docstring.
@@ -112,9 +113,11 @@ def equation(
         additive: inputs that are added to the output, such as a bias: where the output is
             partial they must be partial too, or they would be added once per rank.
         depends: per output, the inputs that it is computed from; default: all.
+        terms: of what kind the outputs' terms are that are no sums: see :data:`hap.placement.L`.
         units: per letter, the number of blocks that it may be cut into, for letters whose
             dims differ in size; default: the size.
     """
+    term = [(terms or {}).get(k, P) for k in range(len(outs))]
     depends = depends or [set(range(len(ins)))] * len(outs)
     rows = [Row(tuple(R for _ in outs), tuple(R for _ in ins))]
     sizes = _sizes(call, ins, outs, dict(units or {}))
@@ -123,7 +126,7 @@ def equation(
             continue
         out_p = [
             _on(letter, letters)
-            or (P if any(letter in ins[i] for i in depends[k] - additive) else R)
+            or (term[k] if any(letter in ins[i] for i in depends[k] - additive) else R)
             for k, letters in enumerate(outs)
         ]
         partial = P in out_p

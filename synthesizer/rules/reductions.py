@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hap.graph import Tensor
-from hap.placement import P
+from hap.placement import L, P
 from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
 
 
@@ -35,12 +35,20 @@ def _sum(call: Call) -> list[Row]:
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.any.dim", "aten.argmax.default",
-      "aten.prod.dim_int", "aten.logsumexp.default")  # fmt: skip
+      "aten.prod.dim_int")  # fmt: skip
 def _whole(call: Call) -> list[Row]:
     (x,) = call.ins
     dims = _dims(call.arg(1, "dim"), x)
     given = letters(x, fixed=dims)
     return equation(call, [given], [_reduced(given, dims, bool(call.arg(2, "keepdim", False)))])
+
+
+@rule("aten.logsumexp.default")
+def _logsumexp(call: Call) -> list[Row]:
+    (x,) = call.ins
+    given = letters(x)
+    out = _reduced(given, _dims(call.arg(1), x), bool(call.arg(2, "keepdim", False)))
+    return equation(call, [given], [out], terms={0: L})
 
 
 @rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default",

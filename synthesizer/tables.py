@@ -1,0 +1,110 @@
+"""Cost tables by number: equal tables have one number, so work on them is done once.
+
+The layers of a model repeat, and so do the tables of its labelling problem. Kept once each
+("hash-consing"; Ershov, "On programming of arithmetic operations", 1958), they can be looked
+up by the numbers of what they were made of, and a deep model costs hardly more than a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Costs = npt.NDArray[np.int64]
+Labels = npt.NDArray[np.signedinteger[Any]]
+
+FORBIDDEN = 1 << 55
+"""Cost of what may not be; sums of up to 128 such entries stay within 64 bits."""
+
+CAP = FORBIDDEN >> 8
+"""Cost, 140 s, up to which dominance is reckoned exactly; beyond it, not claimed."""
+
+COMPARED = 1 << 20
+"""Entries up to which equal tables are recognised; to compare larger ones takes too long."""
+
+
+class Pool:
+    """Tables of one problem. Every table given or made has a number."""
+
+    def __init__(self) -> None:
+        self.tables: list[Costs] = []
+        self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._given: dict[int, tuple[int, Costs]] = {}  # the array is kept: its id stays its own
+        self._made: dict[object, int] = {}
+        self._kept: dict[object, tuple[int, ...]] = {}
+
+    def number(self, table: Costs) -> int:
+        """The number of a table, the same for equal ones."""
+        given = self._given.get(id(table))
+        if given is not None:
+            return given[0]
+        key = (table.shape, table.tobytes() if table.size <= COMPARED else b"")
+        number = self._numbers.get(key) if key[1] else None
+        if number is None:
+            number = len(self.tables)
+            self.tables.append(table)
+            if key[1]:
+                self._numbers[key] = number
+        self._given[id(table)] = number, table
+        return number
+
+    def _once(self, key: object, make: Callable[[], Costs]) -> int:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self.number(make())
+        return found
+
+    def turned(self, number: int) -> int:
+        """The transpose of a pair's table."""
+        return self._once((number, "turned"), lambda: np.require(self.tables[number].T, None, "C"))
+
+    def taken(self, number: int, labels: tuple[int, ...]) -> int:
+        """The table with these labels of its first variable only."""
+        return self._once((number, labels), lambda: self.tables[number][list(labels)])
+
+    def added(self, costs: int, row: int) -> int:
+        """A variable's costs plus those of a pair whose first variable has one label."""
+        return self._once(
+            (costs, row, "added"),
+            lambda: np.minimum(self.tables[costs] + self.tables[row][0], FORBIDDEN),
+        )
+
+    def undominated(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, ...]:
+        """The labels of a variable that some labelling may need, in order.
+
+        Label a goes if another one, b, is never dearer whatever the neighbours' labels: the
+        gaps ``min over x of T[a, x] - T[b, x]``, summed over all its tables, are 0 or more
+        (Goldstein, "Efficient rotamer elimination", 1994). Of equals the first stays.
+
+        Args:
+            costs: the variable's own table.
+            pairs: its pairs' tables, the variable first.
+        """
+        key = (costs, pairs)
+        found = self._kept.get(key)
+        if found is None:
+            gaps = np.stack([self.tables[self._gaps(n)] for n in (costs, *pairs)])
+            dominated = (gaps.sum(axis=0) >= 0) & (gaps > -CAP).all(axis=0)
+            kept = list(range(len(dominated)))
+            for a in reversed(range(len(dominated))):
+                if any(dominated[a, b] for b in kept if b != a):
+                    kept.remove(a)
+            found = self._kept[key] = tuple(kept)
+        return found
+
+    def _gaps(self, number: int) -> int:
+        """``[a, b]``: the least that label a costs more than b; at most :data:`CAP`."""
+
+        def gaps() -> Costs:
+            table = self.tables[number]
+            rows = table.reshape(len(table), -1)
+            a, b = rows[:, None], rows[None, :]
+            # Where both are forbidden nothing will be, so it does not count.
+            apart = np.where((a >= FORBIDDEN) & (b >= FORBIDDEN), CAP, a - b)
+            least: Costs = np.clip(apart.min(axis=-1), -CAP, CAP)
+            return least
+
+        return self._once((number, "gaps"), gaps)

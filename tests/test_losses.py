@@ -1,0 +1,130 @@
+"""Cross-entropy as a logical operator against torch's own, whole and with its classes split."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hap import losses
+from hap.capture import capture
+from hap.placement import L, P, R, S
+from hap.program import Compute
+from tests.random_plans import make_case, random_plan, verdict
+
+_random = torch.Generator().manual_seed(23)
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (3 * torch.randn(shape, dtype=torch.float64, generator=_random)).to(dtype)
+
+
+def numbers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=_random)
+
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+
+
+def check(x: Tensor, target: Tensor, **options: Any) -> None:
+    """Loss and gradient, and their dtypes and shapes."""
+    found: list[Tensor] = []
+    for function in (F.cross_entropy, losses.cross_entropy):
+        given = x.clone().requires_grad_()
+        loss = function(given, target, **options)
+        (gradient,) = torch.autograd.grad(loss.double().mean(), given)
+        found += [loss.detach(), gradient]
+    tolerance = TOLERANCE[x.dtype]
+    for ours, theirs in ((found[2], found[0]), (found[3], found[1])):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_it_is_what_torch_computes(reduction: str, dtype: torch.dtype) -> None:
+    for shape, weighted, ignore, smoothing in itertools.product(
+        ((7, 5), (5,), (3, 5, 2, 4)), (False, True), (-100, 1), (0.0, 0.1)
+    ):
+        x = floats(*shape, dtype=dtype)
+        target = numbers(5, *shape[:1], *shape[2:]) if len(shape) > 1 else numbers(5)
+        target.view(-1)[:1] = 1
+        weight = torch.rand(5, generator=_random).to(dtype) if weighted else None
+        check(
+            x, target, weight=weight, reduction=reduction, ignore_index=ignore,
+            label_smoothing=smoothing,
+        )  # fmt: skip
+
+
+def test_many_rows_are_worked_on_in_chunks() -> None:
+    rows = 3 * losses.CHUNK["cpu"] // 1000 + 1
+    assert sum(1 for _ in losses._chunks(torch.empty(rows, 1000))) >= 3
+    check(floats(rows, 1000, dtype=torch.float32), numbers(1000, rows))
+
+
+def test_logits_of_minus_infinity_are_classes_that_cannot_be() -> None:
+    x = floats(6, 5)
+    x[:, 3:] = -torch.inf
+    check(x, numbers(3, 6))
+    lse, picked = torch.ops.hap.cross_entropy(torch.full((2, 3), -torch.inf), numbers(3, 2), -1)
+    assert (lse == -torch.inf).all() and (picked == -torch.inf).all()  # a shard of padding
+
+
+def test_no_target_that_counts_is_not_a_number_as_in_torch() -> None:
+    check(floats(4, 5), torch.full((4,), -100))
+
+
+def test_a_target_that_is_no_class_is_refused() -> None:
+    with pytest.raises(RuntimeError):
+        losses.cross_entropy(floats(4, 5), torch.tensor([0, 1, 5, 2]))
+
+
+class Classifier(nn.Module):
+    """A linear layer with a padded table before it and a cross-entropy behind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 6, padding_idx=4)
+        self.out = nn.Linear(6, 11)
+        self.register_buffer("weight", torch.rand(11, generator=_random))
+        self.options = options
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.table(tokens)), target, **self.options)
+
+
+BATCH = (numbers(13, 8), numbers(11, 8))
+BATCH[0][:2] = 4
+BATCH[1][:3] = 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ignore_index": 7}, {"reduction": "sum"}, {"label_smoothing": 0.2, "ignore_index": 7}],
+    ids=str,
+)
+def test_random_programs_split_the_classes_and_the_table(options: dict[str, Any]) -> None:
+    """On 2 to 4 ranks; classes and words are primes, some ranks have none of them."""
+    case = make_case(Classifier(**options), BATCH)
+    placed = set()
+    for world, seed in itertools.product((2, 3, 4), range(4)):
+        plan = random_plan(case, world, seed)
+        found = verdict(case, plan)
+        assert found.ok, (world, seed, found.first_bad)
+        placed |= {
+            (case.graph.by_name[s.node].op, s.ins, s.outs)
+            for s in plan.program.instructions if isinstance(s, Compute)
+        }  # fmt: skip
+    assert ("hap.cross_entropy.default", (S(1), R), (L, P)) in placed
+    assert ("hap.cross_entropy_backward.default", (R, R, S(1), R, R), (S(1),)) in placed
+
+
+def test_it_is_captured_under_a_default_device_too() -> None:
+    """Where ``torch.where`` with a number loses its gradient."""
+    batch = tuple(t.to("meta") for t in BATCH)
+    with torch.device("meta"):
+        found = capture(Classifier().to("meta"), batch)
+    assert found.digest == capture(Classifier(), BATCH).digest
