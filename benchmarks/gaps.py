@@ -78,8 +78,8 @@ def _space(model: str) -> tuple[Space, int]:
     file, _, function = model.partition(":")
     loaded = load_model_file(f"{HERE / 'models' / file}.py:{function or 'model'}")
     with torch_private.fake_mode():
-        graph = capture(loaded.model(), loaded.batch(), loaded.loss)
-    return build_space(graph), examine(loaded.optimizer or default_optimizer).states
+        module, batch = loaded.model(), loaded.batch()
+    return build_space(capture(module, batch, loaded.loss)), examine(loaded.optimizer or default_optimizer).states
 
 
 def gaps(model: str, space: Space, states: int, cluster: str, prove: int) -> Row:
