@@ -79,7 +79,9 @@ def _space(model: str) -> tuple[Space, int]:
     loaded = load_model_file(f"{HERE / 'models' / file}.py:{function or 'model'}")
     with torch_private.fake_mode():
         module, batch = loaded.model(), loaded.batch()
-    return build_space(capture(module, batch, loaded.loss)), examine(loaded.optimizer or default_optimizer).states
+    return build_space(capture(module, batch, loaded.loss)), examine(
+        loaded.optimizer or default_optimizer
+    ).states
 
 
 def gaps(model: str, space: Space, states: int, cluster: str, prove: int) -> Row:
