@@ -30,7 +30,7 @@ from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import best_on_mesh
-from hap.synthesizer.predict import alternatives, largest_batch, peak_kinds, predict
+from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.subset import best_part
@@ -50,6 +50,7 @@ class Options(TypedDict, total=False):
     mesh: bool | None
     compare: bool
     engine: str
+    prove: int
 
 
 def plan(
@@ -60,6 +61,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     allow_idle: bool = False,
+    prove: int = 0,
     all_devices: bool = False,
     mesh: bool | None = None,
     compare: bool = False,
@@ -83,6 +85,7 @@ def plan(
             both ways where the cluster allows it, to take the better one (None).
         engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
+        prove: searches to spend on a better lower bound of the step; the plan stays the same.
 
     Raises:
         InputError: there is no such engine.
@@ -154,7 +157,9 @@ def plan(
         shares={name: best.shares[name] for name in used},
         idle=idle,
         left_out=left_out,
-        prediction=predict(graph, best, synthesizer.cost(best), rows),
+        prediction=predict(
+            graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best, prove)
+        ),
     )
 
 

@@ -70,6 +70,13 @@ def _command(function: Callable[..., None]) -> click.Command:
     "astar: the search of the HAP paper, for those; it may stop early, and then says how far "
     "from the cheapest it may be. cpsat: a general solver, to check the other two.",
 )
+@click.option(
+    "--prove",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Spend N more searches on a better lower bound of the step.",
+)
 def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent

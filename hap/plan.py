@@ -83,14 +83,32 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A proof that nothing among ``covers`` is faster than ``step_s``, in the cost model.
+
+    ``gap`` is the part of the plan's predicted step by which it may at most be too slow, and
+    ``searches`` what the proof took.
+    """
+
+    covers: str
+    step_s: float
+    gap: float
+    searches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model says of a plan. Times are seconds of one training step."""
+    """What the cost model says of a plan. Times are seconds of one training step.
+
+    ``bounds`` is empty in plans of older versions.
+    """
 
     step_s: float
     communicate_s: float
     ranks: tuple[Rank, ...]
     collectives: tuple[Collective, ...]
     alternatives: tuple[Alternative, ...]
+    bounds: tuple[Bound, ...] = ()
 
 
 class Level(NamedTuple):
@@ -362,6 +380,7 @@ class Plan:
             ranks=tuple(Rank(**r) for r in p["ranks"]),
             collectives=tuple(Collective(**c) for c in p["collectives"]),
             alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
+            bounds=tuple(Bound(**b) for b in p.get("bounds", ())),
         )
         program = Program.from_json(data["program"])
         program.check(graph)

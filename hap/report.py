@@ -201,7 +201,18 @@ def _step(plan: Plan) -> RenderableType:
         unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
         note = "; ".join([*([other.note] if other.note else []), *unfit])
         rows.append((other.name, *known, note))
-    return table(("predicted", "step", "", ""), rows, right=(1, 2))
+    shown = table(("predicted", "step", "", ""), rows, right=(1, 2))
+    return Group(shown, Text(_bounds(plan))) if p.bounds else shown
+
+
+def _bounds(plan: Plan) -> str:
+    """Predicted step, lower bound and gap: one line per proof."""
+    p = plan.prediction
+    return "\n".join(
+        f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
+        f"({b.covers}), gap {b.gap:.1%}"
+        for b in p.bounds
+    )
 
 
 def _comparison(plan: Plan) -> RenderableType:

@@ -57,7 +57,7 @@ class Network:
         self._stages = Stages(cluster) if exists(cluster.counts) else None
 
     def choices(
-        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
     ) -> list[Choice]:
         """All implementations of a collective, the fastest first.
 
@@ -65,10 +65,53 @@ class Network:
             kind: as :func:`hap.placement.conversion` names it.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
-            start: count the latency, or only the traffic.
+            start: which part of the latency to count: 0 for the traffic alone.
         """
         found = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return sorted(found, key=lambda choice: choice.seconds)
+
+    def floor_s(
+        self, kind: str, nbytes: int, *, start: float = 1.0, crossing: float = 0.0
+    ) -> float:
+        """The least seconds of a collective, whatever the parts; linear in bytes and start.
+
+        What is padded is least for equal parts, what has a sender per part for one sender. So
+        is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
+        """
+        if kind == "all_reduce_lse":
+            return 2 * self.floor_s("all_reduce", nbytes, start=start)
+        n = self.world_size
+        even, alone = np.full(n, 1 / n), np.eye(n)[0]
+        moved = kind == "all_to_all"
+        found = [
+            c.seconds + crossing * (c.implementation == "exact")
+            for p in (even, alone)
+            for c in self.choices(kind, nbytes, p, p, start=start)
+            if c.implementation != "hierarchical"
+        ]
+        if self._stages and (self._stages.regular or not moved):
+            found.append(self._stages.floor_s(kind, nbytes, start) + crossing * moved)
+        return min(found)
+
+    def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
+        """The least seconds of an exact all-to-all's traffic between machines.
+
+        ``low`` and ``high`` hold the least and largest part of each machine on one side; the
+        other side may have any. A machine with ``s`` before and ``d`` after sends
+        ``s (1 - d)`` and receives ``d (1 - s)``; the larger is least at ``d = s``:
+        ``s (1 - s)``. That is concave, so that its least value over a range is at an end.
+        """
+        if not self._many:
+            return 0.0
+
+        def least(lows: Fractions, highs: Fractions) -> Fractions:
+            return np.minimum(lows * (1 - lows), highs * (1 - highs))
+
+        n = len(low)
+        one = float(least(low, high).max())
+        # The machine with most has at least 1 / n, and at most the largest of all.
+        largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
+        return nbytes * max(0.0, one, largest) / self._adapter
 
     def _gather(self, nbytes: float, parts: Fractions, on: float, *, scatter: bool) -> list[Choice]:
         found = [

@@ -156,6 +156,10 @@ class CostModel:
         parts = self.parts(tensor, src), self.parts(tensor, dst)
         return self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
 
+    def alike(self, tensor: str) -> object:
+        """What else the prices of a tensor's conversions depend on: here nothing."""
+        return None
+
     def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
         """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
         steps = [(self.graph.tensors[s.tensor], s.src, s.dst) for s in group]

@@ -79,6 +79,27 @@ class Stages:
         ]
         return across + max(inside)
 
+    def floor_s(self, kind: str, nbytes: float, on: float) -> float:
+        """The least seconds of a collective, whatever the parts; linear in ``nbytes`` and ``on``.
+
+        A ring of ``n`` starts at least ``log2 n`` times and moves at least ``(n - 1) / n`` of its
+        bytes. Of the machines, which run side by side, the one whose link is slowest counts.
+        """
+        m, width, outer = self._machines, self._width, self._outer
+        if kind == "all_to_all":  # all that one rank has may stay where it is
+            inner = max(link.latency_s for link in self._inner)
+            return on * ((m - 1) * outer.latency_s + (width - 1) * inner)
+        columns = [nbytes / width] * width
+        moved_s, starts_s = max(
+            (ring([*columns, *[0.0] * (count - width)])[1] / link.bandwidth_bytes_per_s,
+             steps(count) * on * link.latency_s)
+            for count, link in zip(self.counts, self._inner, strict=True)
+        )  # fmt: skip
+        start_s = steps(m) * on * outer.latency_s
+        if kind == "all_reduce":
+            return 2 * (moved_s + starts_s) + all_reduce(m, nbytes, start_s, outer)
+        return moved_s + starts_s + start_s + (m - 1) / m * nbytes / outer.bandwidth_bytes_per_s
+
     def _inside(self, sizes: Sequence[Sequence[float]], on: float) -> float:
         """Gather or reduce-scatter of a list of sizes in each machine; missing ones are 0."""
         slowest = 0.0

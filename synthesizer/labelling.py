@@ -16,7 +16,7 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +96,18 @@ class Problem:
     def outcome(self, engine: Engine) -> Outcome:
         """What an engine finds; it need be neither optimal nor a labelling at all."""
         return engine(self.unary, self.pairs)
+
+    def timed(self) -> Iterator[tuple[int, list[PerRank]]]:
+        """The variables whose labels take time, with the seconds per rank of each label."""
+        for node in self.space.graph.nodes:
+            yield self._node[node.name], [self.cost.compute(node, r) for r in self.rows[node.name]]
+        for i in self.space.graph.role("parameter"):
+            if i.target in self.space.graph.gradients:
+                t = self.space.graph.tensors[i.tensor]
+                yield (
+                    self._stored[i.tensor],
+                    [self.cost.update(t, p) for p in self.stored[i.tensor]],
+                )
 
     # --- tables ---
 
@@ -232,7 +244,8 @@ class Problem:
         """What the prices of a tensor's conversions depend on; layers repeat it."""
         t = self.space.graph.tensors[tensor]
         shares = tuple(id(self.cost.parts(t, p)) for p in placements if p.sharded)
-        return t.shape, t.dtype, shares, tensor in self._fused, tensor in self._gradients
+        fused = tensor in self._fused, tensor in self._gradients
+        return t.shape, t.dtype, shares, fused, self.cost.alike(tensor)
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding

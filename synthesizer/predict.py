@@ -9,19 +9,23 @@ import numpy as np
 
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
-from hap.plan import Alternative, Collective, Prediction, Rank
+from hap.plan import Alternative, Bound, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.simulate import computed
-from hap.synthesizer.synthesize import Candidate
+from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.synthesizer.work import FLOPS
 
 
 def predict(
-    graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...]
+    graph: Graph,
+    candidate: Candidate,
+    cost: CostModel,
+    alternatives: tuple[Alternative, ...],
+    bounds: tuple[Bound, ...] = (),
 ) -> Prediction:
     """The predictions that a plan file carries."""
     line = candidate.timeline
@@ -40,7 +44,30 @@ def predict(
     return Prediction(
         step_s=line.step_s, communicate_s=line.communicate_s, ranks=ranks,
         collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
+        bounds=bounds,
     )  # fmt: skip
+
+
+def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
+    """What is proved of a candidate: how much faster another pair or program could be at most.
+
+    Args:
+        prove: searches to spend on the bound over all shares, beyond those already made.
+    """
+    step_s = candidate.timeline.step_s
+    everything = synthesizer.proved(step_s, prove)
+    here = synthesizer.fixed(candidate.shares)
+    proofs = (
+        ("all programs, any shares of every axis", *everything),
+        # What holds for all shares holds for these.
+        ("all programs with these shares", max(here.bound_s, everything[0]), here.searches),
+    )
+    found = []
+    for covers, bound_s, searches in proofs:
+        assert bound_s <= step_s * (1 + 1e-9), f"{covers}: the bound is above the plan"
+        gap = max(0.0, 1 - bound_s / step_s) if step_s else 0.0
+        found.append(Bound(covers=covers, step_s=bound_s, gap=gap, searches=searches))
+    return tuple(found)
 
 
 def alternatives(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Instruction, Program
+from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
+from hap.synthesizer.branch import Branching, busiest_axis
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
 from hap.synthesizer.exact import TooWide
@@ -31,6 +34,12 @@ from hap.synthesizer.storage import filled, program_axes, stored_apart
 
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
+
+SEARCHES = 3
+"""Searches of one lower bound; the second finds the weights, the third rarely helps."""
+
+WIDE = 0.05
+"""Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
@@ -80,6 +89,7 @@ class Synthesizer:
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
+        self._fixed: dict[object, Relaxation] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
         """The same search on another cluster."""
@@ -97,23 +107,48 @@ class Synthesizer:
     def best(self, progress: Callable[[str], None] = lambda text: None) -> Candidate:
         """The best pair over all starts, whether it fits the memory or not.
 
+        The programs behind the lower bounds are starts as well: those of :attr:`relaxed` with
+        the shares that suit them, and at last those of :meth:`fixed` under the best shares.
+
         Raises:
             HapError: the allowed placements admit no program, or the engine finds none.
         """
         found: list[Candidate] = []
-        for number, shares in enumerate(self.starts()):
-            if number == 2 and min(found, key=_rank).fits:
-                break  # the start by memory is for where memory is short
+
+        def alternate(shares: Shares, name: str) -> None:
             for round_ in range(ROUNDS):
-                progress(f"search from start {number + 1}, round {round_ + 1}")
+                progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
                 if min(found[-2:], key=_rank) is not min(found, key=_rank) or shares == pair.shares:
                     break
+
+        for number, shares in enumerate(self.starts()):
+            if number == 2 and min(found, key=_rank).fits:
+                break  # the start by memory is for where memory is short
+            alternate(shares, f"start {number + 1}")
+        progress("bounding the step from below")
+        for program in self.relaxed.programs:
+            pair = self._under(program, min(found, key=_rank).shares)
+            shares = self.balance(pair)
+            found.append(self.judge(pair.program, shares))
+            if found[-1] is min(found, key=_rank):
+                alternate(shares, "the program of the lower bound")
+        if self.relaxed.bound_s < min(found, key=_rank).timeline.step_s * (1 - WIDE):
+            for shares in self.part_of_the_cluster():
+                alternate(shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
+        for _ in range(ROUNDS):
+            best = min(found, key=_rank)
+            under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
+            if min([best, *under], key=_rank) is best:
+                break
+            found += under
+            better = min(under, key=_rank)
+            found.append(self.judge(better.program, self.balance(better)))
         return min(found, key=_rank)
 
     def _undivided(self, shares: Shares) -> Candidate:
@@ -123,6 +158,49 @@ class Synthesizer:
         step is as short as their starts, it may miss that none at all is better.
         """
         return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
+
+    def part_of_the_cluster(self) -> Iterator[Shares]:
+        """Shares that leave all to one type of devices, or to one machine of each kind."""
+        cluster = self.cluster
+        kinds: dict[object, tuple[int, ...]] = {}
+        for node in cluster.nodes:
+            ranks = cluster.ranks(node)
+            kinds.setdefault(tuple(cluster.devices[r].figures for r in ranks), ranks)
+        for ranks in dict.fromkeys([*cluster.types(), *kinds.values()]):
+            if len(ranks) < cluster.world_size:
+                mine = np.isin(np.arange(cluster.world_size), ranks)
+                yield spread(self.space.axes, self.machine.speed * mine)
+
+    @cached_property
+    def relaxed(self) -> Relaxation:
+        """Bound and programs over all shares."""
+        prices = AnyShares(self.space, self.machine, self._states)
+        relaxation = Relaxation(self.space, prices, self._allowed)
+        relaxation.run(prices.proportional, SEARCHES)
+        return relaxation
+
+    def proved(self, step_s: float, searches: int) -> tuple[float, int]:
+        """A lower bound over all programs and shares, and the searches that it took.
+
+        ``searches`` more than those of :attr:`relaxed` may be spent, for a step of ``step_s``.
+        """
+        relaxed = self.relaxed
+        axis = busiest_axis(self.space, self.machine, self._states, relaxed.programs[-1])
+        if axis is None or not searches:
+            return relaxed.bound_s, relaxed.searches
+        branching = Branching(self.space, self.machine, self._states, self._allowed, relaxed, axis)
+        branching.run(searches, step_s)
+        return min(branching.bound_s, step_s), relaxed.searches + branching.searches
+
+    def fixed(self, shares: Shares) -> Relaxation:
+        """Bound and programs under given shares of computing; those of storing are free."""
+        shares = {name: shares[name] for name in self.space.axes.axes}
+        key = tuple(shares.items())
+        if key not in self._fixed:
+            prices = FixedShares(self.space, self.machine, shares, self._states)
+            self._fixed[key] = Relaxation(self.space, prices, self._allowed)
+            self._fixed[key].run(prices.proportional, SEARCHES)
+        return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares that fits the memory, if one does.
@@ -165,7 +243,11 @@ class Synthesizer:
             )
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
-        program = self._apart(problem.program(outcome.labelling))
+        return self._under(problem.program(outcome.labelling), shares)
+
+    def _under(self, program: Program, shares: Shares) -> Candidate:
+        """A program as the search writes it, its storing apart, under shares of its computing."""
+        program = self._apart(program)
         return self.judge(program, self.with_storage(program, shares))
 
     def _apart(self, program: Program) -> Program:

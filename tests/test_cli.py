@@ -57,6 +57,7 @@ HELP = {
         "--json",
         "--mesh",
         "--output",
+        "--prove",
         "--verbose",
     ],
     "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],

@@ -111,6 +111,18 @@ def test_axes_of_alike_layers_are_one_line(shown: Callable[[RenderableType], str
     ]
 
 
+def test_bounds_are_on_the_screen_and_in_the_file(shown: Callable[[RenderableType], str]) -> None:
+    data = small_plan().to_json()
+    del data["prediction"]["bounds"]  # as older versions wrote it
+    assert "lower bound" not in shown(plan_screen(Plan.from_json(data)))
+    bound = {"covers": "all programs", "step_s": 0.0096, "gap": 0.04, "searches": 2}
+    data["prediction"]["bounds"] = [bound]
+    plan = Plan.from_json(data)
+    assert plan_json(plan)["prediction"]["bounds"] == (bound,)
+    line = "predicted step 10 ms, lower bound 9.6 ms (all programs), gap 4.0%"
+    assert line in shown(plan_screen(plan))
+
+
 def test_json_leaves_out_graph_and_program() -> None:
     data = json.loads(json.dumps(plan_json(small_plan())))
     assert data["totals"]["parameters"] == 48

@@ -1,0 +1,398 @@
+"""How fast a step could be at best: lower bounds that are proved, and the programs behind them.
+
+The simulated step of a program (:mod:`hap.synthesizer.simulate`) is the sum over stages of the
+slowest rank's computing, plus the collectives ``C``. A sum of maxima is at least the maximum of
+the sums, and that at least any weighted mean: with weights ``w >= 0`` that sum to 1, and ``T[r]``
+what rank ``r`` computes in the whole step::
+
+    step  >=  max_r T[r] + C  >=  sum_r w[r] T[r] + C                                   (1)
+
+The right side adds up over operators, so *one exact search* under these prices
+(:meth:`Relaxation.search`) gives the least of it over *all* programs: a lower bound on every one
+of them. The dual of the maximum (1) is to choose ``w``: :meth:`Relaxation.weights` takes those
+under which the programs found so far look worst, by cutting planes (Kelley, "The cutting-plane
+method for solving convex programs", 1960), and every program on the way is a candidate.
+
+Two sets of prices:
+
+* :class:`FixedShares`: the shares are given, ``T`` is exact. The bound holds for every program
+  under these shares.
+* :class:`AnyShares`: every axis may have any shares of its own. An operator that is split with
+  parts ``p`` takes rank ``r`` at least ``p[r] t[r]``, where ``t[r]`` is its time for the whole
+  operator: arithmetic and traffic grow linearly, and what does not (the start, operands that
+  are read whole) is paid by whoever has a part. As the parts sum to 1,
+
+      sum_r w[r] p[r] t[r]  >=  min_r w[r] t[r]                                         (2)
+
+  whatever the parts. So it is a bound on every *pair* of program and shares.
+
+Collectives are priced from below (:meth:`hap.synthesizer.communication.Network.floor_s` for any
+shares). The simulator runs neighbouring collectives of one kind as one, which then pay for one
+start. Bytes add up; of the start each is charged a part, such that no group that can form is
+charged more than one (:func:`start_parts`). Floors are sums or minima of sums of what is linear
+in bytes and starts, so that those of a group's members never exceed the group's. Under fixed
+shares, what can run fused is priced by its floor as well, since the largest part of several is
+less than the sum of the largest; and so is what may lie in shares of its own between steps
+(:func:`_storable`): the shares that are fixed are those of computing.
+
+Memory is ignored: a plan that must also fit is no faster. Prices are rounded to picoseconds;
+:meth:`Relaxation.search` takes off what rounding may have added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from ortools.linear_solver import pywraplp
+
+from hap.axes import Shares
+from hap.graph import Graph, Node, Tensor
+from hap.placement import LOCAL, Placement, R, conversion
+from hap.program import FUSIBLE, Program
+from hap.synthesizer.communication import Choice
+from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.exact import Costs, Labelling, minimise
+from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
+from hap.synthesizer.rules.base import Row
+from hap.synthesizer.space import Space
+from hap.synthesizer.work import FREE
+
+Floats = npt.NDArray[np.float64]
+
+Weights = Floats
+"""One number per class of ranks; at least 0, and they sum to 1."""
+
+_SAFE = 1.0 - 1e-9
+"""Takes off what floating point may have added to a sum; far more than it can."""
+
+
+def start_parts(space: Space) -> dict[str, float]:
+    """Tensor -> the part of a collective's start that its conversion surely pays for.
+
+    A conversion stands right before its tensor's first reader, so what can run as one with it
+    are conversions of that reader's other inputs of one dtype: of ``k`` each pays for ``1/k``.
+    Those of all outputs stand together as well. Parameters, which are gathered together at
+    the start of the step, and gradients, reduced at its end, pay nothing.
+    """
+    graph = space.graph
+    outputs = [o.tensor for o in graph.outputs if o.role != "gradient"]
+    parameters = {i.tensor for i in graph.role("parameter")}
+    fixed = {name for name, held in space.holdings.items() if len(held) == 1}
+    parts: dict[str, float] = {}
+    for name, tensor in graph.tensors.items():
+        groups = [n.inputs for n in graph.consumers[name]] + [outputs] * (name in outputs)
+        rivals = [
+            sum(graph.tensors[m].dtype == tensor.dtype for m in set(group) - parameters - fixed)
+            for group in groups
+        ]
+        parts[name] = 1.0 / max(1, *rivals, 1)
+    parts.update(dict.fromkeys(parameters, 0.0))
+    parts.update(dict.fromkeys(graph.gradients.values(), 0.0))
+    return parts
+
+
+class Floors(CostModel):
+    """Prices that are never above the simulator's; what is never read is converted for nothing.
+
+    The times of a label are given per *class* of ranks, as a vector or as a matrix: one row
+    per way in which the shares may turn out, of which the cheapest counts (:func:`_weighted`).
+    """
+
+    def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
+        super().__init__(space.graph, space.axes, machine, shares, states)
+        self._starts = start_parts(space)
+        graph = space.graph
+        self._read = {o.tensor for o in graph.outputs}
+        self._read |= {name for name, readers in graph.consumers.items() if readers}
+
+    @property
+    def classes(self) -> int:
+        """The number of weights."""
+        raise NotImplementedError
+
+    def alike(self, tensor: str) -> object:
+        return self._starts[tensor], tensor in self._read
+
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
+    ) -> list[Choice]:
+        kind = conversion(src, dst)
+        if kind is None or tensor.name not in self._read:
+            return [Choice("", 0.0)]
+        if kind in LOCAL:
+            return super().convert(tensor, src, dst)
+        return [Choice("", self._collective(kind, tensor, src, dst))]
+
+    def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
+        raise NotImplementedError
+
+
+class FixedShares(Floors):
+    """The prices of given shares. Ranks with alike devices and equal parts are one class."""
+
+    def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
+        super().__init__(space, machine, shares, states)
+        names = list(space.axes.axes)
+        type_of = {r: k for k, ranks in enumerate(machine.cluster.types()) for r in ranks}
+        alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
+        first = {key: rank for rank, key in reversed(list(enumerate(alike)))}
+        self._ranks = sorted(first.values())
+        self._class_of = [self._ranks.index(first[key]) for key in alike]
+        self._sizes = np.bincount(self._class_of)
+        self._first = {n for node in space.graph.nodes[:1] for n in node.inputs}
+        self._apart = _storable(space.graph)
+
+    @property
+    def classes(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def proportional(self) -> Weights:
+        """Weights in proportion to the ranks' speed, summed over each class."""
+        return np.bincount(self._class_of, self.machine.speed, self.classes).astype(np.float64)
+
+    def per_class(self, per_rank: PerRank) -> Floats:
+        """A vector over ranks as one over classes, whose ranks are all alike in it."""
+        chosen: Floats = per_rank[self._ranks]
+        return chosen
+
+    def compute(self, node: Node, row: Row) -> Floats:
+        return self.per_class(super().compute(node, row))
+
+    def update(self, parameter: Tensor, stored: Placement) -> Floats:
+        if not stored.sharded:
+            return self.per_class(super().update(parameter, stored))
+        whole = self.per_class(super().update(parameter, R))  # the shares of storing are free
+        return np.diag(whole / self._sizes)
+
+    def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
+        start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
+        fused = start < 1 or tensor.name in self._first
+        if tensor.name in self._apart or (kind in FUSIBLE and fused):
+            return self.network.floor_s(kind, tensor.nbytes, start=start)
+        sides = self.parts(tensor, src), self.parts(tensor, dst)
+        return self.network.choices(kind, tensor.nbytes, *sides, start=start)[0].seconds
+
+
+def _storable(graph: Graph) -> frozenset[str]:
+    """What may lie in shares of storing: parameters, gradients, and all that looks at them."""
+    found = {i.tensor for i in graph.role("parameter")} | set(graph.gradients.values())
+    for node in graph.nodes:
+        if node.op in FREE and found.intersection(node.inputs):
+            found.update(o for o in node.outputs if o)
+    for node in reversed(graph.nodes):
+        if node.op in FREE and found.intersection(o for o in node.outputs if o):
+            found.update(node.inputs)
+    return frozenset(found)
+
+
+class AnyShares(Floors):
+    """Prices below those of all shares. Ranks with alike devices are one class."""
+
+    def __init__(self, space: Space, machine: Machine, states: int) -> None:
+        one = np.ones(machine.cluster.world_size, dtype=int)
+        shares = {name: tuple(one.tolist()) for name in space.axes.axes}
+        super().__init__(space, machine, shares, states)
+        types = machine.cluster.types()
+        self._ranks = [ranks[0] for ranks in types]
+        self._sizes = np.array([len(ranks) for ranks in types], dtype=np.float64)
+        self._made: dict[tuple[int, bool], Floats] = {}
+
+    @property
+    def classes(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def proportional(self) -> Weights:
+        """Weights in proportion to the classes' speed: a product costs the same on any shares."""
+        weights: Weights = self.machine.speed[self._ranks] * self._sizes
+        return weights
+
+    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
+        return self._one  # each rank as if it did all of it: t[r] of (2)
+
+    def compute(self, node: Node, row: Row) -> Floats:
+        split = any(p is not None and p.sharded for p in (*row.ins, *row.outs))
+        return self._ways(super().compute(node, row), split)
+
+    def update(self, parameter: Tensor, stored: Placement) -> Floats:
+        return self._ways(super().update(parameter, stored), stored.sharded)
+
+    def _ways(self, whole_s: PerRank, split: bool) -> Floats:
+        """The whole on every rank, or all of it on one class, shared evenly inside of it."""
+        key = (id(whole_s), split)
+        if key not in self._made:
+            each = whole_s[self._ranks]
+            self._made[key] = np.diag(each / self._sizes) if split else each
+        return self._made[key]
+
+    def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
+        start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
+        return self.network.floor_s(kind, tensor.nbytes, start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A program and what it costs as a function of the weights: :meth:`at`.
+
+    The sum of ``constant_s``, of ``whole_s`` weighted, and for every entry of ``ways`` (entry,
+    way, class) of the cheapest way.
+    """
+
+    labelling: Labelling
+    constant_s: float
+    whole_s: Floats
+    ways: Floats
+
+    def at(self, weights: Weights) -> float:
+        """Seconds under given weights; concave in them."""
+        return float(weights @ self.cut(weights)) + self.constant_s
+
+    def cut(self, weights: Weights) -> Floats:
+        """The seconds per class of the ways that are cheapest there: a supergradient."""
+        if not len(self.ways):
+            return self.whole_s
+        cheapest = (self.ways @ weights).argmin(axis=1)
+        total: Floats = self.whole_s + self.ways[np.arange(len(cheapest)), cheapest].sum(axis=0)
+        return total
+
+
+class Relaxation:
+    """Searches under weighted prices; the best lower bound and all programs found.
+
+    Args:
+        allowed: as of :class:`hap.synthesizer.labelling.Problem`.
+    """
+
+    def __init__(self, space: Space, prices: Floors, allowed: Allowed | None = None) -> None:
+        self._space, self._prices = space, prices
+        self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
+        self._timed = list(self._problem.timed())
+        # Every entry is rounded once; no label's cost has more than this many entries.
+        degree = 2 * len(space.graph.nodes) + sum(len(n.inputs) for n in space.graph.nodes)
+        self._rounding = degree + 4 * len(space.graph.tensors)
+        self.found: list[Found] = []
+        self.bound_s = 0.0
+        self.searches = 0
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that were found, the first first."""
+        unlike = {f.labelling.labels: f.labelling for f in self.found}
+        return tuple(self._problem.program(labelling) for labelling in unlike.values())
+
+    def search(self, weights: Weights) -> Found | None:
+        """The cheapest program under given weights; raises ``bound_s`` if it is a better bound.
+
+        ``None`` if the allowed placements admit no program.
+        """
+        unary = list(self._problem.unary)
+        for variable, seconds in self._timed:
+            unary[variable] = _weighted(seconds, weights)
+        labelling = minimise(unary, self._problem.pairs)
+        self.searches += 1
+        if labelling is None:
+            return None
+        bound_s = (labelling.cost - self._rounding) / PICOSECONDS * _SAFE
+        self.bound_s = max(self.bound_s, bound_s)
+        return self.adopt(labelling)
+
+    def adopt(self, labelling: Labelling) -> Found:
+        """Price a program of the same space, found under whatever prices."""
+        labels = labelling.labels
+        chosen = [seconds[labels[v]] for v, seconds in self._timed]
+        whole = [s for s in chosen if s.ndim == 1]
+        ways = [s for s in chosen if s.ndim == 2]
+        unary, pairs = self._problem.unary, self._problem.pairs
+        constant = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
+        constant += sum(int(table[labels[u], labels[v]]) for (u, v), table in pairs.items())
+        found = Found(
+            labelling=labelling, constant_s=constant / PICOSECONDS,
+            whole_s=np.sum([np.zeros(self._prices.classes), *whole], axis=0),
+            ways=np.array(ways) if ways else np.zeros((0, 1, self._prices.classes)),
+        )  # fmt: skip
+        self.found.append(found)
+        return found
+
+    def weights(self) -> Weights:
+        """The weights under which the cheapest of the programs found is dearest."""
+        return dearest(self.found, self._prices.classes)
+
+    def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
+        """Search from ``start`` on, until nothing can be gained or the bound is enough."""
+        weights = start
+        for _ in range(searches):
+            found = self.search(weights)
+            if found is None or self.bound_s >= enough_s:
+                return
+            weights = self.weights()
+            best = min(f.at(weights) for f in self.found)
+            if best <= self.bound_s * (1 + 1e-6):
+                return
+
+
+def dearest(found: Sequence[Found], classes: int) -> Weights:
+    """Maximise the least of ``found`` over the weights, which is concave: cutting planes again.
+
+    The programs are known, so that this costs no search; a few linear programs with a variable
+    per class.
+    """
+    weights = np.full(classes, 1.0 / classes)
+    if classes == 1:
+        return weights
+    scale = 1.0 / min(f.at(weights) for f in found)
+    cuts: list[tuple[Floats, float]] = []
+    best, best_s = weights, 0.0
+    claimed = np.inf  # what the linear programs still hope for
+    for _ in range(_CUTS):
+        reached = min(f.at(weights) for f in found) * scale
+        if reached > best_s:
+            best, best_s = weights, reached
+        if claimed - best_s < _CLOSE:
+            break
+        cuts += [
+            (f.cut(weights) * scale, f.constant_s * scale) for f in found
+            if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
+        ]  # fmt: skip
+        highest = _highest(cuts, classes)
+        if highest is None:
+            break
+        weights, claimed = highest
+    return best
+
+
+def _highest(cuts: Sequence[tuple[Floats, float]], classes: int) -> tuple[Weights, float] | None:
+    """The weights where the lowest of planes is highest, and its height.
+
+    Planes are ``slopes @ weights + constant``. ``None`` if they are so nearly parallel that the
+    solver gives up: any weights give a true bound, so that no more than its height is lost.
+    """
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    w = [solver.NumVar(0.0, 1.0, f"w{k}") for k in range(classes)]
+    least = solver.NumVar(0.0, solver.infinity(), "least")
+    solver.Add(solver.Sum(w) == 1)
+    for slopes, constant in cuts:
+        solver.Add(
+            least <= solver.Sum([float(c) * x for c, x in zip(slopes, w, strict=True)]) + constant
+        )
+    solver.Maximize(least)
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return None
+    weights = np.maximum([x.solution_value() for x in w], 0.0)
+    return weights / weights.sum(), float(least.solution_value())
+
+
+_CLOSE = 1e-6
+"""Relative difference below which two values of the master problem are one."""
+
+_CUTS = 40
+"""Linear programs of one master problem; two to five classes take about ten."""
+
+
+def _weighted(seconds: Sequence[Floats], weights: Weights) -> Costs:
+    """The costs of a variable's labels in integer picoseconds."""
+    costs = [float(np.min(s @ weights)) for s in seconds]
+    return np.array(np.round(np.array(costs) * PICOSECONDS), dtype=np.int64)
