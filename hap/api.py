@@ -8,34 +8,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hap import torch_private
+from hap.axes import Shares
 from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
-from hap.errors import InfeasibleError, InputError, ModelError
+from hap.errors import InputError, ModelError
 from hap.graph import Graph
-from hap.mesh import is_mesh
+from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine
 from hap.plan import Plan, Source
+from hap.program import Program
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
-from hap.synthesizer.engines import engine_named
-from hap.synthesizer.mesh import best_on_mesh
-from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
-from hap.synthesizer.roles import batch_axis
-from hap.synthesizer.space import Space, build_space
-from hap.synthesizer.subset import best_part
-from hap.synthesizer.synthesize import Candidate, Synthesizer
-from hap.units import format_bytes
+from hap.synthesizer.planner import Choice, Wishes, choose
+from hap.synthesizer.space import build_space
 
 __all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
 
@@ -95,72 +89,34 @@ def plan(
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     kind = examine(optimizer)
-    search = engine_named(engine)
-    if mesh and not is_mesh(cluster):
-        raise InputError(
-            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
-            hint="plan over one axis",
-        )
+    wishes = Wishes(all_devices=all_devices, mesh=mesh, compare=compare, engine=engine, prove=prove)
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     graph = capture(module, batch, loss)
     progress("stating the rules")
-    space = build_space(graph)
-    synthesizer = Synthesizer(space, cluster, kind.states, engine=search)
-    best = synthesizer.best(progress)
-    if synthesizer.gap:
-        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
-    progress("judging the alternatives")
-    beside = baselines(space, cluster, kind.states, every=compare)
-    for candidate in beside.values():
-        if isinstance(candidate, Candidate):
-            best = min(best, candidate, key=lambda c: c.rank)
-    notes = {method.name: method.note for method in METHODS} if compare else {}
-    fewer = fewer_devices(space, cluster, kind.states, search)
-    left: tuple[int, ...] = ()
-    if not all_devices and not mesh:
-        whole = best
-        synthesizer, best, left = best_part(synthesizer, best, progress)
-        if left:
-            beside = {"all devices": whole, **beside}
-    if mesh or (mesh is None and is_mesh(cluster)):
-        two = best_on_mesh(space, cluster, kind.states, search, progress)
-        if two is None and mesh:
-            raise InputError(
-                "no program leaves every machine a share of the step", hint="plan over one axis"
-            )
-        if two and (mesh or two.pair.rank < best.rank):
-            if not two.pair.fits:
-                raise _infeasible(space, synthesizer, two.pair, kind.states)
-            rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
-            return Plan(
-                source=source or Source(), graph=graph, cluster=cluster, optimizer=str(kind),
-                program=two.between.program, shares=two.between.shares, inside=two.inside,
-                prediction=predict(two.cost.graph, two.pair, two.cost, rows),
-            )  # fmt: skip
-    if not best.fits:
-        raise _infeasible(space, synthesizer, best, kind.states)
-    rows = alternatives(graph, beside, fewer, notes)
-    left_out = tuple(cluster.devices[r].name for r in left)
-    cluster = synthesizer.cluster
-    used = best.program.used_axes()
+    chosen = choose(build_space(graph), cluster, kind.states, wishes, progress)
+    program, shares, inside = _programs(chosen)
+    kept = chosen.cluster
     idle = tuple(
-        r for r in range(cluster.world_size) if used and not any(best.shares[a][r] for a in used)
-    )
+        r for r in range(kept.world_size)
+        if not inside and shares and not any(units[r] for units in shares.values())
+    )  # fmt: skip
     return Plan(
-        source=source or Source(),
-        graph=graph,
-        cluster=cluster,
-        optimizer=str(kind),
-        program=best.program,
-        shares={name: best.shares[name] for name in used},
-        idle=idle,
-        left_out=left_out,
-        prediction=predict(
-            graph, best, synthesizer.cost(best), rows, bounds(synthesizer, best, prove)
-        ),
-    )
+        source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
+        program=program, shares=shares, inside=inside, idle=idle,
+        left_out=tuple(cluster.devices[r].name for r in chosen.left),
+        prediction=chosen.prediction,
+    )  # fmt: skip
+
+
+def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:
+    """The program and its shares; on two mesh axes those between machines, and what is inside."""
+    program = chosen.pair.program
+    shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
+    if chosen.between is None:
+        return program, shares, None
+    return chosen.between.program, chosen.between.shares, Inside(program=program, shares=shares)
 
 
 def plan_file(
@@ -172,7 +128,7 @@ def plan_file(
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    engine_named(options.get("engine", "exact"))  # a wrong name is known before the long work
+    Wishes(engine=options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = _fake_build(file, progress)
     return plan(
@@ -202,41 +158,6 @@ def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:
             hint="batch() must return the global batch; if it does, enlarge it, take devices "
             "out of the cluster file, or pass --allow-idle to let some devices wait",
         )
-
-
-REMEDIES = {
-    "saved activations": "use more devices, or devices with more memory: activations are not "
-    "recomputed",
-    "optimizer states": "use more devices, or an optimizer with fewer states",
-}
-"""By what takes most of the memory."""
-
-
-def _infeasible(
-    space: Space, synthesizer: Synthesizer, best: Candidate, states: int
-) -> InfeasibleError:
-    devices = synthesizer.cluster.devices
-    lacking = [
-        f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
-        for d, b in zip(devices, best.lacking_bytes, strict=True) if b > 0
-    ]  # fmt: skip
-    shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
-    fullest = int(np.argmax(best.lacking_bytes))
-    kinds = peak_kinds(space.graph, best, synthesizer.cost(best), fullest)
-    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
-    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
-    axis = batch_axis(space)
-    hint = REMEDIES.get(kinds[0][0], "use more devices, or devices with more memory")
-    if axis is not None:
-        units = largest_batch(
-            space.graph, synthesizer.axes(best), axis, best, synthesizer.machine, states
-        )
-        total = space.axes.axes[axis].units
-        hint = (
-            f"about the largest global batch that would fit is {units} (of {total}); or {hint}"
-            if units else f"with its program no smaller batch fits either: {hint}"
-        )  # fmt: skip
-    return InfeasibleError(f"no program fits the devices' memory: {shown}", hint=hint)
 
 
 def compile(

@@ -128,7 +128,7 @@ class _At(CostModel):
         self._axis, self._part = axis, part
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        on = placement.sharded and self._axes.of[tensor.name, placement.dim] == self._axis
+        on = placement.sharded and self.axes.of[tensor.name, placement.dim] == self._axis
         return self._part if on else self._one
 
 
@@ -159,7 +159,7 @@ class BoxPrices(AnyShares):
 
     def alike(self, tensor: str) -> object:
         rank = len(self.graph.tensors[tensor].shape)
-        inside = tuple(d for d in range(rank) if self._axes.of.get((tensor, d)) == self._box.axis)
+        inside = tuple(d for d in range(rank) if self.axes.of.get((tensor, d)) == self._box.axis)
         return super().alike(tensor), inside
 
     def compute(self, node: Node, row: Row) -> Floats:
@@ -176,7 +176,7 @@ class BoxPrices(AnyShares):
         return self._doubled(super().update(parameter, stored))
 
     def _inside(self, tensor: str, p: Placement) -> bool:
-        return p.sharded and self._axes.of[tensor, p.dim] == self._box.axis
+        return p.sharded and self.axes.of[tensor, p.dim] == self._box.axis
 
     def _doubled(self, ways: Floats) -> Floats:
         """Times outside of the axis: the most loaded rank may have no part of others."""

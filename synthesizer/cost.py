@@ -62,7 +62,7 @@ class CostModel:
         self.machine = machine
         self.network = machine.network
         self.optimizer_states = optimizer_states
-        self._axes = axes
+        self.axes = axes
         self._one = np.ones(machine.cluster.world_size)
         self.ring_size = machine.cluster.world_size
         """Ranks that convert placements among each other."""
@@ -78,7 +78,7 @@ class CostModel:
         """Each rank's part of a tensor: 1 where it holds all of it."""
         if not placement.sharded:
             return self._one
-        return self._parts[self._axes.of[tensor.name, placement.dim]]
+        return self._parts[self.axes.of[tensor.name, placement.dim]]
 
     def whole_bytes(self, tensor: Tensor) -> PerRank:
         """What each rank holds of a tensor that is whole in its ring."""

@@ -17,7 +17,7 @@ from hap.axes import Axes, Shares
 from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph, Node, Tensor
-from hap.mesh import Inside, Mesh, divide, ends, is_mesh_op, origin
+from hap.mesh import Mesh, divide, ends, is_mesh_op, origin
 from hap.placement import LOCAL, Placement
 from hap.program import BETWEEN, Program
 from hap.synthesizer.baselines import data_parallel, sharded_storage
@@ -53,14 +53,6 @@ class MeshCandidate:
     between: Between
     pair: Candidate
     cost: CostModel
-
-    @property
-    def inside(self) -> Inside:
-        """The program inside, with the shares of the axes that it uses."""
-        used = self.pair.program.used_axes()
-        return Inside(
-            program=self.pair.program, shares={name: self.pair.shares[name] for name in used}
-        )
 
 
 class MeshNetwork:
@@ -157,7 +149,7 @@ class MeshCost(CostModel):
         outer = self.outer(tensor.name)
         if not placement.sharded:
             return outer
-        inner = self._parts[self._axes.of[tensor.name, placement.dim]]
+        inner = self._parts[self.axes.of[tensor.name, placement.dim]]
         key = (id(outer), id(inner))
         if key not in self._product:
             self._product[key] = outer * inner
@@ -175,7 +167,7 @@ class MeshCost(CostModel):
                 continue
             outer = self.outer(name) if outer is self._one else outer
             if p.sharded and inner is self._one:
-                inner = self._parts[self._axes.of[name, p.dim]]
+                inner = self._parts[self.axes.of[name, p.dim]]
         return outer * inner
 
     def compute(self, node: Node, row: Row) -> PerRank:

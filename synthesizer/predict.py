@@ -11,7 +11,7 @@ from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Bound, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
-from hap.synthesizer.cost import CostModel, Machine, PerRank
+from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares import proportional
@@ -109,10 +109,9 @@ def peak_kinds(
     return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 
 
-def largest_batch(
-    graph: Graph, axes: Axes, axis: str, candidate: Candidate, machine: Machine, states: int
-) -> int:
+def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
     """About the largest global batch with which the candidate's program would fit; may be 0."""
+    graph, axes, machine = cost.graph, cost.axes, cost.machine
     limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
     low, high = 0, axes.axes[axis].units
     while high - low > 1:
@@ -120,8 +119,8 @@ def largest_batch(
         smaller = _resized(graph, axes, axis, units)
         parts = np.array(candidate.shares[axis], dtype=np.float64)
         shares = {**candidate.shares, axis: proportional(units, parts)}
-        cost = CostModel(smaller, axes, machine, shares, states)
-        fits = (memory(smaller, candidate.program, cost)[1] <= limit).all()
+        resized = CostModel(smaller, axes, machine, shares, cost.optimizer_states)
+        fits = (memory(smaller, candidate.program, resized)[1] <= limit).all()
         low, high = (units, high) if fits else (low, units)
     return low
 

@@ -43,7 +43,7 @@ class _Probe(CostModel):
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         if not placement.sharded:
             return self._one
-        return self._of[self._axes.of[tensor.name, placement.dim]]
+        return self._of[self.axes.of[tensor.name, placement.dim]]
 
     def convert_group(self, group: Sequence[Convert]) -> list[Choice]:
         if group[0].local:

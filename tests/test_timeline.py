@@ -118,7 +118,7 @@ def test_what_needs_a_collective_waits_for_it_and_nothing_else_does() -> None:
         axes={**program.axes, "w1:0": ("width", 2)},
     )
     cost = Seconds(graph)
-    cost._axes.of["w1", 0] = "batch"  # type: ignore[index]
+    cost.axes.of["w1", 0] = "batch"  # type: ignore[index]
     run = schedule(graph, program, cost, overlap=True)
     assert spans(run, COMMUNICATION, 0)[0] == (0, 3)
     assert spans(run, COMPUTE, 0)[:4] == [(0, 1), (1, 2), (3, 4), (4, 5)], "y0 s0 | y1 s1"

@@ -1,0 +1,168 @@
+"""From a graph and a cluster to the pair that a plan holds: all the searches, in their order.
+
+The alternation over one mesh axis, the baselines as further candidates, the cluster without
+devices that cost more than they bring, two mesh axes, the lower bounds: each is a module of its
+own, and this one says which of them is asked when, and which answer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.cluster import Cluster
+from hap.errors import InfeasibleError, InputError
+from hap.mesh import is_mesh
+from hap.plan import Prediction
+from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
+from hap.synthesizer.cost import CostModel
+from hap.synthesizer.engines import engine_named
+from hap.synthesizer.mesh import Between, best_on_mesh
+from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
+from hap.synthesizer.roles import batch_axis
+from hap.synthesizer.space import Space
+from hap.synthesizer.subset import Ranks, best_part
+from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.units import format_bytes
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a user may ask of the planner; :func:`hap.api.plan` says what each means.
+
+    Raises:
+        InputError: there is no such engine.
+    """
+
+    all_devices: bool = False
+    mesh: bool | None = None
+    compare: bool = False
+    engine: str = "exact"
+    prove: int = 0
+
+    def __post_init__(self) -> None:
+        engine_named(self.engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The winner.
+
+    ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. Between machines
+    there may be another program; ``pair`` is then the one inside, and ``cost`` prices it.
+    """
+
+    cluster: Cluster
+    left: Ranks
+    pair: Candidate
+    between: Between | None
+    cost: CostModel
+    prediction: Prediction
+
+
+def choose(
+    space: Space,
+    cluster: Cluster,
+    optimizer_states: int,
+    wishes: Wishes,
+    progress: Progress = lambda text: None,
+) -> Choice:
+    """The fastest pair found that fits, as predicted.
+
+    Raises:
+        InputError: two mesh axes are asked for where there can't be.
+        InfeasibleError: nothing fits; the message says which device lacks how much.
+    """
+    engine, graph = engine_named(wishes.engine), space.graph
+    synthesizer = Synthesizer(space, cluster, optimizer_states, engine=engine)
+    best = synthesizer.best(progress)
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
+    progress("judging the alternatives")
+    beside = baselines(space, cluster, optimizer_states, every=wishes.compare)
+    best = min([best, *(c for c in beside.values() if isinstance(c, Candidate))], key=_rank)
+    fewer = fewer_devices(space, cluster, optimizer_states, engine)
+    left: Ranks = ()
+    if not wishes.all_devices and not wishes.mesh:
+        on_all = best
+        synthesizer, best, left = best_part(synthesizer, best, progress)
+        if left:
+            beside = {"all devices": on_all, **beside}
+    notes = {method.name: method.note for method in METHODS} if wishes.compare else {}
+    kept = synthesizer.cluster
+    if wishes.mesh and not is_mesh(kept):
+        raise InputError(
+            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
+            hint="plan over one axis",
+        )
+    if wishes.mesh or (wishes.mesh is None and is_mesh(kept)):
+        two = best_on_mesh(space, kept, optimizer_states, engine, progress)
+        if two is None and wishes.mesh:
+            raise InputError(
+                "no program leaves every machine a share of the step", hint="plan over one axis"
+            )
+        if two and (wishes.mesh or two.pair.rank < best.rank):
+            _must_fit(two.pair, two.cost)
+            rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
+            return Choice(
+                cluster=kept, left=left, pair=two.pair, between=two.between, cost=two.cost,
+                prediction=predict(two.cost.graph, two.pair, two.cost, rows),
+            )  # fmt: skip
+    cost = synthesizer.cost(best)
+    _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
+    rows = alternatives(graph, beside, fewer, notes)
+    proofs = bounds(synthesizer, best, wishes.prove)
+    return Choice(
+        cluster=kept, left=left, pair=best, between=None, cost=cost,
+        prediction=predict(graph, best, cost, rows, proofs),
+    )  # fmt: skip
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    return candidate.rank
+
+
+_REMEDIES = {
+    "saved activations": "use more devices, or devices with more memory: activations are not "
+    "recomputed",
+    "optimizer states": "use more devices, or an optimizer with fewer states",
+}
+"""By what takes most of the memory."""
+
+
+def _must_fit(
+    pair: Candidate, cost: CostModel, smaller_batch: Callable[[], str] = lambda: ""
+) -> None:
+    """Raise ``InfeasibleError`` if the pair lacks memory: where, how much, for what, what helps."""
+    if pair.fits:
+        return
+    devices = cost.machine.cluster.devices
+    lacking = [
+        f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
+        for d, b in zip(devices, pair.lacking_bytes, strict=True) if b > 0
+    ]  # fmt: skip
+    shown = "; ".join(lacking[:4]) + (f"; and {len(lacking) - 4} more" if lacking[4:] else "")
+    fullest = int(np.argmax(pair.lacking_bytes))
+    kinds = peak_kinds(cost.graph, pair, cost, fullest)
+    held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
+    shown += f"; at its fullest {devices[fullest].name} would hold {held}"
+    remedy = _REMEDIES.get(kinds[0][0], "use more devices, or devices with more memory")
+    raise InfeasibleError(
+        f"no program fits the devices' memory: {shown}", hint=smaller_batch() + remedy
+    )
+
+
+def _smaller_batch(space: Space, synthesizer: Synthesizer, best: Candidate) -> str:
+    """What to say of the largest batch that would fit, before another remedy."""
+    axis = batch_axis(space)
+    if axis is None:
+        return ""
+    units = largest_batch(axis, best, synthesizer.cost(best))
+    if not units:
+        return "with its program no smaller batch fits either: "
+    total = space.axes.axes[axis].units
+    return f"about the largest global batch that would fit is {units} (of {total}); or "
