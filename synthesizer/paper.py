@@ -41,7 +41,7 @@ from hap.axes import Axes
 from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph, Node, Tensor
-from hap.placement import LOCAL, P, Placement, conversion
+from hap.placement import LOCAL, L, P, Placement, conversion
 from hap.program import Convert, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
@@ -52,6 +52,9 @@ from hap.synthesizer.simulate import stages
 from hap.synthesizer.space import Space
 from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
 from hap.synthesizer.work import node_work
+
+TERMS = (P, L)
+"""What every rank has a term of."""
 
 ROUNDS = 8
 """Alternations at most; the original stops when the cost no longer falls."""
@@ -136,7 +139,7 @@ def paper_space(space: Space) -> Space:
 
     def kept(node: Node, row: Row) -> bool:
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
-        return not any(p == P and name in whole for name, p in placed)
+        return not any(p in TERMS and name in whole for name, p in placed)
 
     return replace(
         space,
@@ -145,7 +148,9 @@ def paper_space(space: Space) -> Space:
             for node in graph.nodes
         },
         holdings={
-            name: tuple(h for h in found if len(h) == 1 and (h != (P,) or name not in whole))
+            name: tuple(
+                h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole)
+            )
             for name, found in space.holdings.items()
         },
     )

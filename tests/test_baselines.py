@@ -64,13 +64,18 @@ def candidate(model: str, name: str, on: str = "three unlike") -> Candidate:
 @pytest.mark.slow
 @pytest.mark.parametrize("model, on", list(itertools.product(MODELS, CLUSTERS)))
 def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
+    """Also not than those that are no candidates for it, to the gap of the search's prices.
+
+    The search adds up the slowest rank of each operator, the simulator that of each stage.
+    """
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]
     usual = {method.name for method in METHODS if method.usual}
     found += [c for n, c in made(model, on).items() if n in usual and isinstance(c, Candidate)]
     plan = min(found, key=lambda c: c.rank)
     for name, other in made(model, on).items():
         if isinstance(other, Candidate) and other.fits:
-            assert plan.timeline.step_s <= other.timeline.step_s * (1 + 1e-9), name
+            gap = 1e-9 if name in usual else 5e-3
+            assert plan.timeline.step_s <= other.timeline.step_s * (1 + gap), name
 
 
 def stored(found: Candidate, space: Space) -> dict[str, Placement]:
@@ -146,14 +151,20 @@ def test_tensor_parallel_splits_by_columns_and_then_by_rows() -> None:
     for name, p in stored(found, space).items():
         columns = any(x in name for x in ("query", "key", "value", "intermediate"))
         rows = name.endswith("output.dense.weight")  # of attention and of the FFN
-        assert p == (S(0) if columns else S(1) if rows else R), name
-    sums = [c for c in found.program.collectives if c.kind == "all_reduce"]
+        vocabulary = (
+            "word_embeddings" in name or "decoder" in name or name == "cls.predictions.bias"
+        )
+        assert p == (S(0) if columns or vocabulary else S(1) if rows else R), name
+    made = Counter(
+        (space.graph.producer[c.tensor].op.split(".")[1], c.backward)
+        for c in found.program.collectives
+    )
     layers = 2
-    activations = [c for c in sums if c.tensor not in space.graph.gradients.values()]
-    # In each layer, one after each row-parallel weight, and one before each column-parallel one.
-    assert len([c for c in activations if not c.backward]) == 2 * layers
-    assert len([c for c in activations if c.backward]) <= 2 * layers
-    assert len(found.program.collectives) == len(sums)
+    # After each row-parallel weight, and around the embedding and the loss, split by vocabulary.
+    assert made["addmm", False] == 2 * layers
+    assert made["embedding", False] == made["cross_entropy", False] == made["sum", False] == 1
+    # Before each column-parallel weight; query, key and value share one sum.
+    assert made["mm", True] + made["add", True] == 2 * layers
 
 
 def test_heads_that_do_not_divide_are_split_unevenly() -> None:
