@@ -21,15 +21,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.graph import Graph, Node, Tensor
-from hap.mesh import ends, is_mesh_op
+from hap.graph import Node, Tensor
+from hap.mesh import ends
 from hap.placement import P, Placement, R, convertible
-from hap.program import Compute, Convert, Instruction, Program
+from hap.program import Convert, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.outcome import Engine, Outcome
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Holding, Space
+from hap.synthesizer.writing import Choices, write_program
 from hap.twins import twin_of
 
 PICOSECONDS = 1e12
@@ -309,127 +310,11 @@ class Problem:
     def program(self, labelling: Labelling) -> Program:
         """The program that a labelling stands for, conversions placed before their first use."""
         labels = labelling.labels
-        graph = self.space.graph
         rows = {n: rows[labels[self._node[n]]] for n, rows in self.rows.items()}
         held = {t: h[labels[self._variable[t]]] for t, h in self.held.items()}
         stored = {t: p[labels[self._stored[t]]] for t, p in self.stored.items()}
-        return write_program(self, graph, rows, held, stored)
-
-
-def write_program(
-    problem: Problem,
-    graph: Graph,
-    rows: dict[str, Row],
-    held: dict[str, Holding],
-    stored: dict[str, Placement],
-) -> Program:
-    """Instructions in graph order; each conversion stands right before its first use.
-
-    Two kinds stand together instead, to be fused: what is gathered of the parameters, at the
-    start, and what is reduced of the gradients, at the end. Excepted are parameters that the
-    backward gathers again, and gradients whose memory is too dear to wait.
-    """
-    made: dict[str, Placement] = dict(stored)
-    exists = set(stored.items())
-    steps: list[Instruction] = []
-    axes: dict[str, tuple[str, int]] = {}
-    parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
-    end = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
-
-    def place(tensor: str, p: Placement) -> None:
-        exists.add((tensor, p))
-        if p.sharded:
-            axis = problem.space.axes.axis(tensor, p.dim)
-            assert axis is not None
-            axes[f"{tensor}:{p.dim}"] = (axis.name, axis.units)
-
-    def need(tensor: str, p: Placement, backward: bool) -> None:
-        if (tensor, p) in exists:
-            return
-        holding = held[tensor]
-        if p not in holding:  # a local part of the replica
-            need(tensor, R, backward)
-            convert(Convert(tensor=tensor, src=R, dst=p, implementation="", backward=backward))
-            return
-        for step in problem.conversions(tensor, made[tensor], holding)[1]:
-            if (tensor, step.dst) not in exists:
-                need(tensor, step.src, backward)
-                convert(Convert(tensor=tensor, src=step.src, dst=step.dst, backward=backward,
-                                implementation=step.implementation))  # fmt: skip
-            if step.dst == p:
-                return
-
-    def convert(step: Convert) -> None:
-        steps.append(step)
-        place(step.tensor, step.dst)
-
-    for tensor, p in stored.items():
-        place(tensor, p)
-
-    def compute(node: Node) -> None:
-        row, backward = rows[node.name], node.name in graph.backward
-        for name, p in zip(node.inputs, row.ins, strict=True):
-            need(name, p, backward)
-        steps.append(Compute(node=node.name, ins=row.ins, outs=row.outs, backward=backward))
-        for out, p_out in zip(node.outputs, row.outs, strict=True):
-            if out is not None and p_out is not None:
-                made[out] = p_out
-                place(out, p_out)
-                if problem.at_once(out, p_out, held[out]):
-                    need(out, end[out], True)
-
-    again = {  # parameters that the backward reads where they are stored
-        name for name, twin in twin_of(graph).items()
-        if rows[graph.producer[twin].name].ins[0] == stored[name]
-    }  # fmt: skip
-    first, middle, last = _ends_apart(graph.nodes)
-    for i in graph.role("parameter"):
-        if i.tensor not in again:
-            need(i.tensor, held[i.tensor][0], False)
-    for node in first:
-        compute(node)
-        made_there = str(node.outputs[0])
-        need(made_there, held[made_there][0], False)
-    start, steps = steps, []
-    for node in middle:
-        compute(node)
-    body, steps = steps, []
-    for node in last:
-        compute(node)
-    for o, p in zip(graph.outputs, finals, strict=True):
-        need(o.tensor, p, o.role == "gradient")
-    steps = _neighbours(start, graph) + body + _neighbours(steps, graph)
-    program = Program(
-        inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
-        outputs=tuple(finals), axes=axes,
-    )  # fmt: skip
-    program.check(graph)
-    return program
-
-
-def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
-    """The collectives between machines that begin and that end a step, and all between."""
-    first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
-    rest = list(nodes[len(first) :])
-    last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
-    return first, rest[: len(rest) - len(last)], last
-
-
-def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
-    """Conversions reordered so that those of one kind stand together, and can be fused."""
-    depth: dict[str, int] = {}
-    keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
-    for step in steps:
-        if isinstance(step, Convert):
-            depth[step.tensor] = depth.get(step.tensor, -1) + 1
-            keyed.append(((step.backward, depth[step.tensor], step.kind), step))
-            continue
-        node = graph.by_name[step.node]
-        at = max(depth.get(name, -1) for name in node.inputs) + 1
-        depth.update((out, at) for out in node.outputs if out)
-        keyed.append(((step.backward, at, node.op), step))
-    return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]
+        choices = Choices(rows=rows, held=held, stored=stored)
+        return write_program(self.space, choices, self.conversions, self.at_once)
 
 
 def _given(holding: Holding, need: Placement) -> int:
