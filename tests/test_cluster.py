@@ -138,6 +138,8 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "even8.yaml": ([8], 1),
     "demo4.yaml": ([2, 2], 4),
     "three_types64.yaml": ([16, 24, 24], 8),
+    "three_types8.yaml": ([2, 3, 3], 3),
+    "three_types1024.yaml": ([256, 384, 384], 128),
     "irregular29.yaml": ([21, 8], 8),
     "hostfile.txt": ([4, 4], 2),
 }

@@ -250,7 +250,7 @@ def model_case(file: str) -> Case:
 def model_problem(file: str, prices: str, memory_price: float = 0.0) -> Problem:
     space = model_case(file).space
     synthesizer = Synthesizer(space, unlike(*PRICES[prices]), 2)
-    cost = synthesizer._cost(next(synthesizer.starts()))
+    cost = synthesizer._cost(None, next(synthesizer.starts()))
     price = np.full(3, memory_price) if memory_price else None
     return Problem(space, cost, Aims(memory_s_per_byte=price))
 
@@ -329,8 +329,9 @@ def test_a_plan_by_any_engine_is_as_fast() -> None:
         for name in ENGINES
     }
     steps = {name: plan.prediction.step_s for name, plan in plans.items()}
-    assert steps["astar"] == pytest.approx(steps["exact"], rel=0.02)  # ties may end differently
-    assert steps["cpsat"] == pytest.approx(steps["exact"], rel=0.02)
+    # Programs of equal cost may fuse and balance differently.
+    assert steps["astar"] == pytest.approx(steps["exact"], rel=0.05)
+    assert steps["cpsat"] == pytest.approx(steps["exact"], rel=0.05)
 
 
 def test_an_engine_cut_short_is_told_and_one_that_finds_nothing_is_an_error() -> None:

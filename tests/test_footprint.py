@@ -14,7 +14,7 @@ from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.footprint import KINDS, at_peak, communication_buffers, memory
 from hap.synthesizer.storage import program_axes
 from hap.synthesizer.work import FREE
-from tests.random_plans import benchmark_case, flat_cluster, random_plan
+from tests.random_plans import benchmark_case, two_machines, random_plan
 from tests.small_plan import small_graph
 
 STATES = 2
@@ -111,7 +111,7 @@ def test_buffers_of_collectives() -> None:
     """w0 and w1 are 4 x 6 float32, 96 bytes, their first dim cut 3 : 1."""
     graph = small_graph()
     axes = Axes(axes={"a": Axis(name="a", units=4)}, of={("w0", 0): "a", ("w1", 0): "a", ("w0", 1): "a"})  # fmt: skip
-    cost = CostModel(graph, axes, Machine(flat_cluster(2)), {"a": (3, 1)}, STATES)
+    cost = CostModel(graph, axes, Machine(two_machines(2)), {"a": (3, 1)}, STATES)
 
     def buffers(kind: str, count: int) -> list[float]:
         src, dst, how = {

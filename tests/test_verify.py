@@ -258,6 +258,12 @@ class Faulty(Comm):
     def all_to_all(self, x: Tensor, *rest: Any) -> Tensor:
         return self._comm.all_to_all(self._spoilt(x), *rest)
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self._comm.all_reduce_max(self._spoilt(x))
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
+        return self._comm.subgroup(parts)
+
     def agree(self, text: str) -> bool:
         return self._comm.agree(text)
 
