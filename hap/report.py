@@ -201,18 +201,19 @@ def _step(plan: Plan) -> RenderableType:
         unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
         note = "; ".join([*([other.note] if other.note else []), *unfit])
         rows.append((other.name, *known, note))
-    shown = table(("predicted", "step", "", ""), rows, right=(1, 2))
-    return Group(shown, Text(_bounds(plan))) if p.bounds else shown
+    return Group(table(("predicted", "step", "", ""), rows, right=(1, 2)), *_bounds(plan))
 
 
-def _bounds(plan: Plan) -> str:
+def _bounds(plan: Plan) -> Iterator[Text]:
     """Predicted step, lower bound and gap: one line per proof."""
     p = plan.prediction
-    return "\n".join(
-        f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
-        f"({b.covers}), gap {b.gap:.1%}"
-        for b in p.bounds
-    )
+    if plan.inside:
+        yield Text("lower bound: none is worked out for two mesh axes")
+    for b in p.bounds:
+        yield Text(
+            f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
+            f"({b.covers}), gap {b.gap:.1%}"
+        )
 
 
 def _comparison(plan: Plan) -> RenderableType:
@@ -228,7 +229,8 @@ def _comparison(plan: Plan) -> RenderableType:
         rows.append((o.name, *known))
     head = ("predicted", "step", "plan's gain", "moving", "bytes", "worst peak", "fits")
     notes = table(("", ""), [(o.name, o.note) for o in p.alternatives if o.note])
-    return Group(table(head, rows, right=(1, 2, 3, 4, 5)), Text(""), notes)
+    shown = table(head, rows, right=(1, 2, 3, 4, 5))
+    return Group(shown, *_bounds(plan), Text(""), notes)
 
 
 def _figures(
