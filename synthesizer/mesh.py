@@ -1,7 +1,7 @@
 """Planning over two mesh axes: a program between the machines, then one inside each of them.
 
 The search is exact per axis. The program between is the best of its space with whole machines
-as devices; of several such programs (:data:`BETWEEN`), each gets the cheapest program inside
+as devices; of several such programs (:func:`_between`), each gets the cheapest program inside
 under the prices of the whole cluster, collectives between machines included, and the best pair
 under the simulator wins. That no other pair is better is not proved.
 """
@@ -20,12 +20,11 @@ from hap.graph import Graph, Node, Tensor
 from hap.mesh import Mesh, divide, ends, is_mesh_op, origin
 from hap.placement import LOCAL, Placement
 from hap.program import BETWEEN, Program
-from hap.synthesizer.baselines import data_parallel, sharded_storage
+from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
 from hap.synthesizer.communication import Choice, Fractions, Network
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
 from hap.synthesizer.outcome import Engine
-from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.space import Space, build_space
@@ -277,11 +276,8 @@ def best_on_mesh(
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine):
-        used = {axis: pair.shares[axis] for axis in pair.program.used_axes()}
-        if any(0 in units for units in used.values()):
-            continue  # a machine without a share of something has no step to run
         progress(f"search inside the machines, {name} between them")
-        between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=used)
+        between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, optimizer_states, engine)
         try:
             best = inside.search(next(inside.starts()))
@@ -292,6 +288,18 @@ def best_on_mesh(
     return min(found, key=lambda c: c.pair.rank, default=None)
 
 
+RESTRICTIONS = {
+    "data parallel": data_parallel,
+    "ZeRO": sharded_storage,
+    "expert parallel": expert_parallel,
+}
+"""Programs between machines that are looked for beside the best one."""
+
+
+def _used(pair: Candidate) -> Shares:
+    return {axis: pair.shares[axis] for axis in pair.program.used_axes()}
+
+
 def _between(
     space: Space, mesh: Mesh, optimizer_states: int, engine: Engine
 ) -> Iterator[tuple[str, Candidate]]:
@@ -300,17 +308,21 @@ def _between(
     ways: dict[str, Synthesizer] = {
         "the best": Synthesizer(space, mesh.between, optimizer_states, None, engine)
     }
-    if batch_axis(space) is not None:
-        for name, restriction in (("data parallel", data_parallel), ("ZeRO", sharded_storage)):
+    for name, restriction in RESTRICTIONS.items():
+        try:
             allowed = restriction(space)
-            ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed, engine)
+        except HapError:
+            continue  # the model has no batch dim, or no experts
+        ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed, engine)
     for name, synthesizer in ways.items():
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError:
             continue  # the model has no such program
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
-        pair = min(pair, balanced, key=lambda c: c.rank)
-        if (pair.program, pair.shares) not in seen:
+        # A machine without a share of something has no step to run.
+        pairs = [p for p in (pair, balanced) if all(map(all, _used(p).values()))]
+        pair = min(pairs, key=lambda c: c.rank, default=pair)
+        if pairs and (pair.program, pair.shares) not in seen:
             seen.append((pair.program, pair.shares))
             yield name, pair

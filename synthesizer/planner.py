@@ -19,7 +19,7 @@ from hap.plan import Prediction
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.engines import engine_named
-from hap.synthesizer.mesh import Between, best_on_mesh
+from hap.synthesizer.mesh import Between, MeshCandidate, best_on_mesh
 from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space
@@ -78,6 +78,11 @@ def choose(
         InfeasibleError: nothing fits; the message says which device lacks how much.
     """
     engine, graph = engine_named(wishes.engine), space.graph
+    if wishes.mesh and not is_mesh(cluster):
+        raise InputError(
+            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
+            hint="plan over one axis",
+        )
     synthesizer = Synthesizer(space, cluster, optimizer_states, engine=engine)
     best = synthesizer.best(progress)
     if synthesizer.gap:
@@ -93,33 +98,49 @@ def choose(
         if left:
             beside = {"all devices": on_all, **beside}
     notes = {method.name: method.note for method in METHODS} if wishes.compare else {}
-    kept = synthesizer.cluster
-    if wishes.mesh and not is_mesh(kept):
-        raise InputError(
-            "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
-            hint="plan over one axis",
-        )
-    if wishes.mesh or (wishes.mesh is None and is_mesh(kept)):
-        two = best_on_mesh(space, kept, optimizer_states, engine, progress)
-        if two is None and wishes.mesh:
-            raise InputError(
-                "no program leaves every machine a share of the step", hint="plan over one axis"
-            )
-        if two and (wishes.mesh or two.pair.rank < best.rank):
-            _must_fit(two.pair, two.cost)
-            rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
-            return Choice(
-                cluster=kept, left=left, pair=two.pair, between=two.between, cost=two.cost,
-                prediction=predict(two.cost.graph, two.pair, two.cost, rows),
-            )  # fmt: skip
+    if two := _on_two_axes(synthesizer, cluster, optimizer_states, wishes, best, progress):
+        _must_fit(two.pair, two.cost)
+        on = two.between.mesh.cluster
+        rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
+        return Choice(
+            cluster=on, left=left if on is synthesizer.cluster else (), pair=two.pair,
+            between=two.between, cost=two.cost,
+            prediction=predict(two.cost.graph, two.pair, two.cost, rows),
+        )  # fmt: skip
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = alternatives(graph, beside, fewer, notes)
     proofs = bounds(synthesizer, best, wishes.prove)
     return Choice(
-        cluster=kept, left=left, pair=best, between=None, cost=cost,
+        cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
+
+
+def _on_two_axes(
+    synthesizer: Synthesizer,
+    cluster: Cluster,
+    optimizer_states: int,
+    wishes: Wishes,
+    best: Candidate,
+    progress: Progress,
+) -> MeshCandidate | None:
+    """The best pair over two mesh axes if it is wanted, or faster than the best over one.
+
+    It is looked for on all of the cluster and on the part of it that ``synthesizer`` plans for.
+    """
+    engine = engine_named(wishes.engine)
+    parts = [] if wishes.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
+    found = [
+        best_on_mesh(synthesizer.space, part, optimizer_states, engine, progress)
+        for part in parts if is_mesh(part)
+    ]  # fmt: skip
+    two = min((c for c in found if c), key=lambda c: c.pair.rank, default=None)
+    if two is None and wishes.mesh:
+        raise InputError(
+            "no program leaves every machine a share of the step", hint="plan over one axis"
+        )
+    return two if two and (wishes.mesh or two.pair.rank < best.rank) else None
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.footprint import KINDS, at_peak, communication_buffers, memory
 from hap.synthesizer.storage import program_axes
 from hap.synthesizer.work import FREE
-from tests.random_plans import benchmark_case, two_machines, random_plan
+from tests.random_plans import benchmark_case, random_plan, two_machines
 from tests.small_plan import small_graph
 
 STATES = 2

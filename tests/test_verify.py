@@ -258,9 +258,6 @@ class Faulty(Comm):
     def all_to_all(self, x: Tensor, *rest: Any) -> Tensor:
         return self._comm.all_to_all(self._spoilt(x), *rest)
 
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        return self._comm.all_reduce_max(self._spoilt(x))
-
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         return self._comm.subgroup(parts)
 
