@@ -7,7 +7,7 @@ vector over ranks or a number of seconds; nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -73,6 +73,20 @@ class CostModel:
         self._computed: dict[object, PerRank] = {}
         self._computed_alike: dict[object, PerRank] = {}
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
+
+    def where(self, tensor: str, placement: Placement) -> Hashable:
+        """What :meth:`parts` depends on beside the shares."""
+        return self.axes.of[tensor, placement.dim] if placement.sharded else None
+
+    def kind(self, node: Node, row: Row) -> Hashable:
+        """Equal for nodes and rows that cost the same whatever the shares."""
+        names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
+        lie = tuple(
+            self.where(name, p)
+            for name, p in zip(names, placements, strict=True)
+            if name is not None and p is not None
+        )
+        return self.graph.alike[node.name], placements, lie
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         """Each rank's part of a tensor: 1 where it holds all of it."""

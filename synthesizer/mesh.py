@@ -8,7 +8,7 @@ under the simulator wins. That no other pair is better is not proved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +144,16 @@ class MeshCost(CostModel):
             parts = np.array(units, dtype=np.float64) / sum(units)
             self._of_machine[units] = np.repeat(parts, self._between.mesh.width)
         return self._of_machine[units]
+
+    def where(self, tensor: str, placement: Placement) -> Hashable:
+        value, inner = origin(tensor), super().where(tensor, placement)
+        if not value.placement.sharded:
+            return None, inner
+        return self._between.program.axis(value.tensor, value.placement.dim)[0], inner
+
+    def kind(self, node: Node, row: Row) -> Hashable:
+        # What crosses between machines has arguments of its own.
+        return node.name if is_mesh_op(node.op) else super().kind(node, row)
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         outer = self.outer(tensor.name)

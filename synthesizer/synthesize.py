@@ -18,7 +18,7 @@ from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R
-from hap.program import Convert, Instruction, Program
+from hap.program import Convert, Program
 from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.branch import Branching, busiest_axis
 from hap.synthesizer.cost import CostModel, Machine, PerRank
@@ -27,6 +27,7 @@ from hap.synthesizer.exact import TooWide
 from hap.synthesizer.labelling import Aims, Allowed, Problem
 from hap.synthesizer.outcome import Engine
 from hap.synthesizer.outcome import Status as Found
+from hap.synthesizer.script import plain_script_of
 from hap.synthesizer.shares import Status, proportional, solve_shares
 from hap.synthesizer.simulate import Timeline, simulate
 from hap.synthesizer.space import Space
@@ -298,18 +299,26 @@ class Synthesizer:
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
     """The same program with the fastest implementation of each collective."""
-
-    steps: list[Instruction] = []
-    # Fused or not must not depend on the choice made before: forget it first.
-    plain = replace(program, instructions=tuple(
-        replace(s, implementation="") if isinstance(s, Convert) else s
-        for s in program.instructions
-    ))  # fmt: skip
-    for group in plain.groups(graph):
-        converts = [s for s in group if isinstance(s, Convert)]
-        best = cost.convert_group(converts)[0].implementation if converts else ""
-        steps += [replace(s, implementation=best) if isinstance(s, Convert) else s for s in group]
-    return replace(program, instructions=tuple(steps))
+    # Fused or not must not depend on the choice made before: it is left out of what is alike.
+    script = plain_script_of(graph, program, cost)
+    steps = list(program.instructions)
+    fastest: dict[int, str] = {}
+    for (first, end), moved in zip(script.bounds, script.moved, strict=True):
+        if moved < 0:
+            continue
+        converts = [s for s in steps[first:end] if isinstance(s, Convert)]
+        if moved not in fastest:
+            fastest[moved] = cost.convert_group(converts)[0].implementation
+        how = fastest[moved]
+        steps[first:end] = [
+            s if s.implementation == how else replace(s, implementation=how) for s in converts
+        ]
+    instructions = tuple(steps)
+    if instructions == program.instructions:
+        return program
+    chosen = replace(program, instructions=instructions)
+    chosen.memo.update(program.memo, script=program.memo["plain script"])
+    return chosen
 
 
 def spread(axes: Axes, weights: PerRank) -> Shares:
