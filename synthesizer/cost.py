@@ -78,6 +78,10 @@ class CostModel:
         """What :meth:`parts` depends on beside the shares."""
         return self.axes.of[tensor, placement.dim] if placement.sharded else None
 
+    def lies(self, axis: str) -> Hashable:
+        """Equal for axes under which all prices are equal; layers repeat."""
+        return id(self._parts[axis])
+
     def kind(self, node: Node, row: Row) -> Hashable:
         """Equal for nodes and rows that cost the same whatever the shares."""
         names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
@@ -86,7 +90,11 @@ class CostModel:
             for name, p in zip(names, placements, strict=True)
             if name is not None and p is not None
         )
-        return self.graph.alike[node.name], placements, lie
+        return self.graph.alike[node.name], placements, lie, self.around(node)
+
+    def around(self, node: Node) -> Hashable:
+        """What else the price of a node depends on: here nothing."""
+        return None
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         """Each rank's part of a tensor: 1 where it holds all of it."""

@@ -146,14 +146,16 @@ class MeshCost(CostModel):
         return self._of_machine[units]
 
     def where(self, tensor: str, placement: Placement) -> Hashable:
-        value, inner = origin(tensor), super().where(tensor, placement)
-        if not value.placement.sharded:
-            return None, inner
-        return self._between.program.axis(value.tensor, value.placement.dim)[0], inner
+        return super().where(tensor, placement), self.alike(tensor)
 
-    def kind(self, node: Node, row: Row) -> Hashable:
-        # What crosses between machines has arguments of its own.
-        return node.name if is_mesh_op(node.op) else super().kind(node, row)
+    def alike(self, tensor: str) -> Hashable:
+        """The machines' parts of it."""
+        return id(self.outer(tensor))
+
+    def around(self, node: Node) -> Hashable:
+        if is_mesh_op(node.op):  # what crosses between machines has arguments of its own
+            return node.name
+        return tuple(id(self.outer(name)) for name in (*node.inputs, *node.outputs) if name)
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         outer = self.outer(tensor.name)
