@@ -72,6 +72,7 @@ class CostModel:
         self._parts = {name: vectors[units] for name, units in shares.items()}
         self._computed: dict[object, PerRank] = {}
         self._computed_alike: dict[object, PerRank] = {}
+        self._converted: dict[object, tuple[list[Choice], object]] = {}
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 
     def where(self, tensor: str, placement: Placement) -> Hashable:
@@ -176,7 +177,11 @@ class CostModel:
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
             return [Choice("", float(self.machine.seconds(work, self._one, traffic).max()))]
         parts = self.parts(tensor, src), self.parts(tensor, dst)
-        return self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
+        key = kind, tensor.nbytes, *map(id, parts), fused
+        if key not in self._converted:
+            found = self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
+            self._converted[key] = found, parts  # kept, so that their identities stay their own
+        return self._converted[key][0]
 
     def alike(self, tensor: str) -> object:
         """What else the prices of a tensor's conversions depend on: here nothing."""

@@ -23,8 +23,8 @@ from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.branch import Branching, busiest_axis
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
-from hap.synthesizer.exact import TooWide
-from hap.synthesizer.labelling import Aims, Allowed, Problem
+from hap.synthesizer.exact import FORBIDDEN, TooWide
+from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.outcome import Engine
 from hap.synthesizer.outcome import Status as Found
 from hap.synthesizer.script import plain_script_of
@@ -41,6 +41,9 @@ SEARCHES = 3
 
 WIDE = 0.05
 """Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
+
+MOST_S = FORBIDDEN / PICOSECONDS / 4
+"""What all bytes of a program may cost together."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
@@ -215,6 +218,9 @@ class Synthesizer:
         per_byte = best.timeline.step_s / self._memory.max()
         short = best.lacking_bytes > 0
         low, high = LOWEST_PRICE, HIGHEST_PRICE
+        held = float(best.timeline.peak_bytes[short].sum())
+        while high > low and held * per_byte * 2.0**high > MOST_S:
+            high -= 1  # else costs would reach those of what may not be
         tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
         best = min(best, tried, key=_rank)
         while tried.fits and high - low > 1:
