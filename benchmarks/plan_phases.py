@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan_phases benchmarks/models/bert.py benchmarks/clusters/unlike8.yaml
 
-What ``hap plan`` does, taken apart by hand: one search from the first start is timed table by
-table, three times, then all the searches as the planner runs them; ``--search`` stops before
-these. For :mod:`benchmarks.plan_time`.
+What ``hap plan`` does: capture, rules, then all the searches as the planner runs them, or with
+``--search`` one of them from the first start, table by table, three times. For
+:mod:`benchmarks.plan_time`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import psutil
 from hap import torch_private
 from hap.capture import capture
 from hap.cluster import load_cluster
+from hap.errors import InfeasibleError
 from hap.model_file import load_model_file
 from hap.optimizer import default_optimizer, examine
-from hap.synthesizer.baselines import baselines, fewer_devices
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.labelling import Aims, Problem
-from hap.synthesizer.predict import alternatives, predict
+from hap.synthesizer.planner import Wishes, choose
 from hap.synthesizer.space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -38,11 +38,11 @@ Result = TypeVar("Result")
 SEARCH = ("tables", "elimination", "program")
 """The phases of one search."""
 
-PLANNING = ("capture", "rules", "all searches", "alternatives")
+PLANNING = ("capture", "rules", "searches")
 """The phases between a model and its plan."""
 
 
-def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
+def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None:
     gc.disable()  # as hap plan does
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -65,10 +65,12 @@ def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
         assert labelling is not None, "without restrictions there is always a program"
         return timed("program", lambda: problem.program(labelling))
 
-    def others() -> None:
-        beside = baselines(space, cluster, states)
-        rows = alternatives(beside, fewer_devices(space, cluster, states))
-        predict(graph, best, synthesizer.cost(best), rows)
+    def searches() -> bool:
+        try:
+            choose(space, cluster, states, Wishes(mesh=mesh))
+        except InfeasibleError:
+            return False
+        return True
 
     file = load_model_file(spec)
     wall["import"] = [time.time() - psutil.Process().create_time()]  # Python, torch, the model's
@@ -78,21 +80,20 @@ def main(spec: str, cluster_file: str, *, search_only: bool) -> None:
     model, batch = timed("build", build)
     graph = timed("capture", lambda: capture(model, batch, file.loss))
     space = timed("rules", lambda: build_space(graph))
-    synthesizer = Synthesizer(space, cluster, states)
-    shares = next(iter(synthesizer.starts()))
-    for _ in range(3):
-        search()
-    if not search_only:
-        best = timed("all searches", synthesizer.best)
-        timed("alternatives", others)
+    fits = None
+    if search_only:
+        synthesizer = Synthesizer(space, cluster, states)
+        shares = next(iter(synthesizer.starts()))
+        for _ in range(3):
+            search()
+    else:
+        fits = timed("searches", searches)
     print(
         json.dumps(
             {
                 "phases_s": {name: statistics.median(times) for name, times in wall.items()},
                 "phases_cpu_s": {name: statistics.median(times) for name, times in cpu.items()},
-                "search_cpu_s": statistics.median(
-                    sum(parts) for parts in zip(*(cpu[name] for name in SEARCH), strict=True)
-                ),
+                "fits": fits,
                 "peak_bytes": peak_bytes(),
                 "weights_bytes": sum(
                     graph.tensors[i.tensor].nbytes for i in graph.role("parameter")
@@ -119,6 +120,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("cluster")
-    parser.add_argument("--search", action="store_true", help="only up to one search")
+    parser.add_argument("--search", action="store_true", help="one search alone, three times")
+    parser.add_argument("--mesh", action="store_true", help="over two mesh axes instead of one")
     given = parser.parse_args()
-    main(given.model, given.cluster, search_only=given.search)
+    main(given.model, given.cluster, search_only=given.search, mesh=given.mesh)

@@ -75,6 +75,10 @@ BETWEEN = "mesh."
 """Prefix of the operators that stand for collectives between machines; see :mod:`hap.mesh`."""
 
 
+Bounds = tuple[tuple[int, int], ...]
+"""Of groups of neighbouring instructions: the first one of each, and the one after its last."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Instructions in the order in which every rank runs them.
@@ -109,11 +113,24 @@ class Program:
     def collectives(self) -> tuple[Convert, ...]:
         return tuple(i for i in self.instructions if isinstance(i, Convert) and not i.local)
 
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What others have worked out of this program, which never changes."""
+        return {}
+
     def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
         """The instructions in order, neighbouring collectives of one kind run as one.
 
         Fused collectives pay for one start instead of many. What is fused is decided here, by
         the program alone, so that all ranks fuse alike.
+        """
+        for first, end in self.bounds(graph):
+            yield self.instructions[first:end]
+
+    def bounds(self, graph: Graph, *, named: bool = True) -> Bounds:
+        """Of each group, its first instruction and the one after its last.
+
+        ``named``: collectives by unlike implementations run apart; else these are not chosen yet.
         """
 
         def key(step: Instruction) -> object:
@@ -126,10 +143,11 @@ class Program:
             if step.kind not in FUSIBLE:
                 return object()
             dtype = graph.tensors[step.tensor].dtype
-            return step.kind, step.implementation, step.backward, dtype
+            return step.kind, step.implementation if named else "", step.backward, dtype
 
-        for _, group in itertools.groupby(self.instructions, key):
-            yield tuple(group)
+        lengths = [len(list(group)) for _, group in itertools.groupby(self.instructions, key)]
+        ends = list(itertools.accumulate(lengths))
+        return tuple(zip([0, *ends], ends, strict=False))
 
     def own_axes(self) -> Axes:
         """The axes of all sharded values, as the program cuts them."""

@@ -41,7 +41,7 @@ Memory is ignored: a plan that must also fit is no faster. Prices are rounded to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -214,6 +214,9 @@ class AnyShares(Floors):
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         return self._one  # each rank as if it did all of it: t[r] of (2)
 
+    def lies(self, axis: str) -> Hashable:
+        return None
+
     def compute(self, node: Node, row: Row) -> Floats:
         split = any(p is not None and p.sharded for p in (*row.ins, *row.outs))
         return self._ways(super().compute(node, row), split)
@@ -290,8 +293,11 @@ class Relaxation:
         ``None`` if the allowed placements admit no program.
         """
         unary = list(self._problem.unary)
+        alike: dict[int, Costs] = {}  # by the identity of the list: nodes of a kind have one
         for variable, seconds in self._timed:
-            unary[variable] = _weighted(seconds, weights)
+            if id(seconds) not in alike:
+                alike[id(seconds)] = _weighted(seconds, weights)
+            unary[variable] = alike[id(seconds)]
         labelling = minimise(unary, self._problem.pairs)
         self.searches += 1
         if labelling is None:

@@ -26,6 +26,7 @@ An all-to-all from or to the axis crosses links whatever the parts on its other 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -161,6 +162,9 @@ class BoxPrices(AnyShares):
         rank = len(self.graph.tensors[tensor].shape)
         inside = tuple(d for d in range(rank) if self.axes.of.get((tensor, d)) == self._box.axis)
         return super().alike(tensor), inside
+
+    def lies(self, axis: str) -> Hashable:
+        return axis == self._box.axis
 
     def compute(self, node: Node, row: Row) -> Floats:
         names = (*node.inputs, *node.outputs)

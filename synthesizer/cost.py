@@ -7,7 +7,7 @@ vector over ranks or a number of seconds; nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -72,7 +72,30 @@ class CostModel:
         self._parts = {name: vectors[units] for name, units in shares.items()}
         self._computed: dict[object, PerRank] = {}
         self._computed_alike: dict[object, PerRank] = {}
+        self._converted: dict[object, tuple[list[Choice], object]] = {}
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
+
+    def where(self, tensor: str, placement: Placement) -> Hashable:
+        """What :meth:`parts` depends on beside the shares."""
+        return self.axes.of[tensor, placement.dim] if placement.sharded else None
+
+    def lies(self, axis: str) -> Hashable:
+        """Equal for axes under which all prices are equal; layers repeat."""
+        return id(self._parts[axis])
+
+    def kind(self, node: Node, row: Row) -> Hashable:
+        """Equal for nodes and rows that cost the same whatever the shares."""
+        names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
+        lie = tuple(
+            self.where(name, p)
+            for name, p in zip(names, placements, strict=True)
+            if name is not None and p is not None
+        )
+        return self.graph.alike[node.name], placements, lie, self.around(node)
+
+    def around(self, node: Node) -> Hashable:
+        """What else the price of a node depends on: here nothing."""
+        return None
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         """Each rank's part of a tensor: 1 where it holds all of it."""
@@ -154,7 +177,11 @@ class CostModel:
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
             return [Choice("", float(self.machine.seconds(work, self._one, traffic).max()))]
         parts = self.parts(tensor, src), self.parts(tensor, dst)
-        return self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
+        key = kind, tensor.nbytes, *map(id, parts), fused
+        if key not in self._converted:
+            found = self.network.choices(kind, tensor.nbytes, *parts, start=not fused)
+            self._converted[key] = found, parts  # kept, so that their identities stay their own
+        return self._converted[key][0]
 
     def alike(self, tensor: str) -> object:
         """What else the prices of a tensor's conversions depend on: here nothing."""

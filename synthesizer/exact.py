@@ -63,7 +63,7 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
         return None
     reduced = Reduced(Pool(), unary, pairs)
     sizes = reduced.sizes
-    plan = _best_order(sizes, reduced.edges)
+    plan = _best_order(tuple(sizes), tuple(reduced.edges))
     if plan.largest > LARGEST_TABLE:
         raise TooWide(plan.largest, plan.widest)
     buckets = _Buckets(reduced)
@@ -145,8 +145,12 @@ Most of them are in tables that repeat, and are not made again.
 """
 
 
-def _best_order(sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> _Order:
-    """Greedy orders by several measures, none of which is best on every graph."""
+@functools.lru_cache(maxsize=16)
+def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
+    """Greedy orders by several measures, none of which is best on every graph.
+
+    Searches of one graph under other prices often leave the same labels: the last are kept.
+    """
     found: list[_Order] = []
     for measure in (_small_first, _table_size, _fill, _degree):
         found.append(_order(sizes, edges, measure))

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hap.graph import Graph, Node
-from hap.placement import Placement
+from hap.graph import Graph
 from hap.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
-from hap.synthesizer.work import FREE
+from hap.synthesizer.script import Indices, Script, script_of
 
 KINDS = (
     "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
@@ -40,127 +39,78 @@ def memory(
         buffers: what collectives take, which depends on all ranks' parts at once, where the
             ranks of ``cost`` are none that work together.
     """
-    stored = sum(_given(graph, program, cost, ("parameters", "optimizer states")).values())
-    peak: PerRank = _moments(graph, program, cost, buffers, _Lives(graph, program)).max(axis=0)
-    return stored + np.zeros_like(peak), peak
+    script = script_of(graph, program, cost)
+    stored = _given(graph, script, cost)
+    peak: PerRank = _moments(graph, program, cost, buffers, script).max(axis=0)
+    return stored["parameters"] + stored["optimizer states"], peak
 
 
 def at_peak(graph: Graph, program: Program, cost: CostModel) -> dict[str, PerRank]:
     """By kind, the bytes that each rank holds at its fullest moment."""
-    lives = _Lives(graph, program)
-    fullest = _moments(graph, program, cost, None, lives).argmax(axis=0) - 1
+    script = script_of(graph, program, cost)
+    lives = script.lives
+    fullest = _moments(graph, program, cost, None, script).argmax(axis=0) - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
-    for kind, nbytes in _given(graph, program, cost, KINDS).items():
+    for kind, nbytes in _given(graph, script, cost).items():
         found[kind] = found[kind] + nbytes
     for value, (first, last) in lives.spans.items():
         alive = (first <= fullest) & (fullest <= last)
-        found[lives.kind[value]] += np.where(alive, _bytes(graph, cost, value), 0.0)
+        nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
+        found[lives.kind[value]] += np.where(alive, nbytes, 0.0)
     for rank, at in enumerate(fullest.tolist()):
         if at >= 0:
-            between = communication_buffers(lives.groups[at], cost)
+            group = program.instructions[slice(*script.bounds[at])]
+            between = communication_buffers(group, cost)
             found["communication buffers"][rank] = between[rank]
     return found
 
 
-def _given(
-    graph: Graph, program: Program, cost: CostModel, kinds: Sequence[str]
-) -> dict[str, PerRank]:
+def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
     """What lies there from the start to the end."""
-    nothing = np.zeros(cost.machine.cluster.world_size)
-    found = dict.fromkeys(("parameters", "optimizer states", "batch and buffers"), nothing)
-    for i in graph.inputs:
-        local = cost.local_bytes(graph.tensors[i.tensor], program.inputs[i.tensor])
-        kind = "parameters" if i.role == "parameter" else "batch and buffers"
-        found[kind] = found[kind] + local
-        if i.role == "parameter" and i.target in graph.gradients:
-            found["optimizer states"] = found["optimizer states"] + cost.optimizer_states * local
-    return {kind: nbytes for kind, nbytes in found.items() if kind in kinds}
+    local = _local_bytes(graph, script, cost, script.inputs, script.part_of_input)
+    roles = np.array([i.role == "parameter" for i in graph.inputs])
+    trained = np.array([i.target in graph.gradients for i in graph.inputs])
+    return {
+        "parameters": local[roles].sum(axis=0),
+        "optimizer states": (cost.optimizer_states * local[roles & trained]).sum(axis=0),
+        "batch and buffers": local[~roles].sum(axis=0),
+    }
 
 
 def _moments(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, lives: _Lives
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script
 ) -> Floats:
     """Bytes alive; dims moment, rank. The first moment is before the step."""
-    end = len(lives.groups)
+    end = len(script.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
-    change[0] = sum(_given(graph, program, cost, KINDS).values())
-    for value, (first, last) in lives.spans.items():
-        nbytes = _bytes(graph, cost, value)
-        change[first + 1] += nbytes
-        change[last + 2 if last < end else end + 1] -= nbytes
+    change[0] = sum(_given(graph, script, cost).values())
+    values = list(script.lives.spans)
+    local = _local_bytes(graph, script, cost, values, script.part_of_value)
+    both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
+    np.add.at(change, script.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
-    for at, group in enumerate(lives.groups):
-        if isinstance(group[0], Convert):
-            alive[at + 1] += buffers(group) if buffers else communication_buffers(group, cost)
+    known: dict[object, PerRank] = {}
+    for at, moved in enumerate(script.moved):
+        if moved < 0:
+            continue
+        group = program.instructions[slice(*script.bounds[at])]
+        key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
+        if key not in known:
+            known[key] = buffers(group) if buffers else communication_buffers(group, cost)
+        alive[at + 1] += known[key]
     return alive
 
 
-def _bytes(graph: Graph, cost: CostModel, value: Value) -> PerRank:
-    return cost.local_bytes(graph.tensors[value.tensor], value.placement)
-
-
-class _Lives:
-    """From which moment to which each storage exists that a program makes."""
-
-    def __init__(self, graph: Graph, program: Program) -> None:
-        self.groups = tuple(program.groups(graph))
-        self.kind: dict[Value, str] = {}
-        parameters = {i.tensor for i in graph.role("parameter")}
-        gradients = set(graph.gradients.values())
-        root: dict[Value, Value] = {}  # value -> the value whose storage it looks at
-        first: dict[Value, int] = {}
-        last: dict[Value, int] = {}
-        inputs = {Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs}
-        forward = set(inputs)
-        end = len(self.groups)
-
-        def use(value: Value, at: int) -> None:
-            storage = root.setdefault(value, value)
-            backward = at < end and self.groups[at][0].backward
-            # What the backward reads of the forward is kept until the whole backward has run.
-            kept = backward and storage in forward
-            if kept and self.kind.get(storage) == "temporary values":
-                self.kind[storage] = "saved activations"
-            last[storage] = end if kept else max(at, last.get(storage, 0))
-
-        def name(value: Value) -> str:
-            if value.tensor in gradients:
-                return "gradients"
-            base = value.tensor
-            while (node := graph.producer.get(base)) and node.op in FREE and node.inputs:
-                base = node.inputs[0]
-            return "gathered parameters" if base in parameters else "temporary values"
-
-        for at, group in enumerate(self.groups):
-            for step in group:
-                ins, outs, alias = _touched(graph, step)
-                for value in ins:
-                    use(value, at)
-                for value in outs:
-                    root[value] = root[ins[0]] if alias and ins else value
-                    if root[value] == value:
-                        first[value] = at
-                        self.kind[value] = name(value)
-                        if not step.backward:
-                            forward.add(value)
-                    use(value, at)
-        for output, p in zip(graph.outputs, program.outputs, strict=True):
-            use(Value(output.tensor, p), end)
-        self.spans = {value: (at, last[value]) for value, at in first.items()}
-
-
-def _touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], bool]:
-    """What an instruction reads and makes, and whether the second looks at the first."""
-    if isinstance(step, Convert):
-        src, dst = Value(step.tensor, step.src), Value(step.tensor, step.dst)
-        return [src], [dst], step.kind == "slice"
-    node = graph.by_name[step.node]
-    ins = [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
-    return ins, _outs(node, step.outs), node.op in FREE
-
-
-def _outs(node: Node, placements: tuple[Placement | None, ...]) -> list[Value]:
-    return [Value(o, p) for o, p in zip(node.outputs, placements, strict=True) if o and p]
+def _local_bytes(
+    graph: Graph, script: Script, cost: CostModel, values: Sequence[Value], part_of: Indices
+) -> Floats:
+    """Dims value, rank; ``part_of`` are classes in ``script.parts``."""
+    parts = [cost.parts(graph.tensors[v.tensor], v.placement) for v in script.parts.first]
+    nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
+    if not parts:
+        return np.zeros((0, cost.machine.cluster.world_size))
+    found: Floats = nbytes[:, None] * np.array(parts)[part_of]
+    return found
 
 
 def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerRank:

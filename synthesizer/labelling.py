@@ -51,6 +51,19 @@ class Aims:
     memory_s_per_byte: PerRank | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What nodes of one kind have in common: per row its times, and per operand its placements.
+
+    ``needs`` and ``makes`` hold each column of placements with its number.
+    """
+
+    seconds: list[PerRank]
+    times: Costs
+    needs: list[tuple[tuple[Placement, ...], int]]
+    makes: list[tuple[tuple[Placement, ...], int]]
+
+
 class Problem:
     """The tables of one search."""
 
@@ -63,6 +76,9 @@ class Problem:
         self.unary: list[Costs] = []
         self.pairs: dict[tuple[int, int], Costs] = {}
         self._tables: dict[object, Costs] = {}
+        self._numbers: dict[object, int] = {}
+        self._kinds: dict[object, _Kind] = {}
+        self._lie = {axis: cost.lies(axis) for axis in space.axes.axes}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
         self._gradients = frozenset(graph.gradients.values())
@@ -70,10 +86,13 @@ class Problem:
         twins = twin_of(graph)
         self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
+        self._held: dict[str, int] = {}
         self._variable: dict[str, int] = {}
         for name in graph.tensors:
             self.held[name] = self._filter(name)
+            self._held[name] = self._number(self.held[name])
             self._variable[name] = self._add([self._hold_cost(name, h) for h in self.held[name]])
+        self._kind_of: dict[str, _Kind] = {}
         self.rows: dict[str, tuple[Row, ...]] = {}
         self._node: dict[str, int] = {}
         for node in graph.nodes:
@@ -101,7 +120,7 @@ class Problem:
     def timed(self) -> Iterator[tuple[int, list[PerRank]]]:
         """The variables whose labels take time, with the seconds per rank of each label."""
         for node in self.space.graph.nodes:
-            yield self._node[node.name], [self.cost.compute(node, r) for r in self.rows[node.name]]
+            yield self._node[node.name], self._kind_of[node.name].seconds
         for i in self.space.graph.role("parameter"):
             if i.target in self.space.graph.gradients:
                 t = self.space.graph.tensors[i.tensor]
@@ -119,7 +138,7 @@ class Problem:
         return tuple(h for h in holdings if all(self._allowed(name, p, False) for p in h))
 
     def _add(self, costs: Iterable[float]) -> int:
-        self.unary.append(np.array([_scaled(c) for c in costs], dtype=np.int64))
+        self.unary.append(_costs(costs))
         return len(self.unary) - 1
 
     def _pair(self, u: int, v: int, table: Costs) -> None:
@@ -131,14 +150,34 @@ class Problem:
         if self._restricted:
             rows = tuple(r for r in rows if self._row_allowed(node, r))
         self.rows[node.name] = rows
-        v = self._node[node.name] = self._add(
-            self.aims.time(self.cost.compute(node, row)) for row in rows
-        )
-        for k, name in enumerate(node.inputs):
-            self._require(v, name, [row.ins[k] for row in rows])
-        for k, out in enumerate(node.outputs):
+        number, axes = self.space.node_kinds[node.name]
+        lie = tuple(self._lie[axis] for axis in axes)
+        key = number, lie, self.cost.around(node), self._restricted and rows
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(node, rows)
+        kind = self._kind_of[node.name] = self._kinds[key]
+        self.unary.append(kind.times)
+        v = self._node[node.name] = len(self.unary) - 1
+        for name, (needs, number) in zip(node.inputs, kind.needs, strict=True):
+            self._require(v, name, needs, number)
+        for out, (makes, number) in zip(node.outputs, kind.makes, strict=True):
             if out is not None:
-                self._produce(v, out, [row.outs[k] or R for row in rows])
+                self._produce(v, out, makes, number)
+
+    def _kind(self, node: Node, rows: tuple[Row, ...]) -> _Kind:
+        seconds = [self.cost.compute(node, row) for row in rows]
+        needs = [tuple(row.ins[k] for row in rows) for k in range(len(node.inputs))]
+        makes = [tuple(row.outs[k] or R for row in rows) for k in range(len(node.outputs))]
+        return _Kind(
+            seconds=seconds,
+            times=_costs(self.aims.time(s) for s in seconds),
+            needs=[(column, self._number(column)) for column in needs],
+            makes=[(column, self._number(column)) for column in makes],
+        )
+
+    def _number(self, key: object) -> int:
+        """Equal keys have equal numbers, which are looked up faster."""
+        return self._numbers.setdefault(key, len(self._numbers))
 
     def _row_allowed(self, node: Node, row: Row) -> bool:
         stored = node.name in self._twins  # it may look at what is stored, however that is held
@@ -224,29 +263,37 @@ class Problem:
             return 0.0
         return float(sum(price @ self.cost.local_bytes(graph.tensors[name], p) for p in holding))
 
-    def _require(self, v: int, tensor: str, needs: Iterable[Placement]) -> None:
-        """Variable ``v`` needs ``tensor`` in the placement that its label names."""
-        key = (self.held[tensor], tuple(needs))
+    def _require(
+        self, v: int, tensor: str, needs: Sequence[Placement], number: int | None = None
+    ) -> None:
+        """Variable ``v`` needs ``tensor`` in the placement that its label names.
+
+        ``number``: that of ``needs`` as a tuple, where it is known.
+        """
+        number = self._number(tuple(needs)) if number is None else number
+        key = self._held[tensor], number
         if key not in self._tables:
-            table = [[_given(h, need) for h in key[0]] for need in key[1]]
+            table = [[_given(h, need) for h in self.held[tensor]] for need in needs]
             self._tables[key] = np.array(table, dtype=np.int64)
         self._pair(v, self._variable[tensor], self._tables[key])
 
-    def _produce(self, v: int, tensor: str, makes: Iterable[Placement]) -> None:
-        """Variable ``v`` makes ``tensor`` in the placement that its label names."""
-        held, made = self.held[tensor], tuple(makes)
-        key = (held, made, self._alike(tensor, (*made, *itertools.chain(*held))))
+    def _produce(
+        self, v: int, tensor: str, makes: Sequence[Placement], number: int | None = None
+    ) -> None:
+        """Variable ``v`` makes ``tensor`` in the placement that its label names; see above."""
+        number = self._number(tuple(makes)) if number is None else number
+        key = self._held[tensor], number, self._alike(tensor)
         if key not in self._tables:
-            table = [[_scaled(self.conversions(tensor, p, h)[0]) for h in held] for p in made]
+            held = self.held[tensor]
+            table = [[_scaled(self.conversions(tensor, p, h)[0]) for h in held] for p in makes]
             self._tables[key] = np.array(table, dtype=np.int64)
         self._pair(v, self._variable[tensor], self._tables[key])
 
-    def _alike(self, tensor: str, placements: Iterable[Placement]) -> object:
+    def _alike(self, tensor: str) -> object:
         """What the prices of a tensor's conversions depend on; layers repeat it."""
-        t = self.space.graph.tensors[tensor]
-        shares = tuple(id(self.cost.parts(t, p)) for p in placements if p.sharded)
         fused = tensor in self._fused, tensor in self._gradients
-        return t.shape, t.dtype, shares, fused, self.cost.alike(tensor)
+        number, axes = self.space.tensor_kinds[tensor]
+        return number, tuple(self._lie[axis] for axis in axes), fused, self.cost.alike(tensor)
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding
@@ -320,6 +367,10 @@ class Problem:
 def _given(holding: Holding, need: Placement) -> int:
     """0 if a tensor held like that gives the placement, at once or as a local part."""
     return 0 if need in holding or R in holding else FORBIDDEN
+
+
+def _costs(seconds: Iterable[float]) -> Costs:
+    return np.array([_scaled(s) for s in seconds], dtype=np.int64)
 
 
 def _scaled(seconds: float) -> int:

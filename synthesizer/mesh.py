@@ -8,7 +8,7 @@ under the simulator wins. That no other pair is better is not proved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,6 +143,18 @@ class MeshCost(CostModel):
             parts = np.array(units, dtype=np.float64) / sum(units)
             self._of_machine[units] = np.repeat(parts, self._between.mesh.width)
         return self._of_machine[units]
+
+    def where(self, tensor: str, placement: Placement) -> Hashable:
+        return super().where(tensor, placement), self.alike(tensor)
+
+    def alike(self, tensor: str) -> Hashable:
+        """The machines' parts of it."""
+        return id(self.outer(tensor))
+
+    def around(self, node: Node) -> Hashable:
+        if is_mesh_op(node.op):  # what crosses between machines has arguments of its own
+            return node.name
+        return tuple(id(self.outer(name)) for name in (*node.inputs, *node.outputs) if name)
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         outer = self.outer(tensor.name)

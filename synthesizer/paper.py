@@ -31,7 +31,7 @@ Where it deviates, mostly in the original's favour:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,6 +71,9 @@ class PaperCost(CostModel):
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         return self._ratios if placement.sharded else self._one
+
+    def lies(self, axis: str) -> Hashable:
+        return None
 
     def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
         part = self._ratios if any(p.sharded for _, p in placed) else self._one

@@ -14,8 +14,8 @@ from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
+from hap.synthesizer.script import computed
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.simulate import computed
 from hap.synthesizer.synthesize import Candidate, Synthesizer
 from hap.synthesizer.work import FLOPS
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.graph import Graph, Node
-from hap.program import Compute, Convert, Instruction, Program
+from hap.graph import Graph
+from hap.program import Convert, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
-from hap.synthesizer.rules.base import Row
+from hap.synthesizer.script import script_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,36 +45,46 @@ class Stage:
 
 def stages(graph: Graph, program: Program, cost: CostModel) -> list[Stage]:
     """The stages of a step in order; the optimizer's step is the last one."""
-    world = cost.machine.cluster.world_size
-    found: list[Stage] = []
-    busy = np.zeros(world)
-    for group in program.groups(graph):
-        nodes = computed(graph, group)
+    script = script_of(graph, program, cost)
+    nothing = np.zeros((1, cost.machine.cluster.world_size))
+    # Work is a row of this table: of the kinds of nodes, then of updates, then of local moves.
+    table = [cost.compute(node, row) for node, row in script.computing.first]
+    updates = len(table)
+    for name in script.updating.first:
+        table.append(cost.update(graph.tensors[name], program.inputs[name]))
+    moves: dict[object, float] = {}
+    local: dict[object, int] = {}
+    ends: list[tuple[list[int], float]] = []  # of each stage: its work, and what it ends with
+    busy: list[int] = []
+    for (first, end), nodes, work, moved in zip(
+        script.bounds, script.nodes, script.work, script.moved, strict=True
+    ):
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
-            found.append(Stage(compute_s=busy, communicate_s=crossing))
-            busy = np.zeros(world)
+            ends.append((busy, crossing))
+            busy = []
             continue
-        for node, row in nodes:
-            busy = busy + cost.compute(node, row)
-        converts = [s for s in group if isinstance(s, Convert)]
-        if not converts:
+        busy.extend(work)
+        if moved < 0:
             continue
-        seconds = convert_seconds(converts, cost)
-        if converts[0].local:
-            busy = busy + seconds
-        else:
-            found.append(Stage(compute_s=busy, communicate_s=seconds))
-            busy = np.zeros(world)
-    for i in graph.role("parameter"):
-        if i.target in graph.gradients:
-            busy = busy + cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
-    return [*found, Stage(compute_s=busy, communicate_s=0.0)]
-
-
-def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
-    """The nodes that a group of instructions runs, and by which rows."""
-    return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
+        converts = [s for s in program.instructions[first:end] if isinstance(s, Convert)]
+        key = moved, *(s.implementation for s in converts)
+        if key not in moves:
+            moves[key] = convert_seconds(converts, cost)
+        if not converts[0].local:
+            ends.append((busy, moves[key]))
+            busy = []
+            continue
+        if key not in local:
+            local[key] = len(table)
+            table.append(np.full_like(nothing[0], moves[key]))
+        busy.append(local[key])
+    ends.append((busy + [updates + k for k in script.updated], 0.0))
+    rows = np.array(table) if table else nothing
+    return [
+        Stage(compute_s=np.add.reduce(rows[work], axis=0) if work else nothing[0], communicate_s=s)
+        for work, s in ends
+    ]
 
 
 def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:

@@ -17,6 +17,7 @@ import difflib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hap.axes import Axes, Dim, Ties
 from hap.errors import UnsupportedOpError
@@ -30,7 +31,17 @@ Holding = tuple[Placement, ...]
 """The placements in which a tensor exists at once, besides free slices of a replica."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Kind = tuple[int, tuple[str, ...]]
+"""A number and axes. What has one number differs in no more than these: layers repeat."""
+
+
+def _kind(kinds: dict[object, int], key: object, lie: list[str | None]) -> Kind:
+    axes = tuple(dict.fromkeys(axis for axis in lie if axis is not None))
+    pattern = tuple(-1 if axis is None else axes.index(axis) for axis in lie)
+    return kinds.setdefault((key, pattern), len(kinds)), axes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """Everything that a program of ``graph`` may choose from."""
 
@@ -39,6 +50,27 @@ class Space:
     rows: Mapping[str, tuple[Row, ...]]
     holdings: Mapping[str, tuple[Holding, ...]]
     sources: Mapping[str, tuple[Placement, ...]]
+
+    @cached_property
+    def node_kinds(self) -> Mapping[str, Kind]:
+        """Node -> its kind: alike, with equal rows."""
+        kinds: dict[object, int] = {}
+        found = {}
+        for node in self.graph.nodes:
+            rows = self.rows[node.name]
+            lie = [self.axes.of.get(d) for row in rows for d in _dims(node, row)]
+            found[node.name] = _kind(kinds, (self.graph.alike[node.name], rows), lie)
+        return found
+
+    @cached_property
+    def tensor_kinds(self) -> Mapping[str, Kind]:
+        """Tensor -> its kind: equal shape and dtype."""
+        kinds: dict[object, int] = {}
+        found = {}
+        for name, t in self.graph.tensors.items():
+            lie = [self.axes.of.get((name, d)) for d in range(len(t.shape))]
+            found[name] = _kind(kinds, (t.shape, t.dtype), lie)
+        return found
 
 
 def build_space(graph: Graph) -> Space:

@@ -18,15 +18,16 @@ from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R
-from hap.program import Convert, Instruction, Program
+from hap.program import Convert, Program
 from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.branch import Branching, busiest_axis
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
-from hap.synthesizer.exact import TooWide
-from hap.synthesizer.labelling import Aims, Allowed, Problem
+from hap.synthesizer.exact import FORBIDDEN, TooWide
+from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.outcome import Engine
 from hap.synthesizer.outcome import Status as Found
+from hap.synthesizer.script import plain_script_of
 from hap.synthesizer.shares import Status, proportional, solve_shares
 from hap.synthesizer.simulate import Timeline, simulate
 from hap.synthesizer.space import Space
@@ -40,6 +41,9 @@ SEARCHES = 3
 
 WIDE = 0.05
 """Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
+
+MOST_S = FORBIDDEN / PICOSECONDS / 4
+"""What all bytes of a program may cost together."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
@@ -214,6 +218,9 @@ class Synthesizer:
         per_byte = best.timeline.step_s / self._memory.max()
         short = best.lacking_bytes > 0
         low, high = LOWEST_PRICE, HIGHEST_PRICE
+        held = float(best.timeline.peak_bytes[short].sum())
+        while high > low and held * per_byte * 2.0**high > MOST_S:
+            high -= 1  # else costs would reach those of what may not be
         tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
         best = min(best, tried, key=_rank)
         while tried.fits and high - low > 1:
@@ -298,18 +305,26 @@ class Synthesizer:
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
     """The same program with the fastest implementation of each collective."""
-
-    steps: list[Instruction] = []
-    # Fused or not must not depend on the choice made before: forget it first.
-    plain = replace(program, instructions=tuple(
-        replace(s, implementation="") if isinstance(s, Convert) else s
-        for s in program.instructions
-    ))  # fmt: skip
-    for group in plain.groups(graph):
-        converts = [s for s in group if isinstance(s, Convert)]
-        best = cost.convert_group(converts)[0].implementation if converts else ""
-        steps += [replace(s, implementation=best) if isinstance(s, Convert) else s for s in group]
-    return replace(program, instructions=tuple(steps))
+    # Fused or not must not depend on the choice made before: it is left out of what is alike.
+    script = plain_script_of(graph, program, cost)
+    steps = list(program.instructions)
+    fastest: dict[int, str] = {}
+    for (first, end), moved in zip(script.bounds, script.moved, strict=True):
+        if moved < 0:
+            continue
+        converts = [s for s in steps[first:end] if isinstance(s, Convert)]
+        if moved not in fastest:
+            fastest[moved] = cost.convert_group(converts)[0].implementation
+        how = fastest[moved]
+        steps[first:end] = [
+            s if s.implementation == how else replace(s, implementation=how) for s in converts
+        ]
+    instructions = tuple(steps)
+    if instructions == program.instructions:
+        return program
+    chosen = replace(program, instructions=instructions)
+    chosen.memo.update(program.memo, script=program.memo["plain script"])
+    return chosen
 
 
 def spread(axes: Axes, weights: PerRank) -> Shares:

@@ -29,7 +29,8 @@ import numpy as np
 from hap.graph import Graph, Input
 from hap.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
-from hap.synthesizer.simulate import computed, convert_seconds
+from hap.synthesizer.script import computed
+from hap.synthesizer.simulate import convert_seconds
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 """The streams of a rank."""

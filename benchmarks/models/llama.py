@@ -73,6 +73,14 @@ def llama_3_8b_batch():
     return inputs(seq=8192, vocab=128256)
 
 
+def llama_3_8b_small():
+    return llama_3_8b()
+
+
+def llama_3_8b_small_batch():
+    return inputs(size=4, seq=8192, vocab=128256)
+
+
 TINY = {"layers": 2, "hidden": 48, "heads": 4, "ffn": 92, "vocab": 101, "seq": 10}
 
 
