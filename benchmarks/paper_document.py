@@ -11,7 +11,7 @@ from hap.units import format_bytes, format_seconds
 Results = Mapping[str, Any]
 """``model/cluster`` -> {"rows": [...]}, as :func:`benchmarks.paper_cluster.cell` makes them."""
 
-PLAN, BASE = "this plan", "data parallel, proportional"
+PLAN, EVERYONE, BASE = "the plan", "the plan, all devices", "data parallel, proportional"
 
 CLAIMS = {"vgg19": 8.8, "vit": 1.0, "bert": 1.08, "bert_untied": 1.08, "bert_moe": 1.75}
 """The original's plans over DP-CP on 8 GPUs, by its own cost model with bytes counted right."""
