@@ -11,15 +11,39 @@ from hap.units import format_bytes, format_seconds
 Results = Mapping[str, Any]
 """``model/cluster`` -> {"rows": [...]}, as :func:`benchmarks.paper_cluster.cell` makes them."""
 
-PLAN, BASE = "this plan", "data parallel, proportional"
+Cells = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Cluster -> name -> row, of one model."""
+
+PLAN, EVERYONE, BASE = "the plan", "the plan, all devices", "data parallel, proportional"
 
 CLAIMS = {"vgg19": 8.8, "vit": 1.0, "bert": 1.08, "bert_untied": 1.08, "bert_moe": 1.75}
 """The original's plans over DP-CP on 8 GPUs, by its own cost model with bytes counted right."""
 
 CONSTANTS = "8-constants"
 TITLES = {"29": "29, irregular", CONSTANTS: "8, the paper's constants"}
-BEGIN = "<!-- begin: python -m benchmarks.paper_cluster --write-docs -->\n"
-END = "<!-- end -->\n"
+
+SIZES = ("8", "16", "29", "32", "64")
+_ORDER = (*SIZES, CONSTANTS)
+
+_BOUNDS = ("lower bound, any shares", "lower bound, its shares")
+
+_HIDDEN = {"all devices", "the fastest device alone"}
+"""Rows of the comparison that the tables leave out: shown otherwise, or no way to train."""
+
+FLOOR = 0.45
+"""The plot ends here: what is slower matters to nobody."""
+
+_STYLES = {
+    PLAN: ("silver", "o", "-"),
+    EVERYONE: ("black", "o", ":"),
+    "HAP 2024": ("tab:red", "s", "-"),
+    "data parallel, even": ("tab:blue", "v", "-"),
+    "ZeRO-2, proportional": ("tab:cyan", "^", "-"),
+    "ZeRO-3 (FSDP), proportional": ("tab:green", "D", "-"),
+    "tensor parallel, even": ("tab:purple", "P", "-"),
+    "expert parallel, even": ("tab:orange", "X", "-"),
+}
+"""Colour, marker and line of what the plot shows."""
 
 
 def tables(done: Results) -> str:
@@ -27,26 +51,26 @@ def tables(done: Results) -> str:
     return "".join(_table(model, _of_model(done, model)) for model in CLAIMS)
 
 
-def _of_model(done: Results, model: str) -> dict[str, dict[str, Any]]:
-    """Cluster -> name -> row, of the cells that are done."""
+def _of_model(done: Results, model: str) -> Cells:
     found = {}
     for key, value in done.items():
         name, _, cluster = key.partition("/")
         if name == model:
             found[cluster] = {row["name"]: row for row in value["rows"]}
-    return dict(sorted(found.items(), key=lambda entry: list(_ORDER).index(entry[0])))
+    return dict(sorted(found.items(), key=lambda entry: _ORDER.index(entry[0])))
 
 
-_ORDER = ("8", "16", "32", "64", "29", CONSTANTS)
-
-
-def _table(model: str, cells: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(model: str, cells: Cells) -> str:
     if not cells:
         return ""
-    names = list(dict.fromkeys(name for rows in cells.values() for name in rows))
-    head = [f"**{model}**, GPUs", *(TITLES.get(c, c) for c in cells)]
-    body = [[name, *(_cell(rows, name) for rows in cells.values())] for name in names]
-    return markdown(head, body)
+    seen = dict.fromkeys(name for rows in cells.values() for name in rows)
+    others = [name for name in seen if name not in (PLAN, EVERYONE, *_HIDDEN)]
+    body = [[PLAN, *(_cell(rows, PLAN) for rows in cells.values())]]
+    for k, title in enumerate(_BOUNDS):
+        body.append([title, *(_bound(rows.get(PLAN), k) for rows in cells.values())])
+    for name in [*(n for n in (EVERYONE,) if n in seen), *others]:
+        body.append([name, *(_cell(rows, name) for rows in cells.values())])
+    return markdown([f"**{model}**, GPUs", *(TITLES.get(c, c) for c in cells)], body)
 
 
 def _cell(rows: Mapping[str, Any], name: str) -> str:
@@ -54,38 +78,65 @@ def _cell(rows: Mapping[str, Any], name: str) -> str:
     if row is None or not row["step_s"]:
         return "-"
     ratio = f" ({base['step_s'] / row['step_s']:.2f}x)" if base and base["step_s"] else ""
-    lacks = row["lacking_bytes"]
-    short = f", lacks {format_bytes(lacks)}" if lacks else ""
-    return f"{format_seconds(row['step_s'])}{ratio}{short}"
+    notes = [f"without {row['left_out']}"] if row.get("left_out") else []
+    notes += ["two axes"] if row.get("two_axes") else []
+    notes += [f"lacks {format_bytes(row['lacking_bytes'])}"] if row["lacking_bytes"] else []
+    return ", ".join([f"{format_seconds(row['step_s'])}{ratio}", *notes])
 
 
-def comparison(done: Results) -> str:
-    """The plan over DP-CP on 8 GPUs, beside what the original's cost model says of its plans."""
+def _bound(row: Mapping[str, Any] | None, k: int) -> str:
+    if row is None or not row["bounds"]:
+        return "-"
+    bound = row["bounds"][k]
+    return f"{format_seconds(bound['step_s'])}, gap {bound['gap']:.1%}"
+
+
+def plans(done: Results) -> str:
+    """What each plan does: devices, axes, computing, and communicating by kind of collective."""
     body = []
-    for model, claim in CLAIMS.items():
-        for cluster in ("8", CONSTANTS):
-            rows = _of_model(done, model).get(cluster, {})
-            if PLAN not in rows or BASE not in rows:
+    for model in CLAIMS:
+        for cluster, rows in _of_model(done, model).items():
+            plan, base = rows.get(PLAN), rows.get(BASE)
+            if plan is None or base is None:
                 continue
-            plan, base, paper = rows[PLAN], rows[BASE], rows.get("HAP 2024")
             body.append([
-                model, TITLES.get(cluster, f"{cluster}, catalogue"), f"{claim:.2f}x",
-                _times(base, paper), _times(base, plan),
-                *(f"{_computing(r)} + {format_seconds(r['communicate_s'])}" for r in (base, plan)),
+                model, TITLES.get(cluster, cluster), _spent(base), _spent(plan),
+                str(plan["left_out"] or "-"), "two" if plan["two_axes"] else "one",
+                _best_other(rows), _kinds(plan),
             ])  # fmt: skip
     if not body:
         return ""
-    head = ["8 GPUs", "rates", "the original of itself", "HAP 2024, here", "the plan",
-            "DP-CP: computing + communicating", "the plan: computing + communicating"]  # fmt: skip
+    head = ["", "GPUs", "DP-CP: computing + communicating", "the plan", "left out", "axes",
+            "over the best row that fits", "the plan's collectives"]  # fmt: skip
     return markdown(head, body)
 
 
-def _times(base: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
-    return f"{base['step_s'] / row['step_s']:.2f}x" if row and row["step_s"] else "-"
+def _spent(row: Mapping[str, Any]) -> str:
+    computing = row["step_s"] - row["communicate_s"]
+    return f"{format_seconds(computing)} + {format_seconds(row['communicate_s'])}"
 
 
-def _computing(row: Mapping[str, Any]) -> str:
-    return format_seconds(row["step_s"] - row["communicate_s"])
+def _best_other(rows: Mapping[str, Any]) -> str:
+    """How much faster than the best method that a user could run instead."""
+    found = [
+        row for name, row in rows.items()
+        if name in _STYLES.keys() - {PLAN, EVERYONE} | {BASE}
+        and row["step_s"] and not row["lacking_bytes"]
+    ]  # fmt: skip
+    if not found:
+        return "-"
+    best = min(found, key=lambda row: float(row["step_s"]))
+    return f"{best['step_s'] / rows[PLAN]['step_s']:.2f}x ({best['name']})"
+
+
+def _kinds(plan: Mapping[str, Any]) -> str:
+    """Seconds by kind of collective, the most first; what is below a percent is left out."""
+    total: dict[str, float] = {}
+    for c in plan["collectives"]:
+        total[c["kind"]] = total.get(c["kind"], 0.0) + c["seconds"]
+    large = [(s, kind) for kind, s in total.items() if s >= 0.01 * plan["communicate_s"]]
+    shown = [f"{kind.replace('_', '-')} {format_seconds(s)}" for s, kind in sorted(large)[::-1]]
+    return ", ".join(shown) or "-"
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
@@ -98,50 +149,73 @@ def plot(done: Results, path: Path) -> None:
     """Speed over DP-CP by cluster, a panel per model; the same results give the same file."""
     import matplotlib
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "hap"
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "hap", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    models = [model for model in CLAIMS if model != "bert_untied"]  # on one cluster alone
-    figure, panels = pyplot.subplots(1, len(models), figsize=(14, 3.6), sharey=False)
-    for panel, model in zip(panels, models, strict=True):
-        cells = {c: rows for c, rows in _of_model(done, model).items() if c != CONSTANTS}
-        names = list(dict.fromkeys(name for rows in cells.values() for name in rows))
-        for name in (n for n in names if n != "the fastest device alone"):
+    figure, grid = pyplot.subplots(2, 3, figsize=(11, 6.6))
+    *panels, corner = grid.flat
+    lines: dict[str, Any] = {}
+    for panel, model in zip(panels, CLAIMS, strict=True):
+        cells = _of_model(done, model)
+        for name, (colour, marker, style) in _STYLES.items():
             points = [
-                (at, rows[BASE]["step_s"] / rows[name]["step_s"])
-                for at, rows in enumerate(cells.values())
-                if name in rows and rows[name]["step_s"] and rows[BASE]["step_s"]
-                and not rows[name]["lacking_bytes"]
-            ]  # fmt: skip
+                (at, cells[size][BASE]["step_s"] / cells[size][name]["step_s"])
+                for at, size in enumerate(SIZES)
+                if _shown(cells.get(size, {}), name)
+            ]
+            points = [(at, speed) for at, speed in points if speed >= FLOOR]
             if points:
-                width = 2.5 if name == PLAN else 1.0
-                panel.plot(*zip(*points, strict=True), marker="o", lw=width, ms=3, label=name)
+                (lines[name],) = panel.plot(
+                    *zip(*points, strict=True), color=colour, marker=marker, ls=style,
+                    lw=4 if name == PLAN else 1.1, ms=9 if name == PLAN else 4.5,
+                    zorder=1 if name == PLAN else 2, label=name,
+                )  # fmt: skip
+        panel.axhline(1, color="grey", lw=0.8)
+        panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}x"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_ylim(bottom=max(panel.get_ylim()[0], FLOOR))
+        low, high = panel.get_ylim()
+        ticks = [t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50) if low <= t <= high]
+        panel.set_yticks(ticks)
         panel.set_title(model)
-        panel.set_xticks(range(len(cells)), list(cells))
-        panel.set_xlabel("GPUs")
+        panel.set_xticks(range(len(SIZES)), [TITLES.get(s, s).replace(", ", "\n") for s in SIZES])
+        panel.set_xlim(-0.3, len(SIZES) - 0.7)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("predicted speed over DP-CP")
-    entries = {}
-    for panel in panels:
-        entries.update(
-            {label: line for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-        )
-    figure.legend(entries.values(), entries.keys(), loc="lower center", ncols=5, fontsize=8)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
+    for panel in grid[:, 0]:
+        panel.set_ylabel("predicted speed over DP-CP")
+    corner.axis("off")
+    order = [name for name in _STYLES if name in lines]
+    corner.legend([lines[n] for n in order], order, loc="center", frameon=False)
+    corner.text(
+        0.5,
+        0.02,
+        f"across: GPUs; shown is what fits\nand is {FLOOR:g}x as fast at least",
+        ha="center",
+        fontsize=8,
+    )
+    figure.tight_layout()
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, metadata=metadata)
     pyplot.close(figure)
 
 
-def write_document(path: Path, text: str) -> None:
-    """Put the tables between the page's two marks; all else in it is written by hand.
+def _shown(rows: Mapping[str, Any], name: str) -> bool:
+    row = rows.get(name)
+    return BASE in rows and row is not None and row["step_s"] and not row["lacking_bytes"]
+
+
+def write_document(path: Path, text: str, command: str) -> None:
+    """Put what a command prints between its two marks; all else on the page is written by hand.
 
     Raises:
         ValueError: the page lacks the marks.
     """
-    page = path.read_text()
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the lines {BEGIN.strip()} and {END.strip()}")
+    begin, end = f"<!-- begin: {command} -->\n", f"<!-- end: {command} -->\n"
+    before, found, rest = path.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{path} lacks the lines {begin.strip()} and {end.strip()}")
     path.write_text(f"{before}{begin}\n{text}{end}{after}")

@@ -110,20 +110,30 @@ def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Cand
     Raises:
         HapError: the inputs have no common batch dim, or the space holds no program.
     """
-    machine = Machine(cluster)
-    part = paper_space(space)
-    ratios = machine.speed
+    judge = Synthesizer(space, cluster, optimizer_states)
+    _, program, ratios = alternate(space, judge.machine)
+    return judge.judge(program, spread(space.axes, ratios))
+
+
+def alternate(
+    space: Space, machine: Machine, prices: type[PaperCost] = PaperCost
+) -> tuple[float, Program, PerRank]:
+    """(step in the original's own prices, its program, its ratios).
+
+    Raises:
+        HapError: the inputs have no common batch dim, or the space holds no program.
+    """
+    part, ratios = paper_space(space), machine.speed
     best: tuple[float, Program, PerRank] | None = None
     for _ in range(ROUNDS):
-        program = _search(part, PaperCost(space.graph, space.axes, machine, ratios))
-        ratios = best_ratios(space, program, machine, ratios)
-        seconds = PaperCost(space.graph, space.axes, machine, ratios).step_s(program)
+        program = _search(part, prices(space.graph, space.axes, machine, ratios))
+        ratios = best_ratios(space, program, machine, ratios, prices)
+        seconds = prices(space.graph, space.axes, machine, ratios).step_s(program)
         if best and seconds >= best[0]:
             break
         best = (seconds, program, ratios)
     assert best is not None
-    judge = Synthesizer(space, cluster, optimizer_states)
-    return judge.judge(best[1], spread(space.axes, best[2]))
+    return best
 
 
 def paper_space(space: Space) -> Space:
@@ -166,7 +176,13 @@ def _search(space: Space, cost: PaperCost) -> Program:
     return problem.program(labelling)
 
 
-def best_ratios(space: Space, program: Program, machine: Machine, now: PerRank) -> PerRank:
+def best_ratios(
+    space: Space,
+    program: Program,
+    machine: Machine,
+    now: PerRank,
+    prices: type[PaperCost] = PaperCost,
+) -> PerRank:
     """The original's linear program: sum of stage maxima plus padded traffic, least.
 
     Alike devices have one variable ``b[k]``. Every price is linear in it, so that two runs of
@@ -175,7 +191,7 @@ def best_ratios(space: Space, program: Program, machine: Machine, now: PerRank) 
     types = machine.cluster.types()
     first = [ranks[0] for ranks in types]
     none, whole = (
-        PaperCost(space.graph, space.axes, machine, np.full_like(now, part)) for part in (0.0, 1.0)
+        prices(space.graph, space.axes, machine, np.full_like(now, part)) for part in (0.0, 1.0)
     )
     ends = [
         np.array([s.compute_s[first] for s in stages(space.graph, program, cost)])
@@ -186,7 +202,7 @@ def best_ratios(space: Space, program: Program, machine: Machine, now: PerRank) 
         whole.seconds(c) - none.seconds(c)
         for c in program.collectives if c.implementation == "padded"
     )  # fmt: skip
-    scale = 1.0 / PaperCost(space.graph, space.axes, machine, now).step_s(program)
+    scale = 1.0 / prices(space.graph, space.axes, machine, now).step_s(program)
     problem = pulp.LpProblem("ratios", pulp.LpMinimize)
     b = [pulp.LpVariable(f"b_{k}", 0, 1) for k in range(len(types))]
     largest = pulp.LpVariable("largest", 0)

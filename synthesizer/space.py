@@ -3,8 +3,8 @@
 Built once per graph, before any cost is known. Three restrictions keep it small, and all are
 part of what "optimal" means for this planner:
 
-* only axes on which some product (matmul, convolution, attention) can be split are used:
-  the others can't divide the arithmetic;
+* only axes on which some product (matmul, convolution, attention, look-up in a trained table)
+  can be split are used: the others can't divide the arithmetic;
 * a tensor is *held* replicated (from which every shard is a free slice), or partial, or in
   one sharded placement, or in two if a product and another operator read it;
 * what is computed from constants alone (position numbers, causal masks) is made whole by
@@ -26,6 +26,10 @@ from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
 from hap.synthesizer.rules import RULES, Row, rows_of
 from hap.synthesizer.work import FLOPS
+
+PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
+"""Operators whose axes are used. A look-up is the product of a one-hot matrix and the table: no
+arithmetic to divide, but the gradient of a large table is most of what a step communicates."""
 
 Holding = tuple[Placement, ...]
 """The placements in which a tensor exists at once, besides free slices of a replica."""
@@ -153,7 +157,7 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
 def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes) -> Axes:
     """The axes that some product can be split on; all of them if there are no products."""
     useful = {
-        axes.of[d] for n in graph.nodes if n.op in FLOPS for row in rows[n.name]
+        axes.of[d] for n in graph.nodes if n.op in PRODUCTS for row in rows[n.name]
         for d in _dims(n, row)
     } or set(axes.axes)  # fmt: skip
     return Axes(

@@ -12,8 +12,11 @@ from torch import nn
 from hap import api
 from hap.cluster import Cluster, Device, Link
 from hap.errors import InfeasibleError, InputError
+from hap.placement import R, S
 from hap.plan import Plan
+from hap.program import Compute
 from hap.report import plan_screen
+from tests.random_plans import make_case, verdict
 
 
 def device(rank: int, *, speed: float = 1e12, memory: int = 1 << 30) -> Device:
@@ -83,6 +86,38 @@ def test_gathering_the_factors_beats_reducing_their_product_where_it_is_smaller(
 
     assert gradient_bytes(few) < 2048 * 2048 * 4  # the wide layer's gradient is not sent
     assert gradient_bytes(many) >= 64 * 64 * 4
+
+
+class Reader(nn.Module):
+    """Looks words up in a table that no product reads."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 8)
+
+    def forward(self, tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.out(self.norm(self.table(tokens))), y)
+
+
+@pytest.mark.parametrize("words, columns", [(997, True), (7, False)])
+def test_a_large_table_is_looked_up_in_columns_and_its_gradient_stays(
+    words: int, columns: bool
+) -> None:
+    """Two all-to-alls of the rows in place of an all-reduce of the table, if that is larger."""
+    torch.manual_seed(0)
+    batch = torch.randint(words, (960,)), torch.randint(8, (960,))
+    case = make_case(Reader(words, 64), batch)
+    on = cluster(*(device(r, speed=1e9) for r in range(4)), bandwidth=1e8)
+    plan = api.plan(case.model, batch, on)
+    moved = [c.kind for c in plan.program.collectives if plan.graph.tensors[c.tensor].nbytes > 8192]
+    assert moved == ["all_to_all"] * 2 * columns
+    used = {(s.ins, s.outs) for s in plan.program.instructions
+            if isinstance(s, Compute) and "embedding.default" in plan.graph.by_name[s.node].op}  # fmt: skip
+    assert (((S(1), R), (S(1),)) in used) == columns
+    found = verdict(case, plan)
+    assert found.ok, found.first_bad
 
 
 def test_scarce_memory_changes_the_program_and_fits() -> None:
