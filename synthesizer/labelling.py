@@ -15,7 +15,6 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
