@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,15 @@ __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minim
 
 LARGEST_TABLE = 1 << 26
 """Entries beyond which elimination gives up: 512 MiB."""
+
+
+HUBS = 3
+"""Variables that are fixed to each of their labels in turn where a table would be too large.
+
+What many layers read, such as an encoder's output, ties them all; fixed, it ties none.
+"""
+
+Pairs = Mapping[tuple[int, int], Costs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +58,7 @@ class TooWide(Exception):
         self.variables = variables
 
 
-def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> Labelling | None:
+def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
     """The cheapest labelling; ``None`` if every labelling is forbidden.
 
     Args:
@@ -57,16 +66,57 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
         pairs: ``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v).
 
     Raises:
-        TooWide: some table would have more than :data:`LARGEST_TABLE` entries.
+        TooWide: some table would have more than :data:`LARGEST_TABLE` entries, whichever labels
+            :data:`HUBS` variables with most neighbours have.
     """
     if not all(len(costs) for costs in unary):
         return None
     reduced = Reduced(Pool(), unary, pairs)
-    sizes = reduced.sizes
-    plan = _best_order(tuple(sizes), tuple(reduced.edges))
+    hubs: list[int] = []
+    plan = _best_order(tuple(reduced.sizes), tuple(reduced.edges))
+    while plan.largest > LARGEST_TABLE and len(hubs) < HUBS:
+        hubs.append(_hub(reduced, hubs))
+        sizes = [1 if v in hubs else size for v, size in enumerate(reduced.sizes)]
+        edges = [e for e in reduced.edges if not {*e} & {*hubs}]
+        plan = _best_order(tuple(sizes), tuple(edges))
     if plan.largest > LARGEST_TABLE:
         raise TooWide(plan.largest, plan.widest)
-    buckets = _Buckets(reduced)
+    if not hubs:
+        return _eliminated(reduced, {}, plan)
+    known: _Known = {}
+    best: Labelling | None = None
+    for labels in itertools.product(*(reduced.kept[hub] for hub in hubs)):
+        given = _given(unary, pairs, dict(zip(hubs, labels, strict=True)))
+        found = _eliminated(Reduced(reduced.pool, *given), known, plan)
+        if found and (best is None or found.cost < best.cost):
+            own = list(found.labels)
+            for hub, label in zip(hubs, labels, strict=True):
+                own[hub] = label
+            best = replace(found, labels=tuple(own))
+    return best
+
+
+def _hub(reduced: Reduced, hubs: Sequence[int]) -> int:
+    """The variable with most neighbours, but for those that are hubs already."""
+    free = [v for v in range(len(reduced.sizes)) if v not in hubs]
+    return max(free, key=lambda v: (len(reduced.near[v]), -v))
+
+
+def _given(
+    unary: Sequence[Costs], pairs: Pairs, fixed: Mapping[int, int]
+) -> tuple[list[Costs], dict[tuple[int, int], Costs]]:
+    """The problem in which some variables have one label each (conditioning)."""
+
+    def own(v: int) -> slice:
+        return slice(fixed[v], fixed[v] + 1) if v in fixed else slice(None)
+
+    costs = [u[own(v)] for v, u in enumerate(unary)]
+    return costs, {(u, v): t[own(u), own(v)] for (u, v), t in pairs.items()}
+
+
+def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | None:
+    """Eliminate in the order of ``plan``, which may be that of a graph with more edges."""
+    buckets = _Buckets(reduced, known)
     constant = 0
     trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
     for v, scope in plan.steps:
@@ -75,7 +125,7 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
             return None
         constant += least
         trail.append((v, scope, best_label))
-    labels = [0] * len(unary)
+    labels = [0] * len(reduced.sizes)
     for v, scope, best_label in reversed(trail):
         labels[v] = int(best_label[tuple(labels[n] for n in scope)])
     return Labelling(
@@ -86,20 +136,24 @@ def minimise(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> 
     )
 
 
-_Key = tuple[int, int, tuple[tuple[tuple[int, ...], int], ...]]
-"""What an elimination depends on: own costs, size of the scope, (dims, number) of each table."""
+_Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
+"""What an elimination depends on: own costs, labels of all, (dims, number) of each table."""
+
+
+_Known = dict[_Key, tuple[int, int, Labels]]
+"""Eliminations that were made: their least entry, the number of their table, the best labels."""
 
 
 class _Buckets:
     """The tables that are left of a problem while its variables are eliminated."""
 
-    def __init__(self, reduced: Reduced) -> None:
+    def __init__(self, reduced: Reduced, known: _Known) -> None:
         self._pool, self._costs, self._sizes = reduced.pool, reduced.costs, reduced.sizes
         # Per variable: (scope, number) of the tables that mention it.
         self._tables: list[list[tuple[tuple[int, ...], int]]] = [
             [((v, u), table) for u, table in near.items()] for v, near in enumerate(reduced.near)
         ]
-        self._known: dict[_Key, tuple[int, int, Labels]] = {}
+        self._known = known
 
     def eliminate(self, v: int, scope: tuple[int, ...]) -> tuple[int, Labels]:
         """Replace the tables of ``v`` by one over its neighbours.
@@ -110,19 +164,20 @@ class _Buckets:
         """
         place = {n: k for k, n in enumerate((*scope, v))}
         mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
-        key: _Key = (self._costs[v], len(scope), tuple(mine))
+        shape = tuple(self._sizes[n] for n in (*scope, v))
+        key: _Key = (self._costs[v], shape, tuple(mine))
         if key not in self._known:
-            self._known[key] = self._eliminate(key, tuple(self._sizes[n] for n in (*scope, v)))
+            self._known[key] = self._eliminate(key)
         least, best, best_label = self._known[key]
         for n in scope:
             self._tables[n] = [(names, t) for names, t in self._tables[n] if v not in names]
             self._tables[n].append((scope, best))
         return least, best_label
 
-    def _eliminate(self, key: _Key, shape: tuple[int, ...]) -> tuple[int, int, Labels]:
-        costs, last, mine = key
+    def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
+        costs, shape, mine = key
         tables = self._pool.tables
-        given = [((last,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
+        given = [((len(shape) - 1,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
         best, best_label = _minimum(shape, given)
         least = int(best.min())
         best = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
