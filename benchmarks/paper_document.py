@@ -30,6 +30,9 @@ _BOUNDS = ("lower bound, any shares", "lower bound, its shares")
 _HIDDEN = {"all devices", "the fastest device alone"}
 """Rows of the comparison that the tables leave out: shown otherwise, or no way to train."""
 
+COARSE = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
+FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2)
+
 FLOOR = 0.45
 """The plot ends here: what is slower matters to nobody."""
 
@@ -178,7 +181,8 @@ def plot(done: Results, path: Path) -> None:
         panel.yaxis.set_minor_formatter(NullFormatter())
         panel.set_ylim(bottom=max(panel.get_ylim()[0], FLOOR))
         low, high = panel.get_ylim()
-        ticks = [t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50) if low <= t <= high]
+        fine = high < 3 * low
+        ticks = [t for t in (FINE if fine else COARSE) if low <= t <= high]
         panel.set_yticks(ticks)
         panel.set_title(model)
         panel.set_xticks(range(len(SIZES)), [TITLES.get(s, s).replace(", ", "\n") for s in SIZES])
