@@ -75,6 +75,10 @@ CASES = (
     Case("search", "bert_moe.py", "unlike8", 1),
     Case("search", "llama.py:llama_7b", "lab_mixed", 3),
     Case("search", "t5.py", "unlike8", 5),
+    # Alike devices: what planners that know no others are measured on.
+    Case("alone", "gpt2.py", "even8", 6),
+    Case("alone", "bert.py:batch_64", "even8", 7),
+    Case("alone", "vit.py:batch_64", "even8", 6),
 )
 QUICK = (
     Case("whole", "vit.py:tiny", "unlike8"),
