@@ -283,11 +283,20 @@ def best_on_mesh(
     optimizer_states: int,
     engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None,
+    beat: Candidate | None = None,
 ) -> MeshCandidate | None:
-    """The best pair of programs found over the two axes; ``None`` if there is none."""
+    """The best pair of programs found over the two axes; ``None`` if there is none.
+
+    Args:
+        beat: programs between machines that do not beat it with each machine as one device of
+            the sum of its devices' rates, which is the most that a program inside can make of
+            them, are not looked into.
+    """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine):
+        if beat and pair.rank >= beat.rank:
+            continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, optimizer_states, engine)

@@ -129,10 +129,10 @@ def _on_two_axes(
 
     It is looked for on all of the cluster and on the part of it that ``synthesizer`` plans for.
     """
-    engine = engine_named(wishes.engine)
+    engine, beat = engine_named(wishes.engine), None if wishes.mesh else best
     parts = [] if wishes.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
     found = [
-        best_on_mesh(synthesizer.space, part, optimizer_states, engine, progress)
+        best_on_mesh(synthesizer.space, part, optimizer_states, engine, progress, beat)
         for part in parts if is_mesh(part)
     ]  # fmt: skip
     two = min((c for c in found if c), key=lambda c: c.pair.rank, default=None)
