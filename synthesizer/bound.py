@@ -41,6 +41,7 @@ Memory is ignored: a plan that must also fit is no faster. Prices are rounded to
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def start_parts(space: Space) -> dict[str, float]:
     return parts
 
 
-class Floors(CostModel):
+class Floors(CostModel, ABC):
     """Prices that are never above the simulator's; what is never read is converted for nothing.
 
     The times of a label are given per *class* of ranks, as a vector or as a matrix: one row
@@ -109,9 +110,9 @@ class Floors(CostModel):
         self._read |= {name for name, readers in graph.consumers.items() if readers}
 
     @property
+    @abstractmethod
     def classes(self) -> int:
         """The number of weights."""
-        raise NotImplementedError
 
     def alike(self, tensor: str) -> object:
         return self._starts[tensor], tensor in self._read
@@ -126,8 +127,9 @@ class Floors(CostModel):
             return super().convert(tensor, src, dst)
         return [Choice("", self._collective(kind, tensor, src, dst))]
 
+    @abstractmethod
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
-        raise NotImplementedError
+        """Seconds of a collective, at most what the simulator charges for it."""
 
 
 class FixedShares(Floors):
