@@ -22,8 +22,9 @@ from hap.program import Compute, Value
 from hap.runtime.verify import verify
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.cost import CostModel, Machine
+from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Aims, Problem
-from hap.synthesizer.mesh import Between, InsideSynthesizer
+from hap.synthesizer.mesh import Between, InsideSynthesizer, _between, _used
 from hap.synthesizer.rules import RULES, Call, Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.simulate import simulate
@@ -297,3 +298,18 @@ def test_devices_may_each_move_their_part_between_machines(op: str) -> None:
         for machine in range(2):
             for found in joined_inside([column[machine] for column in columns], out):
                 torch.testing.assert_close(found, expected[machine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("file", ["mlp", "vgg19", "gpt2"])
+def test_no_program_inside_beats_ideal_machines(file: str) -> None:
+    """What lets the planner pass over a program between machines that is too slow already."""
+    case = benchmark_case(file, "tiny")
+    cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
+    mesh, compared = Mesh(cluster), 0
+    for _, pair in _between(case.space, mesh, 2, eliminate):
+        between = Between(mesh=mesh, graph=case.graph, program=pair.program, shares=_used(pair))
+        inside = InsideSynthesizer(between, cluster, 2)
+        found = inside.search(next(inside.starts()))
+        assert found.timeline.step_s >= pair.timeline.step_s * (1 - 1e-9)
+        compared += 1
+    assert compared
