@@ -352,3 +352,11 @@ def test_an_engine_cut_short_is_told_and_one_that_finds_nothing_is_an_error() ->
         synthesizer.cheapest(next(synthesizer.starts()))
     assert cut.gap > 0
     assert patient.gap == 0
+
+
+@pytest.mark.slow
+def test_the_engines_agree_on_an_encoder_and_a_decoder() -> None:
+    problem = model_problem("t5", "balanced")
+    found = [problem.outcome(engine) for engine in ENGINES.values()]
+    assert {o.status for o in found} == {Status.OPTIMAL}
+    assert len({o.labelling.cost for o in found if o.labelling}) == 1
