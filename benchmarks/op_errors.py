@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ def errors(
                 update_s.append((end - update) / quota)
     lines: dict[str, Line] = defaultdict(Line)
     prices = dict(_prices(plan, len(update_s)))
-    names = {name: key for name, key in _names(plan.graph, shapes)}
+    names = dict(_names(plan.graph, shapes))
     for node, seconds in node_s.items():
         made = _made(node)
         owner = plan.graph.producer.get(made) if made else None
@@ -162,7 +161,9 @@ class _graphs:
 
             forward, backward = self._graphs
             self._module._emitted = replace(
-                self._kept, forward=forward.run, backward=backward.run  # type: ignore[arg-type]
+                self._kept,
+                forward=forward.run,
+                backward=backward.run,  # type: ignore[arg-type]
             )
 
     def __exit__(self, *_: object) -> None:

@@ -257,7 +257,9 @@ def _figures(device: Device, given: _Section) -> Device:
         place = given.where(key)
         told = given.data.get("source")
         if isinstance(told, Mapping):  # a text per key
-            told = given.section("source", tuple(k for k in _FIGURES if k != "source")).data.get(key)
+            told = given.section("source", tuple(k for k in _FIGURES if k != "source")).data.get(
+                key
+            )
         source[figure] = f"{told} ({place})" if told else place
 
     for key, figure, dimension in (

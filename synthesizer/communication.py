@@ -87,7 +87,9 @@ class Network:
                     self._links[kind, how] = Links(seen) if own else plain
         exchanges = [self._links["all_to_all", "exact"].adapter]
         if "all_to_all" in self._stages:
-            exchanges.append(cluster.seen_by("all_to_all", "hierarchical").inter.bandwidth_bytes_per_s)
+            exchanges.append(
+                cluster.seen_by("all_to_all", "hierarchical").inter.bandwidth_bytes_per_s
+            )
         self._exchange_bytes_per_s = max(exchanges)
 
     def choices(
