@@ -1,21 +1,23 @@
 """Which operators does the cost model misprice? One rank's step, node by node, against its prices.
 
-    python -m benchmarks.op_errors --cluster cluster.yaml [--rank 0] [--case bert]
+    python -m benchmarks.op_errors [--case bert] [--shapes]
 
-Runs the emitted graphs of a plan for one device with an interpreter that times every node, and
-prints per operator the measured seconds of a step, the predicted ones, and their ratio. The
-seconds are processor time on one thread, medians over rounds, so that what else runs on the
-machine hardly counts; figures of a throttled rank are scaled by its quota (``--quota``).
+First measures this device as ``hap profile`` does, and fits it. Then runs the emitted graphs of
+a plan for it with an interpreter that times every node, and prints per operator the measured
+seconds of a step, the predicted ones, and what the difference is of the whole. All seconds are
+processor time of one thread, medians over rounds, so that what else runs on the machine counts
+less; what remains is what the *form* of the prices gets wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +26,15 @@ from torch import fx
 import hap
 from benchmarks.one_rank import CASES, Case
 from hap import api
-from hap.cluster import Cluster, load_cluster
+from hap.cluster import Cluster, Link
 from hap.graph import Graph
 from hap.plan import Plan
+from hap.profiler.devices import types
+from hap.profiler.measure import FULL, memory_bytes, seconds_per_call
+from hap.profiler.probes import Arena, probes
+from hap.profiler.samples import OpRecord, Rank
 from hap.program import Compute
+from hap.runtime.launch import keep_memory
 from hap.runtime.module import HapModule
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.rules.base import Row
@@ -55,8 +62,9 @@ class Timed(fx.Interpreter):
         self._seconds = seconds
 
     def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         start = time.thread_time()
-        result = super().run_node(n)
+        result = getattr(self, n.op)(n.target, args, kwargs)
         self._seconds[n].append(time.thread_time() - start)
         return result
 
@@ -66,24 +74,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--cluster", default="local:1")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--quota", type=float, default=1.0, help="of a core, that the rank had")
     parser.add_argument("--case", help="part of the name of a case; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shapes", action="store_true", help="a line per shape")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = load_cluster(options.cluster).only(options.rank)
+    keep_memory()
+    cluster = this_device()
     for case in CASES:
         if options.case and options.case not in case.name:
             continue
-        lines, step_s = errors(case, cluster, options.rounds, options.quota, options.shapes)
+        lines, step_s = errors(case, cluster, options.rounds, options.shapes)
         show(case.name, lines, step_s)
 
 
+def this_device() -> Cluster:
+    """This process's device, measured and fitted; the residuals are printed."""
+    device = torch.device("cpu")
+    arena, records = Arena(device), []
+    for probe in probes(device):
+        seconds = seconds_per_call(probe.make(arena), device, FULL, time.thread_time)
+        records.append(OpRecord(name=probe.name, work=probe.work, seconds=(tuple(seconds),)))
+    rank = Rank(node="here", kind="cpu", memory_bytes=memory_bytes(device, 1))
+    (found,) = types([rank], records, "here and now")
+    rows = [
+        (
+            r.name,
+            r.kind,
+            format_seconds(r.measured_s),
+            format_seconds(r.predicted_s),
+            f"{r.error:+.0%}",
+            f"{r.spread:.0%}",
+        )
+        for r in found.residuals
+    ]
+    head = ("probe", "kind", "measured", "fitted", "error", "spread")
+    emit(table(head, rows, right=range(2, 6)))
+    print(found.device.flops_per_s, found.device.memory_bytes_per_s, found.device.launch_s)
+    print(dict(found.device.efficiency))
+    link = Link(1e9, 0.0)
+    return Cluster("here", (replace(found.device, node="here"),), {"here": link}, link)
+
+
 def errors(
-    case: Case, cluster: Cluster, rounds: int, quota: float, shapes: bool
+    case: Case, cluster: Cluster, rounds: int, shapes: bool
 ) -> tuple[dict[str, Line], float]:
     """Per operator its seconds in a step, and the step's seconds without an interpreter."""
     torch.manual_seed(0)
@@ -111,28 +145,22 @@ def errors(
                 loss.item()
                 end = time.thread_time()
             if number >= WARM_UP and not timed:
-                step_s.append((end - start) / quota)
-                update_s.append((end - update) / quota)
+                step_s.append(end - start)
+                update_s.append(end - update)
     lines: dict[str, Line] = defaultdict(Line)
-    prices = dict(_prices(plan, len(update_s)))
+    prices = dict(_prices(plan))
     names = dict(_names(plan.graph, shapes))
     for node, seconds in node_s.items():
         made = _made(node)
         owner = plan.graph.producer.get(made) if made else None
         key = names[owner.name] if owner else f"({node.op} {_target(node)})"
-        lines[key].measured_s += statistics.median(seconds[WARM_UP:]) / quota
-        if owner and node.target is not operator_getitem():
+        lines[key].measured_s += statistics.median(seconds[WARM_UP:])
+        if owner and node.target is not operator.getitem:
             lines[key].count += 1
             lines[key].predicted_s += prices[owner.name]
     line = lines["optimizer"]
     line.measured_s, line.predicted_s = statistics.median(update_s), prices["optimizer"]
     return lines, statistics.median(step_s)
-
-
-def operator_getitem() -> Callable[..., Any]:
-    import operator
-
-    return operator.getitem
 
 
 def _target(node: fx.Node) -> str:
@@ -144,7 +172,7 @@ def _made(node: fx.Node) -> str | None:
     if "value" in node.meta:
         return str(node.meta["value"].tensor)
     for user in node.users:
-        if "value" in user.meta and user.target is operator_getitem():
+        if "value" in user.meta and user.target is operator.getitem:
             return str(user.meta["value"].tensor)
     return None
 
@@ -157,8 +185,6 @@ class _graphs:
 
     def __enter__(self) -> None:
         if self._graphs:
-            from dataclasses import replace
-
             forward, backward = self._graphs
             self._module._emitted = replace(
                 self._kept,
@@ -170,10 +196,12 @@ class _graphs:
         self._module._emitted = self._kept
 
 
-def _prices(plan: Plan, states: int) -> Iterator[tuple[str, float]]:
+def _prices(plan: Plan) -> Iterator[tuple[str, float]]:
     """Predicted seconds by node, and of the optimizer."""
     space = build_space(plan.graph)
-    cost = CostModel(plan.graph, space.axes, Machine(plan.cluster), plan.shares, 2)
+    cost = CostModel(
+        plan.graph, space.axes, Machine(plan.cluster), plan.shares, plan.optimizer_states
+    )
     for step in plan.program.instructions:
         if isinstance(step, Compute):
             node = plan.graph.by_name[step.node]
