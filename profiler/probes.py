@@ -164,7 +164,7 @@ def _elementwise() -> Iterator[Probe]:
             traffic = _nbytes("float32", count * tensors) + written * _nbytes("float32", count)
             yield Probe(
                 name=f"{name} {rows}x{width}",
-                work=Work(kind, "float32", float(count), traffic),
+                work=Work(kind, "float32", float(count * (1 + (name == "gelu_backward"))), traffic),
                 make=lambda arena, r=rows, f=function, t=tensors: table(arena, r, f, t),  # type: ignore[misc]
                 quick=rows == 4096 and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
             )  # fmt: skip

@@ -98,6 +98,9 @@ ELEMENTS: dict[str, str] = {
 """Op -> kind of work that may be slower than its traffic; one operation per element of the
 largest tensor. Whether it is, a device's ``efficiency`` says."""
 
+FUNCTIONS = {"aten.gelu_backward.default": 2}
+"""Op -> operations per element, where they are not one: here the normal law and its density."""
+
 
 def node_work(node: Node, graph: Graph) -> Work:
     """The work of the undivided operator; both figures are 0 if it runs no kernel."""
@@ -111,7 +114,8 @@ def node_work(node: Node, graph: Graph) -> Work:
         kind, flops = FLOPS[node.op]
         return Work(kind, dtype, flops(call), traffic)
     kind = ELEMENTS.get(node.op, "memory")
-    return Work(kind, dtype, float(max(t.numel for t in tensors)), traffic)
+    count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)
+    return Work(kind, dtype, float(count), traffic)
 
 
 _UPDATE_KERNELS = (1, 3, 9)
