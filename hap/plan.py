@@ -23,7 +23,7 @@ from hap.graph import Graph
 from hap.mesh import Inside, Mesh, Part, divide, offsets
 from hap.program import Program, Value
 
-FORMAT = 2
+FORMAT = 3
 """Version of the plan file; raised when an older reader would misunderstand a newer file."""
 
 
