@@ -27,7 +27,7 @@ from hap.runtime.launch import Where, spawn
 from hap.runtime.testbed import network as net
 from hap.runtime.testbed import owner
 from hap.runtime.testbed.commands import run_commands
-from hap.runtime.testbed.quotas import Quotas, cpu_quotas
+from hap.runtime.testbed.quotas import Quotas, cpu_quotas, remove_leftovers
 from hap.runtime.testbed.speed import Links, choose_scale, core_flops_per_s, scaled
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Testbed(Where):
             raise InputError("this testbed is up already", hint="make another")
         with contextlib.ExitStack() as stack:
             stack.enter_context(_orderly_end())
-            owner.end_strays()
+            clean()
             self._name = owner.new_name()
             if self._limited:
                 self._network = stack.enter_context(net.network(self.cluster))
@@ -221,6 +221,17 @@ class Testbed(Where):
         if self._quotas is None:
             raise InputError("the testbed is not up", hint="use it in a `with`")
         return self._quotas
+
+
+def clean() -> list[str]:
+    """Remove what testbeds of ended owners left behind; a start does it by itself.
+
+    Returns:
+        What it was: processes, namespaces, control groups.
+    """
+    processes = [f"process {pid}" for pid in owner.end_strays()]
+    spaces = [f"namespace {name}" for name in net.remove_leftovers()]
+    return [*processes, *spaces, *(f"control group {path}" for path in remove_leftovers())]
 
 
 def _core_rate() -> float:

@@ -48,7 +48,13 @@ def run_commands(
             reader = threading.Thread(target=_read, args=(rank, processes[rank], on_line, turn))
             reader.start()
             readers.append(reader)
-        return _wait(processes)
+        failed = _wait(processes)
+        if failed is None:
+            return 0
+        code = processes[failed].returncode
+        with turn:
+            on_line(f"[{failed}] ended with code {code}, and all other ranks with it")
+        return code if code > 0 else 128 - code
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -95,13 +101,13 @@ def _read(
                 on_line(f"[{rank}] {line.rstrip()}")
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]]) -> int:
-    """The exit code of all: that of the first to fail, soon after which this returns."""
-    failed, deadline = 0, float("inf")
+def _wait(processes: Sequence[subprocess.Popen[str]]) -> int | None:
+    """The first rank to fail, soon after which this returns; None if all have done well."""
+    failed, deadline = None, float("inf")
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
-        if not failed and (bad := [code for code in codes if code]):
-            failed = bad[0] if bad[0] > 0 else 128 - bad[0]
+        if failed is None and any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
             deadline = time.monotonic() + _GRACE_S
         if None not in codes:
             break

@@ -79,11 +79,12 @@ def write(group: Path, settings: Settings) -> None:
         (group / name).write_text(value)
 
 
-def remove_leftovers(controller: Controller, prefix: str) -> None:
-    """Remove the groups of a prefix whose owner has ended."""
-    for group in controller.root.glob(f"{prefix}-*"):
-        if left_over(group.name, prefix):
-            remove(group, controller.home)
+def remove_leftovers(controller: Controller, prefix: str) -> list[Path]:
+    """Remove the groups of a prefix whose owner has ended, and say which."""
+    found = [file for file in controller.root.glob(f"{prefix}-*") if left_over(file.name, prefix)]
+    for group in found:
+        remove(group, controller.home)
+    return sorted(found)
 
 
 def remove(group: Path, home: Path) -> None:

@@ -129,7 +129,6 @@ def network(cluster: Cluster) -> Iterator[Network]:
         raise HapError(f"links cannot be limited here: {why_not}", hint=hint)
     if cluster.world_size > _MOST_RANKS:
         raise InputError(f"{cluster.world_size} ranks on one machine", hint="take fewer")
-    remove_leftovers()
     made = Network(f"{_PREFIX}-{new_name()}", cluster.world_size)
     spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
     try:
@@ -158,16 +157,23 @@ def missing() -> str:
     return tried.stderr.strip() if tried.returncode else ""
 
 
-def remove_leftovers() -> None:
-    """Remove the namespaces of ended owners. Their processes are :mod:`owner`'s to end."""
-    if _NAMES.is_dir():
-        _remove([file.name for file in _NAMES.iterdir() if left_over(file.name, _PREFIX)])
+def remove_leftovers() -> list[str]:
+    """Remove the namespaces of ended owners, and say which. Without root there can be none."""
+    if os.geteuid() != 0 or not _NAMES.is_dir():
+        return []
+    found = sorted(file.name for file in _NAMES.iterdir() if left_over(file.name, _PREFIX))
+    _remove(found)
+    return found
 
 
 def _remove(spaces: Sequence[str]) -> None:
-    there = [space for space in spaces if (_NAMES / space).exists()]
-    if there:
-        _ip("", [f"netns delete {space}" for space in there])
+    for space in spaces:
+        try:
+            if (_NAMES / space).exists():
+                _ip("", [f"netns delete {space}"])
+        except HapError:
+            if (_NAMES / space).exists():  # else another run removed the same leftover
+                raise
 
 
 def _join(made: Network, cluster: Cluster) -> None:

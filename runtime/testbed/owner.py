@@ -46,9 +46,9 @@ def start_time(pid: int) -> int | None:
         return None
 
 
-def end_strays() -> None:
-    """Kill the processes that testbeds of ended owners started and that still run."""
-    _kill(_ended)
+def end_strays() -> list[int]:
+    """Kill the processes that testbeds of ended owners started and that still run: their pids."""
+    return _kill(_ended)
 
 
 def end_ranks(name: str) -> None:
@@ -56,9 +56,9 @@ def end_ranks(name: str) -> None:
     _kill(lambda found: found == name)
 
 
-def _kill(doomed: Callable[[str], bool]) -> None:
+def _kill(doomed: Callable[[str], bool]) -> list[int]:
     """Kill all processes of testbeds whose names are doomed, and wait until none is left."""
-    end = time.monotonic() + _PATIENCE_S
+    end, killed = time.monotonic() + _PATIENCE_S, set()
     while pids := [pid for pid, name in _processes() if doomed(name)]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -68,7 +68,9 @@ def _kill(doomed: Callable[[str], bool]) -> None:
                 f"processes of a testbed cannot be killed: {pids}",
                 hint="they may hang in the kernel (state D in ps): wait, and start again",
             )
+        killed.update(pids)
         time.sleep(0.01)
+    return sorted(killed)
 
 
 def _processes() -> Iterator[tuple[int, str]]:

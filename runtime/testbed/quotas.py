@@ -130,8 +130,7 @@ def cpu_quotas(
         return path
 
     try:
-        for controller in filter(None, (cpu, memory)):
-            groups.remove_leftovers(controller, _PREFIX)
+        remove_leftovers()
         if cpu is not None:
             for rank, fraction in enumerate(fractions):
                 settings = quota_settings(cpu.version, fraction)
@@ -145,6 +144,14 @@ def cpu_quotas(
         quotas._stop_helpers()
         for path, controller in made:
             groups.remove(path, controller.home)
+
+
+def remove_leftovers() -> list[Path]:
+    """Remove the groups that killed runs of :func:`cpu_quotas` left behind, and say which."""
+    found = (_controller(name, "")[0] for name in ("cpu", "memory"))
+    return [
+        path for one in found if one is not None for path in groups.remove_leftovers(one, _PREFIX)
+    ]
 
 
 def quota_settings(version: int, fraction: float) -> list[tuple[str, str]]:
