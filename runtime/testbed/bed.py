@@ -211,11 +211,15 @@ class Testbed(Where):
             quotas.charge(rank, pid)
             quotas.place(rank, pid)
 
+        name = owner.new_name()  # its own: what it leaves ends with it, and nothing else
         environments = [
-            {**os.environ, **common, "RANK": str(rank), **self.variables(rank)}
+            {**os.environ, **common, "RANK": str(rank), **self.variables(rank),
+             owner.VARIABLE: name}
             for rank in range(size)
-        ]
-        return run_commands(command, environments, self.inside, begun, on_line)
+        ]  # fmt: skip
+        return run_commands(
+            command, environments, self.inside, begun, on_line, lambda: owner.end_ranks(name)
+        )
 
     def _up(self) -> Quotas:
         if self._quotas is None:

@@ -25,6 +25,7 @@ def run_commands(
     inside: Callable[[int], AbstractContextManager[None]],
     begun: Callable[[int, int], None],
     on_line: Callable[[str], None],
+    end: Callable[[], object],
 ) -> int:
     """Run a command once per environment and wait; see ``Testbed.run``.
 
@@ -34,6 +35,7 @@ def run_commands(
         inside: Entered while a rank's process is started.
         begun: Called with (rank, pid) at once after that.
         on_line: Called with each line of output, from several threads but never twice at a time.
+        end: Kills what the ranks have started and that has left them.
     """
     if not command:
         raise InputError("no command to run", hint="give one after `--`")
@@ -45,7 +47,9 @@ def run_commands(
             with inside(rank):
                 processes.append(_start(command, environment))
             begun(rank, processes[rank].pid)
-            reader = threading.Thread(target=_read, args=(rank, processes[rank], on_line, turn))
+            reader = threading.Thread(
+                target=_read, args=(rank, processes[rank], on_line, turn), daemon=True
+            )
             reader.start()
             readers.append(reader)
         failed = _wait(processes)
@@ -60,8 +64,9 @@ def run_commands(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for reader in readers:
-            reader.join()
+        end()
+        for reader in readers:  # they end with the last process that could write
+            reader.join(_GRACE_S)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:

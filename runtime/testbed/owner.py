@@ -51,9 +51,9 @@ def end_strays() -> list[int]:
     return _kill(_ended)
 
 
-def end_ranks(name: str) -> None:
-    """Kill the processes that the testbed of this name started and that still run."""
-    _kill(lambda found: found == name)
+def end_ranks(name: str) -> list[int]:
+    """Kill the processes that the testbed of this name started and that still run: their pids."""
+    return _kill(lambda found: found == name)
 
 
 def _kill(doomed: Callable[[str], bool]) -> list[int]:
