@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ from hap.synthesizer.communication import Network
 Progress = Callable[[int, int, str], None]
 """Called with (records there, records wanted at most, what comes next)."""
 
-Spawn = Callable[..., list[Any]]
-"""Like :func:`hap.runtime.launch.spawn`."""
+Launch = Callable[..., Any]
+"""Called with a rank's function, ``args`` and ``on_report``, as
+:func:`hap.runtime.launch.spawn` is for a given number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,28 +85,25 @@ class Profile:
 
 def profile(
     settings: Settings,
-    nproc: int,
+    world_size: int,
     *,
-    launch: Spawn = spawn,
+    launch: Launch | None = None,
     progress: Progress = lambda done, total, what: None,
-    **options: Any,
 ) -> Profile:
-    """Start ``nproc`` ranks on this machine, have them measure, and write the cluster file.
+    """Start ranks, have them measure, and write the cluster file.
 
     Args:
-        launch: starts the ranks; ``options`` go to it, such as ``before_rank``.
+        launch: starts the ranks, such as the ``spawn`` of a testbed; by default they run on
+            this machine.
 
     Raises:
         InputError: the output cannot be written, or the samples there are of other ranks.
         HapError: a rank died, and which.
     """
-    check(settings, nproc)
-
-    def heard(rank: int, step: tuple[int, int, str]) -> None:
-        progress(*step)
-
-    options.setdefault("backend", "nccl" if torch.cuda.device_count() >= nproc else "gloo")
-    launch(measure_as_rank, nproc, args=(settings,), on_report=heard, **options)
+    check(settings, world_size)
+    backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+    launch = launch or partial(spawn, world_size=world_size, backend=backend)
+    launch(measure_as_rank, args=(settings,), on_report=lambda rank, step: progress(*step))
     return conclude(settings)
 
 
