@@ -51,8 +51,8 @@ def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
         return
     crossing = any(step.lane and isinstance(step.what[0], Compute) for step in flow.steps)
     for buckets in BUCKETS:
-        steps, loose = flow.cut(buckets)
-        rivals = loose and any(s.lane and not s.loose for s in steps)
+        steps, most = flow.cut(buckets)
+        rivals = any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps)
         for hold in (False, True) if rivals else (False,):
             made, step_s = _Run(flow, steps).listed(hold=hold)
             again = replace(program, instructions=made)
@@ -61,8 +61,8 @@ def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
                 yield Order(again, _Run(flow, run).in_place(), _communicating(run))
             else:
                 yield Order(again, step_s, _communicating(steps))
-        if loose <= buckets:
-            return  # more buckets than there is to put in
+        if most <= buckets:
+            return  # each is in one of its own
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,17 +135,16 @@ class _Flow:
             step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
-        """The steps with what is loose in buckets; and how many instructions are loose."""
+        """The steps with what is loose in buckets; and how many instructions one of them had."""
         found: list[_Step] = []
-        loose = 0
+        most = 1
         for step in self.steps:
             if not step.loose or len(step.what) == 1:
-                loose += step.loose
                 found.append(step)
                 continue
-            loose += len(step.what)
+            most = max(most, len(step.what))
             found += [self._bucket(step, part) for part in self._parts(step, buckets)]
-        return found, loose
+        return found, most
 
     def _parts(self, step: _Step, buckets: int) -> list[list[Instruction]]:
         """The members of a loose step in the order of their need, in parts of like bytes."""

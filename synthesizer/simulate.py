@@ -18,7 +18,6 @@ from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
 from hap.synthesizer.script import script_of
 
-
 _ROUNDING = 1e-12
 
 
