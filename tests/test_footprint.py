@@ -76,7 +76,7 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
         trained = i.role == "parameter" and i.target in graph.gradients
         always = always + (1 + STATES * trained) * nbytes(Value(i.tensor, program.inputs[i.tensor]))
     peak = always
-    for at, group in enumerate(groups):
+    for at in range(len(groups)):
         made = [nbytes(v) for v in born if v not in given and lives(v, at)]
         under_way = [
             communication_buffers(groups[k], cost) for k in range(at + 1) if until[k] >= at
