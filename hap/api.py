@@ -238,9 +238,7 @@ def verify(
     plan.check_model(capture(model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
-        return verify_plan(
-            plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend
-        )
+        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend)
 
     def run(world_size: int, observer: Any) -> list[Any]:
         args = (plan.to_json(), _spec(file), dtype, seed, backend)
@@ -249,9 +247,7 @@ def verify(
     return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
 
 
-def _observe_rank(
-    data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str
-) -> Observed:
+def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
     """What one real process of ``verify`` sees."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)

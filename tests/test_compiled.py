@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 import hap
-from hap.errors import HapError, InputError
 from hap.runtime import compiled
-from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
-from hap.runtime.compiled import Asked, Library, Piece, Staged, describe
-from hap.runtime.context import Context
-from hap.runtime.emulate import run_ranks
+from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.launch import spawn
-from hap.runtime.module import HapModule, emit
+from hap.runtime.module import HapModule
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict
 
 CPU = torch.device("cpu")
@@ -54,9 +48,7 @@ SLOW = pytest.mark.slow
         pytest.param("gpt2", 2, 3, marks=SLOW),
     ],
 )  # fmt: skip
-def test_random_programs_compute_what_one_device_computes(
-    file: str, world: int, seed: int
-) -> None:
+def test_random_programs_compute_what_one_device_computes(file: str, world: int, seed: int) -> None:
     case = benchmark_case(file, "tiny")
     found = verdict(case, random_plan(case, world, seed), backend="inductor")
     worst = max(found.rows, key=lambda row: row.error)
