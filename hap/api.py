@@ -169,6 +169,7 @@ def compile(
     device: torch.device | None = None,
     seed: int = 0,
     check: bool = True,
+    backend: str = "eager",
 ) -> HapModule:
     """This rank's part of the model, to be trained like any module.
 
@@ -181,9 +182,12 @@ def compile(
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         check: capture the model again and compare it with the plan.
+        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
+            happens in the first step, and takes from seconds to minutes.
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does.
+        InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
@@ -192,7 +196,7 @@ def compile(
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     if check:
         plan.check_model(capture(model, fake_batch(plan.graph), loss))
-    return HapModule(plan, model, comm, device, seed=seed)
+    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
 
 
 def fake_batch(graph: Graph) -> Batch:
@@ -217,6 +221,7 @@ def verify(
     processes: bool = False,
     dtype: str = "float64",
     seed: int = 0,
+    backend: str = "eager",
 ) -> Verdict:
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
@@ -224,6 +229,7 @@ def verify(
         file: the model file; default: the one that the plan was made from.
         processes: run real gloo processes instead of emulating the ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
+        backend: what runs the ranks' graphs, as in :func:`compile`.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -232,20 +238,21 @@ def verify(
     plan.check_model(capture(model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
-        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype)
+        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend)
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        return spawn(_observe_rank, world_size, args=(plan.to_json(), _spec(file), dtype, seed))
+        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        return spawn(_observe_rank, world_size, args=args)
 
     return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int) -> Observed:
+def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
     """What one real process of ``verify`` sees."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
-        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype
+        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend
     )
     return observer(ProcessGroupComm())
 
@@ -268,7 +275,9 @@ class Trainer:
         PlanError: the model file is not the one that was planned, or the world size differs.
     """
 
-    def __init__(self, plan: Plan, file: ModelFile | None = None) -> None:
+    def __init__(
+        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
+    ) -> None:
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
         self._file = file or model_file_of(plan)
@@ -276,7 +285,9 @@ class Trainer:
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         model = self._file.model()
-        self.module = compile(model, plan, loss=self._file.loss, seed=self._file.seed)
+        self.module = compile(
+            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
+        )
         make = self._file.optimizer or default_optimizer
         self._optimizer = make([p for p in self.module.parameters() if p.requires_grad])
 
@@ -300,13 +311,15 @@ def train(
     *,
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+    backend: str = "eager",
 ) -> list[float]:
     """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
 
     Args:
+        backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
-    trainer = Trainer(plan, file)
+    trainer = Trainer(plan, file, backend=backend)
     losses = []
     for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
         start = time.perf_counter()

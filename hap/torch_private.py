@@ -6,7 +6,9 @@ Checked on torch 2.13.0 (2.11 and 2.12 have the same names).
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,3 +138,54 @@ def joint_graph(
         inputs=tuple(name(n.meta["desc"]) for n in placeholders),
         outputs=tuple(name(end) for end in graph.output_node().meta["desc"]),
     )
+
+
+def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
+    """What TorchInductor needs for a device and does not find here: (what lacks, what to do)."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type != "cpu" and not has_triton():
+        return "Triton is not installed, or does not know this one", "pip install triton"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler", "install g++ (apt install g++) or set CXX"
+    return None
+
+
+_compiling = threading.Lock()  # emulated ranks are threads, and inductor keeps state of its own
+
+
+def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """A graph of operators compiled for inputs of the shapes and strides of ``args``.
+
+    What it returns takes the inputs as one list, which it empties to free each in time. So does
+    the function that ``aot_module_simplified`` wraps in its ``forward``, whose own arguments
+    live until it returns (2.13).
+    """
+    from torch._inductor import compile
+
+    with _compiling, torch.no_grad():
+        twin = copy.deepcopy(module)  # inductor rewrites what it is given
+        compiled: Any = compile(twin, list(args))
+    while compiled.__code__.co_name != "forward":
+        compiled = compiled.__wrapped__
+    boxed: Callable[[list[Any]], Any] = compiled.__wrapped__
+    return boxed
+
+
+class BoxedCode(fx.graph.CodeGen):
+    """Code of a graph whose function takes its inputs as one list, after ``ctx``, and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], annotation: str, **options: Any) -> str:
+        ctx, *names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        lines = [f"def forward(self, {ctx}, given){annotation}:"]
+        lines += [f"    {name} = given.pop()" for name in reversed(names)]
+        return "\n".join(lines)
+
+
+def keeps_graph() -> bool:
+    """Asked during a backward: may it be run a second time?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

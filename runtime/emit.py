@@ -273,7 +273,9 @@ class Emitter:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        call = out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        call.meta["shape"] = self._shape(value)
+        return call
 
     def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""

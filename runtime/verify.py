@@ -63,6 +63,7 @@ Observed = dict[str, dict[str, Tensor]]
 def verify(
     plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer, *,
     dtype: str = "float64", run: Callable[[int, Callable[[Comm], Any]], list[Any]] = run_ranks,
+    backend: str = "eager",
 ) -> Verdict:  # fmt: skip
     """Compare the plan's program on all ranks with the module on one device.
 
@@ -71,7 +72,7 @@ def verify(
         run: runs a function of a :class:`Comm` on every rank; emulated by default.
     """
     widen = dtype == "float64"
-    observer = Observer.make(plan, model, batch, optimizer, dtype)
+    observer = Observer.make(plan, model, batch, optimizer, dtype, backend)
     model, batch = observer.model, observer.batch
     expected = observe_reference(model, batch, loss, optimizer)
     ranks = run(plan.world_size, observer)
@@ -92,17 +93,24 @@ class Observer:
     batch: Batch
     optimizer: MakeOptimizer
     widen: bool
+    backend: str = "eager"
 
     @staticmethod
     def make(
-        plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str
-    ) -> Observer:
+        plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str,
+        backend: str = "eager",
+    ) -> Observer:  # fmt: skip
         """An observer of copies in ``dtype`` with noise on all parameters."""
         widen = dtype == "float64"
-        return Observer(plan, prepared(model, widen), _cast(batch, widen), optimizer, widen)
+        return Observer(
+            plan, prepared(model, widen), _cast(batch, widen), optimizer, widen, backend
+        )
 
     def __call__(self, comm: Comm) -> Observed:
-        module = HapModule(self.plan, self.model, comm, torch.device("cpu"), widen=self.widen)
+        module = HapModule(
+            self.plan, self.model, comm, torch.device("cpu"), widen=self.widen,
+            backend=self.backend,
+        )  # fmt: skip
         module.eval()
         entries = flatten(self.plan.local_batch(self.batch, comm.rank))
         if "*" in entries:
