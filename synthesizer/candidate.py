@@ -27,6 +27,8 @@ class Scheduled(NamedTuple):
 
     program: Program
     timeline: Timeline
+    until: tuple[int, ...]
+    """As of :class:`hap.synthesizer.overlap.Order`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +62,9 @@ class Candidate:
         return min(tried, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
 
     def _judged(self, order: Order, cost: CostModel) -> Scheduled:
-        program, step_s, communicate_s = order
-        held = memory(cost.graph, program, cost)
-        return Scheduled(program, timeline(step_s, self.serial.compute_s, communicate_s, *held))
+        held = memory(cost.graph, order.program, cost, until=order.until)
+        line = timeline(order.step_s, self.serial.compute_s, order.communicate_s, *held)
+        return Scheduled(order.program, line, order.until)
 
     @property
     def timeline(self) -> Timeline:
