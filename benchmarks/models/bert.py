@@ -133,3 +133,13 @@ def small_batches():
         yield masked(
             tokens[starts + torch.arange(64)], torch.rand(32, 64, generator=generator) < 0.15
         )
+
+
+def race():
+    return build(layers=4, hidden=256, heads=4, ffn=1024, vocab=4096, seq=64, dropout=0.0)
+
+
+def race_batch():
+    """Each row has 10 labels, as BERT was trained: means over rows and over labels agree."""
+    hide = torch.rand(32, 64).argsort(dim=1) < 10
+    return masked(torch.randint(1, 4096, (32, 64)), hide)

@@ -218,3 +218,17 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def race():
+    """Two experts per rank of four."""
+    return build(
+        layers=2, hidden=256, heads=4, ffn=1024, experts=8, vocab=4096, seq=64, dropout=0.0
+    )
+
+
+def race_batch():
+    """Each row has 10 labels, as BERT was trained: means over rows and over labels agree."""
+    tokens = torch.randint(1, 4096, (32, 64))
+    hide = torch.rand(32, 64).argsort(dim=1) < 10
+    return {"input_ids": tokens.masked_fill(hide, 0), "labels": tokens.masked_fill(~hide, -100)}

@@ -134,3 +134,11 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def race():
+    return build(layers=4, hidden=256, heads=4, ffn=1024, dropout=0.0)
+
+
+def race_batch():
+    return inputs(size=32)
