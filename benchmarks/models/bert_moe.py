@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
 class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
+        self.width = hidden // heads  # of a head
         self.dropout = dropout
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
@@ -96,14 +96,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, s, m = x.shape
+        b, s, _ = x.shape
         q, k, v = (
-            project(x).view(b, s, self.heads, m // self.heads).transpose(1, 2)
+            project(x).view(b, s, -1, self.width).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # (b, heads, s, head_dim)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        return self.out(x.transpose(1, 2).reshape(b, s, m))
+        return self.out(x.transpose(1, 2).reshape(b, s, -1))
 
 
 class Layer(nn.Module):
