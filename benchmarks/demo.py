@@ -19,12 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from benchmarks.contenders.base import Setting
 from benchmarks.contenders.even_ddp import EvenDDP
-from benchmarks.emulated import cpu_quotas
 from hap import api
 from hap.model_file import load_model_file, model_file_of
 from hap.plan import Plan
 from hap.report import plan_screen
 from hap.runtime.launch import report, spawn
+from hap.runtime.testbed.quotas import cpu_quotas
 from hap.terminal import console, emit
 
 HERE = Path(__file__).parent

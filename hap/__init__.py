@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hap import report as report
     from hap import simulation as simulation
     from hap import terminal as terminal
+    from hap import testbed as testbed
     from hap import worker as worker
     from hap.api import clip_grad_norm_, compile, plan, verify
     from hap.cluster import Cluster, load_cluster
@@ -71,6 +72,7 @@ _MODULES: Final = (
     "report",
     "simulation",
     "terminal",
+    "testbed",
     "worker",
 )  # heavy: for the command line
 

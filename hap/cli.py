@@ -1,4 +1,5 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``.
+"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``,
+``hap testbed``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -173,6 +174,34 @@ def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) ->
         click.echo(json.dumps(hap.simulation.simulation_json(made), indent=1))
     else:
         hap.terminal.emit(hap.simulation.simulation_screen(made))
+
+
+@_command
+@click.argument("cluster", required=False)
+@click.option("--cores", type=float, help="Cores for all ranks together.  [default: all]")
+@click.option(
+    "--links",
+    default="scaled",
+    show_default=True,
+    metavar="[scaled|as-written|unlimited]",
+    help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
+)
+@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def testbed(
+    cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
+) -> None:
+    """Run the command after `--` on emulated hosts, one for each device of CLUSTER.
+
+    Speeds, links and memory are limited as the file says, all slower by one factor. Without a
+    command, show the hosts.
+    """
+    if clean:
+        click.echo("\n".join(hap.testbed.clean()) or "nothing was left behind")
+    elif cluster is None:
+        raise InputError("no cluster", hint="give a cluster file, then -- and a command")
+    else:
+        raise SystemExit(hap.testbed.emulate(cluster, cores, links, command))
 
 
 def _note(text: str) -> None:

@@ -19,6 +19,7 @@ FACE = {
     "hap.report",
     "hap.simulation",
     "hap.terminal",
+    "hap.testbed",
     "hap.worker",
 }
 TORCH = {
