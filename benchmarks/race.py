@@ -40,7 +40,9 @@ MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
 TOLERANCE = 1e-4
-UNBOUNDED = 2 << 30  # memory limits are judged by tensor bytes, not enforced: contenders share ranks
+UNBOUNDED = (
+    2 << 30
+)  # memory limits are judged by tensor bytes, not enforced: contenders share ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,11 +194,16 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
 def _floors(cell: Cell, plan: Plan, cluster: Cluster) -> None:
     cell.arithmetic_s = plans.arithmetic_s(plan, cluster)
     if plan.prediction.bounds and not plan.left_out:
-        cell.bound_s, cell.covers = plan.prediction.bounds[0].step_s, plan.prediction.bounds[0].covers
+        cell.bound_s, cell.covers = (
+            plan.prediction.bounds[0].step_s,
+            plan.prediction.bounds[0].covers,
+        )
 
 
 def _roomy(cluster: Cluster) -> Cluster:
-    devices = tuple(replace(d, memory_bytes=max(d.memory_bytes, UNBOUNDED)) for d in cluster.devices)
+    devices = tuple(
+        replace(d, memory_bytes=max(d.memory_bytes, UNBOUNDED)) for d in cluster.devices
+    )
     return replace(cluster, devices=devices)
 
 

@@ -134,6 +134,7 @@ class BertMoE(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(hidden, vocab)
         self.head.weight = self.word.weight
+        self.cross_entropy = nn.CrossEntropyLoss()
         for module in self.modules():  # as BERT does
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -146,7 +147,7 @@ class BertMoE(nn.Module):
             x, balance = layer(x)
             if balance is not None:
                 balances.append(balance)
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        loss = self.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return loss + self.balance * torch.stack(balances).mean()
 
 
@@ -220,6 +221,13 @@ def tiny_dropout():
 tiny_dropout_batch = tiny_batch
 
 
+def evenly_masked(size: int, seq: int, vocab: int, labels: int):
+    """Each row has as many labels, as BERT was trained: means over rows and over labels agree."""
+    tokens = torch.randint(1, vocab, (size, seq))
+    hide = torch.rand(size, seq).argsort(dim=1) < labels
+    return {"input_ids": tokens.masked_fill(hide, 0), "labels": tokens.masked_fill(~hide, -100)}
+
+
 def race():
     """Two experts per rank of four."""
     return build(
@@ -228,7 +236,11 @@ def race():
 
 
 def race_batch():
-    """Each row has 10 labels, as BERT was trained: means over rows and over labels agree."""
-    tokens = torch.randint(1, 4096, (32, 64))
-    hide = torch.rand(32, 64).argsort(dim=1) < 10
-    return {"input_ids": tokens.masked_fill(hide, 0), "labels": tokens.masked_fill(~hide, -100)}
+    return evenly_masked(32, 64, 4096, labels=10)
+
+
+race_tiny = tiny
+
+
+def race_tiny_batch():
+    return evenly_masked(12, 10, 101, labels=3)

@@ -107,3 +107,6 @@ def race():
 
 def race_batch():
     return small_batch()
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -95,3 +95,6 @@ def race():
 
 def race_batch():
     return inputs(size=256)
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -69,3 +69,6 @@ def race():
 
 def race_batch():
     return inputs(size=1024, features=256, classes=16384)
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -9,8 +9,6 @@ from hap.cluster import Cluster
 from hap.runtime.testbed import Testbed
 
 
-def profiled(
-    bed: Testbed, options: argparse.Namespace, cluster: str, told: Progress
-) -> Cluster:
+def profiled(bed: Testbed, options: argparse.Namespace, cluster: str, told: Progress) -> Cluster:
     """The emulated cluster."""
     return bed.cluster

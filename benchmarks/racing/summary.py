@@ -33,7 +33,9 @@ def best_other(cell: Cell) -> Entry | None:
 
 def prediction_errors(cell: Cell) -> dict[str, float]:
     """Plan -> predicted over measured step, less one."""
-    return {e.name: e.predicted_s / e.median_s - 1 for e in cell.entries if e.counts and e.predicted_s}
+    return {
+        e.name: e.predicted_s / e.median_s - 1 for e in cell.entries if e.counts and e.predicted_s
+    }
 
 
 def memory_errors(cell: Cell) -> dict[str, float]:

@@ -69,7 +69,9 @@ def cell_text(cell: Cell) -> str:
             f"| {_peak(e)} | {_part(peaks.get(e.name))} | {e.note} |"
         )
     lines.append("")
-    floors = [f"all products at the summed speed of all devices: {format_seconds(cell.arithmetic_s)}"]
+    floors = [
+        f"all products at the summed speed of all devices: {format_seconds(cell.arithmetic_s)}"
+    ]
     if cell.bound_s:
         floors.append(f"proved of {cell.covers}: {format_seconds(cell.bound_s)}")
     if ours and cell.limit_s:
@@ -135,6 +137,8 @@ def _plot(path: Path, cells: Sequence[Cell]) -> None:
         axis.set_xticks(range(len(here)), [cell.model for cell in here], fontsize=8)
         axis.set_title(cluster)
     axes.flat[0].set_ylabel("step over ours")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    figure.legend(
+        *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names)
+    )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
