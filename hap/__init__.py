@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hap import api as api
     from hap import model_file as model_file
+    from hap import profile_report as profile_report
+    from hap import profiling as profiling
     from hap import report as report
     from hap import simulation as simulation
     from hap import terminal as terminal
@@ -69,6 +71,8 @@ _HOME: Final = {name: module for module, names in _NAMES.items() for name in nam
 _MODULES: Final = (
     "api",
     "model_file",
+    "profile_report",
+    "profiling",
     "report",
     "simulation",
     "terminal",

@@ -1,5 +1,5 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``,
-``hap testbed``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
+``testbed``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -139,6 +139,38 @@ def run(plan_file: str, nproc: int | None, steps: int, extra: tuple[str, ...]) -
         return
     with hap.terminal.training_progress(steps) as on_step:
         hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step)
+
+
+@_command
+@click.option(
+    "-o",
+    "--output",
+    default="cluster.yaml",
+    show_default=True,
+    help="The cluster file; samples are kept beside it.",
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
+@click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
+@click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
+@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+def profile(output: str, nproc: int | None, nodes: str | None, quick: bool, resume: bool) -> None:
+    """Measure devices and links, and write a cluster file.
+
+    Under torchrun or srun this process is one rank; --nproc starts ranks here.
+    """
+    names = tuple(nodes.split(",")) if nodes else ()
+    made = hap.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
+    start = time.perf_counter()
+    with hap.terminal.profiling_progress() as progress:
+        if hap.worker.started_as_rank() and nproc is None:
+            found = hap.profiling.run_as_rank(made, progress)
+        elif nproc is None:
+            raise InputError("no ranks to measure", hint="give --nproc, or start with torchrun")
+        else:
+            found = hap.profiling.profile(made, nproc, progress=progress)
+    if found is not None:
+        hap.terminal.emit(hap.profile_report.profile_screen(found, output))
+        _note(f"measured in {time.perf_counter() - start:.0f} s, written to {output}")
 
 
 @_command

@@ -16,6 +16,8 @@ FACE = {
     "hap.api",
     "hap.chrome_trace",
     "hap.cli",
+    "hap.profile_report",
+    "hap.profiling",
     "hap.report",
     "hap.simulation",
     "hap.terminal",
