@@ -269,12 +269,13 @@ def _notes(
     if not quotas.enforced:
         notes.append(f"speeds are a duty cycle: {quotas.reason}")
     if limited:
-        notes.append("links have this machine's own latency: it has no kernel module for more")
+        notes.append("latency is not emulated: links have this machine's own")
     else:
         notes.append("links are not limited: ranks talk over this machine's loopback")
     large = [host.rank for host in hosts if host.memory_bytes is None]
     if large:
-        notes.append(f"memory of {len(large)} ranks is not limited: this machine has no more")
+        ranks = ", ".join(map(str, large))
+        notes.append(f"memory is not limited on rank {ranks}: this machine has less than theirs")
     if len(large) < len(hosts) and not quotas.limits_memory:
         notes.append(f"memory: {quotas.memory_reason}")
     return tuple(notes)
