@@ -116,7 +116,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     spec = f"{HERE / 'models' / model}.py:{options.size}"
     written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
     with Testbed(_roomy(written), cores=options.cores) as bed:
-        measured = _with_memory(profiled(bed, options, cluster, told), written)
+        measured = _with_memory(_measured(bed, cluster, options, told), written)
         found, void = _plans(model, cluster, spec, measured, options, told)
         names = [name for name in options.contenders if name not in void]
         names += [name for name in found if name not in names]
@@ -149,6 +149,15 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     if OURS in found:
         _floors(cell, found[OURS][1], measured)
     return cell
+
+
+def _measured(
+    bed: Testbed, cluster: str, options: argparse.Namespace, told: plans.Progress
+) -> Cluster:
+    if options.trust_cluster:
+        return bed.cluster
+    path = options.out / "clusters" / f"{cluster}.yaml"
+    return profiled(bed, path, told, quick=options.quick)
 
 
 def _plans(

@@ -8,7 +8,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders.base import (
-    Contender, Setting, as_step, built, even, mean_over_ranks, optimizer, rows_of, size_of, train,
+    Contender,
+    Setting,
+    as_step,
+    built,
+    even,
+    mean_over_ranks,
+    optimizer,
+    rows_of,
+    size_of,
+    train,
 )  # fmt: skip
 
 

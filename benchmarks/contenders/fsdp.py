@@ -10,7 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.contenders.base import (
-    Contender, Setting, as_step, built, even, mean_over_ranks, optimizer, rows_of, size_of, train,
+    Contender,
+    Setting,
+    as_step,
+    built,
+    even,
+    mean_over_ranks,
+    optimizer,
+    rows_of,
+    size_of,
+    train,
 )  # fmt: skip
 
 

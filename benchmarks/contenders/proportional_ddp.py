@@ -13,8 +13,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders.base import (
-    Contender, Setting, as_step, built, mean_over_ranks, optimizer, proportional, rows_of,
-    size_of, terms, train,
+    Contender,
+    Setting,
+    as_step,
+    built,
+    mean_over_ranks,
+    optimizer,
+    proportional,
+    rows_of,
+    size_of,
+    terms,
+    train,
 )  # fmt: skip
 
 

@@ -10,7 +10,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders.base import (
-    Contender, Setting, as_step, built, even, mean_over_ranks, optimizer, rows_of, size_of, train,
+    Contender,
+    Setting,
+    as_step,
+    built,
+    even,
+    mean_over_ranks,
+    optimizer,
+    rows_of,
+    size_of,
+    train,
 )  # fmt: skip
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 from benchmarks.contenders import OURS, PAPER
 from benchmarks.racing.results import Cell, Entry
 from benchmarks.racing.summary import (
-    PLAN, Figure, best_other, distance, memory_errors, prediction_errors, ratio, summary,
+    PLAN,
+    Figure,
+    best_other,
+    distance,
+    memory_errors,
+    prediction_errors,
+    ratio,
+    summary,
 )  # fmt: skip
 from hap.files import write_whole
 from hap.units import format_seconds
