@@ -136,3 +136,15 @@ def joint_graph(
         inputs=tuple(name(n.meta["desc"]) for n in placeholders),
         outputs=tuple(name(end) for end in graph.output_node().meta["desc"]),
     )
+
+
+def checkpointed(node: fx.Node) -> int | None:
+    """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
+
+    What the checkpoint's own policy says to save counts as outside of it.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    policy = node.meta.get("recompute")
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id", 0) if policy in again else None
