@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hap import simulation as simulation
     from hap import terminal as terminal
     from hap import worker as worker
-    from hap.api import clip_grad_norm_, compile, plan, verify
+    from hap import optim as optim
+    from hap.api import GradScaler, clip_grad_norm_, compile, plan, verify
     from hap.cluster import Cluster, load_cluster
     from hap.errors import (
         ClusterError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ClusterError",
+    "GradScaler",
     "HapError",
     "InfeasibleError",
     "InputError",
@@ -58,7 +60,7 @@ __all__ = [
 ]
 
 _NAMES: Final = {
-    "api": ("plan", "compile", "verify", "clip_grad_norm_"),
+    "api": ("plan", "compile", "verify", "clip_grad_norm_", "GradScaler"),
     "plan": ("Plan",),
     "cluster": ("Cluster", "load_cluster"),
     "runtime.data": ("RankBatchSampler",),
@@ -68,6 +70,7 @@ _HOME: Final = {name: module for module, names in _NAMES.items() for name in nam
 _MODULES: Final = (
     "api",
     "model_file",
+    "optim",
     "report",
     "simulation",
     "terminal",

@@ -148,3 +148,15 @@ def checkpointed(node: fx.Node) -> int | None:
     policy = node.meta.get("recompute")
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get("ac_graph_id", 0) if policy in again else None
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose finding of infinities is told to :meth:`agreed`."""
+
+    def agreed(self, found: torch.Tensor) -> torch.Tensor:
+        """More than zero where any rank's ``found`` is; to be defined by what derives from it."""
+        raise NotImplementedError
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        return {device: self.agreed(value) for device, value in found.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hap import optim, torch_private
 from hap.batch import given
 from hap.errors import PlanError
 from hap.plan import Plan
@@ -71,7 +72,9 @@ class HapModule(nn.Module):
         self._inputs = roles
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
-            self._put(name, nn.Parameter(shard, parameter.requires_grad))
+            mine = nn.Parameter(shard, parameter.requires_grad)
+            optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
+            self._put(name, mine)
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
         self.train(model.training)
@@ -183,18 +186,21 @@ class HapModule(nn.Module):
             with torch.no_grad():
                 state[first].copy_(self._cut(first, whole))
 
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same elements of a parameter as this one."""
+        tensor = self._inputs.get(name)
+        copies = self._comm.world_size
+        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
+            copies //= len(level.sizes) if level else 1
+        return copies
+
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            tensor = self._inputs.get(name)
-            levels = self._plan.levels(tensor, self._comm.rank) if tensor else (None,)
-            copies = self._comm.world_size
-            for level in levels:
-                copies //= len(level.sizes) if level else 1
-            total += parameter.grad.double().square().sum() / copies
+            total += parameter.grad.double().square().sum() / self._copies(name)
         return self._comm.all_reduce(total, "one shot").sqrt()
 
 
@@ -210,6 +216,26 @@ def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
     return norm
+
+
+class GradScaler(torch_private.AgreeingGradScaler):
+    """``torch.amp.GradScaler`` for a module in shards: all ranks skip a step, or none does.
+
+    An infinity that one rank finds in its shards counts for all of them, so that the scale stays
+    the same everywhere. Every rank must call its methods alike.
+
+    Args:
+        module: what is trained.
+        options: as torch's, but for the device, which is the module's.
+    """
+
+    def __init__(self, module: HapModule, **options: Any) -> None:
+        super().__init__(module._device.type, **options)
+        self._comm = module._comm
+
+    def agreed(self, found: Tensor) -> Tensor:
+        """The sum of all ranks' findings, each 0 or 1."""
+        return self._comm.all_reduce(found, "one shot")
 
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:

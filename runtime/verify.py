@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from hap import torch_private
 from hap.batch import Batch, call, each, flatten
 from hap.capture import Loss, Step
-from hap.optimizer import MakeOptimizer
+from hap.optim import tensor_norms
+from hap.optimizer import MakeOptimizer, make_optimizer
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
@@ -56,6 +57,9 @@ class Verdict:
     def ok(self) -> bool:
         return all(row.ok for row in self.rows)
 
+
+VANISHES = 500
+"""Roundings of the largest gradient under which a gradient is nothing but rounding."""
 
 Observed = dict[str, dict[str, Tensor]]
 """``loss``, ``gradient`` and ``parameter`` -> name -> tensor (a shard, on a rank)."""
@@ -151,7 +155,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
 
 
 def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
-    updates = optimizer([p for p in module.parameters() if p.requires_grad])
+    updates = make_optimizer(optimizer, module)
     losses: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -163,10 +167,27 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
             gradients = {
                 n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
             }
+        settle(module)
         updates.step()
     state = {n: t.detach().clone() for n, t in module.named_parameters()}
     state |= {n: t.detach().clone() for n, t in module.named_buffers() if t.is_floating_point()}
     return {"loss": losses, "gradient": gradients, "parameter": state}
+
+
+def settle(module: nn.Module) -> None:
+    """Set to zero the gradients that vanish beside the others: they are all rounding.
+
+    A bias in front of a batch norm has one. Adam divides a gradient by its own size, and would
+    make a step of the rounding.
+    """
+    params = [p for p in module.parameters() if p.grad is not None]
+    norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
+    if not params:
+        return
+    limit = VANISHES * torch.finfo(params[0].dtype).eps * norms.max()
+    for p, norm in zip(params, norms, strict=True):
+        if norm <= limit and p.grad is not None:
+            p.grad.zero_()
 
 
 def compare(
