@@ -239,7 +239,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
         aten.binary_cross_entropy_with_logits, aten.binary_cross_entropy,
         aten.binary_cross_entropy_backward, aten.soft_margin_loss, aten.soft_margin_loss_backward,
-        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm,
+        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
     aten.mean.default: _mean,
