@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hap import api as api
     from hap import model_file as model_file
+    from hap import optim as optim
     from hap import report as report
     from hap import simulation as simulation
     from hap import terminal as terminal
     from hap import worker as worker
-    from hap import optim as optim
     from hap.api import GradScaler, clip_grad_norm_, compile, plan, verify
     from hap.cluster import Cluster, load_cluster
     from hap.errors import (

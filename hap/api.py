@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hap import torch_private
 from hap.axes import Shares
@@ -32,7 +32,16 @@ from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import Choice, Wishes, choose
 from hap.synthesizer.space import build_space
 
-__all__ = ["GradScaler", "clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
+__all__ = [
+    "GradScaler",
+    "clip_grad_norm_",
+    "code",
+    "compile",
+    "plan",
+    "plan_file",
+    "train",
+    "verify",
+]
 
 Progress = Callable[[str], None]
 

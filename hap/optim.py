@@ -80,7 +80,7 @@ class _Whole(torch.optim.Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all the parameters that have a gradient; every rank must call it."""
         loss = None
         if closure is not None:

@@ -57,7 +57,7 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
         ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that looks
             across a parameter, which on shards it can't.
     """
-    shapes = {"weight": (4, 6)}
+    shapes: dict[str, tuple[int, ...]] = {"weight": (4, 6)}
     if module is not None:
         dims = {n: p.dim() for n, p in module.named_parameters() if p.requires_grad}
         shapes = {n: (4, 6, 3, 2, 2)[:d] if d < 6 else (2,) * d for n, d in dims.items()} or shapes

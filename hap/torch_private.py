@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,35 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     # Libraries hang methods of their own on Logger (warning_once); none changes the program.
     loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
-        with warnings.catch_warnings(), dynamo.config.patch(ignore_logging_functions=loggers):
+        with (
+            warnings.catch_warnings(),
+            dynamo.config.patch(ignore_logging_functions=loggers),
+            _autocast_of_any_device(),
+        ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error) from error
     return captured
+
+
+@contextlib.contextmanager
+def _autocast_of_any_device() -> Iterator[None]:
+    """While the fakes are traced, which all lie on the CPU, ``autocast("cuda")`` casts them, too."""
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+
+    original = AutocastModeVariable.__init__
+
+    def on_cpu(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+        device, dtype, *rest = target_values
+        dtype = dtype or torch.get_autocast_dtype(device)
+        original(self, ["cpu", dtype, *rest], *args, **kwargs)
+
+    AutocastModeVariable.__init__ = on_cpu  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutocastModeVariable.__init__ = original  # type: ignore[method-assign]
 
 
 def capture_errors() -> tuple[type[Exception], ...]:

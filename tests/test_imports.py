@@ -24,7 +24,14 @@ FACE = {
 TORCH = {
     f"hap.{name}"
     for name in (
-        "capture", "losses", "model_file", "norms", "ops", "optim", "optimizer", "torch_private",
+        "capture",
+        "losses",
+        "model_file",
+        "norms",
+        "ops",
+        "optim",
+        "optimizer",
+        "torch_private",
     )
 }
 

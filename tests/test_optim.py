@@ -47,7 +47,9 @@ def net() -> Case:
 def trains(optimizer: Any, case: Case | None = None) -> None:
     """Three steps under random plans end where one device ends."""
     base = case or net()
-    case = Case(model=base.model, batch=base.batch, loss=None, optimizer=optimizer, space=base.space)
+    case = Case(
+        model=base.model, batch=base.batch, loss=None, optimizer=optimizer, space=base.space
+    )
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed))
         wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
@@ -285,7 +287,9 @@ def test_a_clipped_and_accumulated_step(clip: str) -> None:
     want = train(reference, lambda: net().loss_of(reference))
     for world, seed in PLANS:
         plan = random_plan(net(), world, seed)
-        parts = on_ranks(plan, lambda module, batch, comm: train(module, lambda: call(module, batch)))
+        parts = on_ranks(
+            plan, lambda module, batch, comm: train(module, lambda: call(module, batch))
+        )
         for name, value in whole(net(), plan, parts).items():
             torch.testing.assert_close(value, want[name], rtol=2e-4, atol=1e-5, msg=name)
 
@@ -344,7 +348,8 @@ def test_scaled_steps_are_those_of_one_device() -> None:
     want = train(reference, torch.amp.GradScaler("cpu"), lambda: net().loss_of(reference))
     plan = random_plan(net(), 3, 1)
     parts = on_ranks(
-        plan, lambda module, batch, comm: train(module, GradScaler(module), lambda: call(module, batch))
+        plan,
+        lambda module, batch, comm: train(module, GradScaler(module), lambda: call(module, batch)),
     )
     for name, value in whole(net(), plan, parts).items():
         torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-6, msg=name)

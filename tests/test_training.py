@@ -284,7 +284,9 @@ def test_batches_may_be_nested(batch: Any) -> None:
     again = rebuild(form_of(batch), flatten(batch))
     assert type(again) is type(batch)
     assert form_of(again) == form_of(batch)
-    assert all(a is b for a, b in zip(flatten(again).values(), flatten(batch).values(), strict=True))
+    assert all(
+        a is b for a, b in zip(flatten(again).values(), flatten(batch).values(), strict=True)
+    )
 
 
 def test_parts_of_a_nested_batch_are_checked() -> None:
