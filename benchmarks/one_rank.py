@@ -38,8 +38,8 @@ from torch import nn
 
 import hap
 from benchmarks.models import bert, gpt2, mlp, vgg19, vit
-from hap.api import call
-from hap.capture import Step, flatten
+from hap.batch import call, flatten
+from hap.capture import Step
 from hap.optimizer import MakeOptimizer, default_optimizer
 from hap.units import format_seconds
 

@@ -164,6 +164,10 @@ def scaled_dot_product_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (_repeat_heads(x, query.shape[-3]) for x in (key, value))
+    if torch.is_autocast_enabled("cpu"):  # as torch's own function is; a custom op isn't
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = (_lowered(x, half) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _lowered(attn_mask, half)
     trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() == 4 and dropout_p == 0.0 and not trained:
         out: Tensor = torch.ops.hap.sdpa(query, key, value, attn_mask, is_causal, scale)[0]
@@ -176,6 +180,10 @@ def scaled_dot_product_attention(
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
     return torch.matmul(F.dropout(scores.softmax(-1), dropout_p), value)
+
+
+def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,7 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,35 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     # Libraries hang methods of their own on Logger (warning_once); none changes the program.
     loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
-        with warnings.catch_warnings(), dynamo.config.patch(ignore_logging_functions=loggers):
+        with (
+            warnings.catch_warnings(),
+            dynamo.config.patch(ignore_logging_functions=loggers),
+            _autocast_of_any_device(),
+        ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error) from error
     return captured
+
+
+@contextlib.contextmanager
+def _autocast_of_any_device() -> Iterator[None]:
+    """While the fakes are traced, which all lie on the CPU, ``autocast("cuda")`` casts them, too."""
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+
+    original = AutocastModeVariable.__init__
+
+    def on_cpu(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+        device, dtype, *rest = target_values
+        dtype = dtype or torch.get_autocast_dtype(device)
+        original(self, ["cpu", dtype, *rest], *args, **kwargs)
+
+    AutocastModeVariable.__init__ = on_cpu  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutocastModeVariable.__init__ = original  # type: ignore[method-assign]
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
@@ -189,3 +212,27 @@ class BoxedCode(fx.graph.CodeGen):
 def keeps_graph() -> bool:
     """Asked during a backward: may it be run a second time?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def checkpointed(node: fx.Node) -> int | None:
+    """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
+
+    What the checkpoint's own policy says to save counts as outside of it.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    policy = node.meta.get("recompute")
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id", 0) if policy in again else None
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose finding of infinities is told to :meth:`agreed`."""
+
+    def agreed(self, found: torch.Tensor) -> torch.Tensor:
+        """More than zero where any rank's ``found`` is; to be defined by what derives from it."""
+        raise NotImplementedError
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        return {device: self.agreed(value) for device, value in found.items()}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap import torch_private
+from hap import optim, torch_private
+from hap.batch import given
 from hap.errors import PlanError
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
@@ -32,7 +33,7 @@ class HapModule(nn.Module):
         model: the whole model, real; its tensors are cut and not kept.
         comm: this rank's end of the collectives.
         device: where the shards live.
-        widen: run float32 as float64 (for verification).
+        widen: run all floats as float64 (for verification).
         backend: what runs the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
 
     Raises:
@@ -77,21 +78,23 @@ class HapModule(nn.Module):
         self._inputs = roles
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
-            self._put(name, nn.Parameter(shard, parameter.requires_grad))
+            mine = nn.Parameter(shard, parameter.requires_grad)
+            optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
+            self._put(name, mine)
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
+        self.train(model.training)
+        self._planned_in_training = model.training
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss over the *global* batch, the same on every rank.
 
         Args: this rank's part of the batch, in the form that the model takes, as
             :meth:`hap.plan.Plan.local_batch` cuts it.
         """
-        batch = {str(k): v for k, v in enumerate(args)} | kwargs
-        if len(args) == 1 and any(i.target == "*" for i in self._plan.graph.inputs):
-            batch["*"] = batch.pop("0")
+        batch = given(args, kwargs)
         state = self._state()
         tensors = []
         for role, target, tensor in self._order:
@@ -99,11 +102,16 @@ class HapModule(nn.Module):
             tensors.append(value)
         self._ctx.training = self.training
         loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for target, new in zip(self._code.buffers, buffers, strict=True):
-                state[target].copy_(new)
+        if self.training or not self._planned_in_training:
+            with torch.no_grad():
+                for target, new in zip(self._code.buffers, buffers, strict=True):
+                    state[target].copy_(new)
         self._ctx.step += 1
         return loss  # type: ignore[no-any-return]
+
+    def without_dropout(self) -> None:
+        """Train without dropout from now on, to compare with a run on one device."""
+        self._ctx.dropping = False
 
     def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
         expected = self._plan.local_shape(tensor, self._comm.rank)
@@ -184,18 +192,21 @@ class HapModule(nn.Module):
             with torch.no_grad():
                 state[first].copy_(self._cut(first, whole))
 
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same elements of a parameter as this one."""
+        tensor = self._inputs.get(name)
+        copies = self._comm.world_size
+        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
+            copies //= len(level.sizes) if level else 1
+        return copies
+
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            tensor = self._inputs.get(name)
-            levels = self._plan.levels(tensor, self._comm.rank) if tensor else (None,)
-            copies = self._comm.world_size
-            for level in levels:
-                copies //= len(level.sizes) if level else 1
-            total += parameter.grad.double().square().sum() / copies
+            total += parameter.grad.double().square().sum() / self._copies(name)
         return self._comm.all_reduce(total, "one shot").sqrt()
 
 
@@ -211,6 +222,26 @@ def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
     return norm
+
+
+class GradScaler(torch_private.AgreeingGradScaler):
+    """``torch.amp.GradScaler`` for a module in shards: all ranks skip a step, or none does.
+
+    An infinity that one rank finds in its shards counts for all of them, so that the scale stays
+    the same everywhere. Every rank must call its methods alike.
+
+    Args:
+        module: what is trained.
+        options: as torch's, but for the device, which is the module's.
+    """
+
+    def __init__(self, module: HapModule, **options: Any) -> None:
+        super().__init__(module._device.type, **options)
+        self._comm = module._comm
+
+    def agreed(self, found: Tensor) -> Tensor:
+        """The sum of all ranks' findings, each 0 or 1."""
+        return self._comm.all_reduce(found, "one shot")
 
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:

@@ -26,7 +26,16 @@ FACE = {
 }
 TORCH = {
     f"hap.{name}"
-    for name in ("capture", "losses", "model_file", "ops", "optimizer", "torch_private")
+    for name in (
+        "capture",
+        "losses",
+        "model_file",
+        "norms",
+        "ops",
+        "optim",
+        "optimizer",
+        "torch_private",
+    )
 }
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hap.api import call
-from hap.capture import Step, flatten
+from hap.batch import call, flatten
+from hap.capture import Step
 from hap.model_file import ModelFile
 from hap.optimizer import default_optimizer
 

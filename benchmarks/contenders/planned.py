@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders.base import Contender, Setting, built, optimizer
 from hap import api
+from hap.batch import call
 from hap.plan import Plan
 from hap.runtime.collectives import ProcessGroupComm
 
@@ -34,7 +35,7 @@ class Planned(Contender):
         if self._rank is None:
             return None
         self._optimizer.zero_grad()
-        loss = api.call(self._module, self._plan.local_batch(batch, self._rank))
+        loss = call(self._module, self._plan.local_batch(batch, self._rank))
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return loss.item()

@@ -27,7 +27,9 @@ def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluste
         quick=quick, resume=True,
     )  # fmt: skip
 
-    def launch(target: Callable[..., Any], size: int, *, args: Any, on_report: Any, **_: Any) -> Any:
+    def launch(
+        target: Callable[..., Any], size: int, *, args: Any, on_report: Any, **_: Any
+    ) -> Any:
         assert size == len(bed.hosts)
         return bed.spawn(target, args, on_report=on_report)
 
