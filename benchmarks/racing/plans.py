@@ -14,10 +14,11 @@ from hap.model_file import load_model_file
 from hap.optimizer import default_optimizer, examine
 from hap.plan import Plan, Source
 from hap.synthesizer.baselines import METHODS
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.planner import Progress
 from hap.synthesizer.predict import predict
 from hap.synthesizer.space import build_space
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.work import FLOPS, node_work
 
 PAPER_METHOD = "HAP 2024"
@@ -51,7 +52,7 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
     cost = Synthesizer(space, cluster, kind.states).cost(found)
     return Plan(
         source=Source(path=str(file.path), function=file.function), graph=graph, cluster=cluster,
-        optimizer=str(kind), program=found.program, shares=shares,
+        optimizer=str(kind), program=found.scheduled.program, shares=shares,
         idle=tuple(
             r for r in range(cluster.world_size)
             if shares and not any(units[r] for units in shares.values())
