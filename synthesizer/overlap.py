@@ -35,6 +35,9 @@ BUCKETS = (1, 3, 8, 24)
 """Into how many parts is cut what the search lets be gathered or reduced together."""
 
 
+_TYPICAL = 3
+
+
 class Order(NamedTuple):
     """A schedule: a program in the order in which it runs, and how long that takes."""
 
@@ -47,22 +50,35 @@ class Order(NamedTuple):
 
 
 def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
-    """Schedules of a program. The first leaves all in its place; later ones have more buckets."""
+    """Schedules of a program. The first leaves all in its place; others have more and more buckets.
+
+    Of the fastest of these, one more holds back what is needed later.
+    """
     flow = _Flow(graph, program, cost)
     yield _Run(flow, flow.steps).in_place(program)
     if not any(step.lane for step in flow.steps):
         return
-    crossing = any(step.lane and isinstance(step.what[0], Compute) for step in flow.steps)
+    found: list[tuple[float, list[_Step]]] = []
     for buckets in BUCKETS:
         steps, most = flow.cut(buckets)
-        rivals = any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps)
-        for hold in (False, True) if rivals else (False,):
-            order = _Run(flow, steps).listed(program, hold=hold)
-            if crossing:  # what crosses between machines has no buckets: neighbours run as one
-                order = _Run(flow, _Flow(graph, order.program, cost).steps).in_place(order.program)
-            yield order
+        order = flow.listed(program, steps, hold=False)
+        found.append((order.step_s, steps))
+        yield order
         if most <= buckets:
-            return  # each is in one of its own
+            break  # each is in one of its own
+    _, steps = min(found, key=lambda entry: entry[0])
+    if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
+        yield flow.listed(program, steps, hold=True)
+
+
+def estimate_s(graph: Graph, program: Program, cost: CostModel) -> float:
+    """About how long the fastest of :func:`orders` takes, by two of them."""
+    flow = _Flow(graph, program, cost)
+    in_place = _Run(flow, flow.steps).in_place(program).step_s
+    if not any(step.lane for step in flow.steps):
+        return in_place
+    steps, _ = flow.cut(_TYPICAL)
+    return min(in_place, flow.listed(program, steps, hold=False).step_s)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,6 +149,15 @@ class _Flow:
             step.need = min((self._read[v] for v in step.outs if v in self._read), default=0)
         else:
             step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
+
+    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
+        """The program in an order found by list scheduling of its steps."""
+        order = _Run(self, steps).listed(program, hold=hold)
+        if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
+            return order
+        # What crosses between machines has no buckets: neighbours run as one.
+        again = _Flow(self._graph, order.program, self._cost)
+        return _Run(again, again.steps).in_place(order.program)
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
         """The steps with what is loose in buckets; and how many instructions one of them had."""
