@@ -203,11 +203,11 @@ class Synthesizer:
         while high > low and held * per_byte * 2.0**high > MOST_S:
             high -= 1  # else costs would reach those of what may not be
         tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
-        best = fastest([best, tried])
+        best = min(best, tried, key=lambda c: c.in_turn)
         while not tried.lacking_in_series.any() and high - low > 1:
             middle = (low + high) // 2
             cheaper = self.cheapest(shares, np.where(short, per_byte * 2.0**middle, 0.0))
-            best = fastest([best, cheaper])
+            best = min(best, cheaper, key=lambda c: c.in_turn)
             fits = not cheaper.lacking_in_series.any()
             low, high = (low, middle) if fits else (middle, high)
         return best
