@@ -87,7 +87,8 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
             quotas.place(rank, process.pid)
         fast, slow = speeds(busy)
         assert len(groups_of(os.getpid())) == (2 if enforced else 0)
-    assert fast > 2 * slow  # asked for: 10; less on a machine that others keep busy
+    # Asked for: 10. Less on a machine that others keep busy, where duty cycles are late as well.
+    assert fast > (2 if enforced else 1) * slow
     # They are still there, and neither stopped nor in a group of ours.
     assert all(psutil.Process(process.pid).status() != psutil.STATUS_STOPPED for process in busy)
     if enforced:
