@@ -11,15 +11,17 @@ take turns, a step each per round; ratios are within a round. docs/race.md says 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
 from benchmarks.racing import plans, tables
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = options.out / "results.jsonl"
     if not options.resume:
         lines.unlink(missing_ok=True)
+        shutil.rmtree(options.out / "plans", ignore_errors=True)
     done = {(cell.model, cell.cluster) for cell in read(lines)}
     todo = [
         (m, c) for c in options.clusters for m in options.models if (m, c) not in done
@@ -66,7 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{len(todo)} cells to race, {len(done)} done; about "
         f"{format_seconds(_estimate_s(len(todo), options, read(lines)))}"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(todo))
         for model, cluster in todo:
@@ -95,7 +103,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", choices=CONTENDERS, default=list(CONTENDERS), **some)
     parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
     parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are done")
+    parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
     parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
     parser.add_argument(
@@ -134,7 +142,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             budget_s=options.budget, patience_s=PATIENCE_S,
         )  # fmt: skip
         told("one device")
-        losses = reference(task.file, TRACED + task.warm_up + task.rounds)
+        losses = _reference(spec, TRACED + task.warm_up + task.rounds)
 
         def heard(said: Said) -> None:
             if said.what == "begun":
@@ -154,6 +162,11 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     if OURS in found:
         _floors(cell, found[OURS][1], measured)
     return cell
+
+
+@functools.cache
+def _reference(spec: str, steps: int) -> list[float]:
+    return reference(load_model_file(spec), steps)
 
 
 def _core_flops_per_s(path: Path) -> float:
