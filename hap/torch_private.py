@@ -200,11 +200,14 @@ def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list
 
 
 class BoxedCode(fx.graph.CodeGen):
-    """Code of a graph whose function takes its inputs as one list, after ``ctx``, and empties it."""
+    """A graph's function that takes all inputs but the first as one list, and empties it.
 
-    def gen_fn_def(self, free_vars: list[str], annotation: str, **options: Any) -> str:
+    The method is not promised to keep its signature; 2.13 passes ``expanded_def`` by keyword.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
         ctx, *names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
-        lines = [f"def forward(self, {ctx}, given){annotation}:"]
+        lines = [f"def forward(self, {ctx}, given){maybe_return_annotation}:"]
         lines += [f"    {name} = given.pop()" for name in reversed(names)]
         return "\n".join(lines)
 

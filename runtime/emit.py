@@ -56,6 +56,7 @@ class Emitter:
         device: where tensors made from nothing are put.
         widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
+        alone: no other rank takes part, so there is nothing to exchange.
     """
 
     graph: Graph
@@ -65,6 +66,7 @@ class Emitter:
     device: torch.device
     widen: bool = False
     offsets: Mapping[str, Offset] = field(default_factory=dict)
+    alone: bool = False
 
     def emit(self) -> Emitted:
         """Both graphs of this rank."""
@@ -124,7 +126,10 @@ class Emitter:
             if group[0].backward is not backward:
                 continue
             step = group[0]
-            if isinstance(step, Compute):
+            if self.alone and isinstance(step, Convert):
+                for s in (s for s in group if isinstance(s, Convert)):
+                    env[Value(s.tensor, s.dst)] = env[Value(s.tensor, s.src)]
+            elif isinstance(step, Compute):
                 if self._node(step).op.startswith(BETWEEN):
                     self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
                 else:
