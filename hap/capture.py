@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap import losses, ops, torch_private
+from hap import constants, losses, ops, torch_private
+from hap.decompositions import DECOMPOSED
 from hap.errors import ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
@@ -108,6 +109,7 @@ def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
 LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
     F.cross_entropy: losses.cross_entropy,
+    torch.tensor: constants.tensor,
 }
 """Functions of torch that are captured as logical operators."""
 
@@ -217,8 +219,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
         aten.binary_cross_entropy_with_logits, aten.var, aten.var_mean, aten.std,
-        aten.addcmul, aten.addcdiv, aten.rsub,
+        aten.addcmul, aten.addcdiv, aten.rsub, aten.baddbmm,
+        aten.log_sigmoid_forward, aten.log_sigmoid_backward,
     ]),
+    **DECOMPOSED,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
@@ -263,11 +267,17 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
 
     for node in joint.graph.nodes:
         if node.op == "get_attr":
-            raise ModelError(
-                f"the forward makes a tensor from Python data ({node.target})",
-                where=_source(node),
-                hint="make it once in __init__ and keep it with register_buffer",
+            held = _held(joint, node)
+            (values[node],) = build.node(
+                name=node.name,
+                op="hap.constant.default",
+                args=(tuple(held.flatten().tolist()), tuple(held.shape)),
+                kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
+                results=[_tensor(node.name, held)],
+                source=_source(node),
+                module=_module(node),
             )
+            continue
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -296,6 +306,14 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
         if n is not None and role != "unused"
     ]
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
+    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    value = getattr(joint.graph.owning_module, str(node.target))
+    if torch_private.is_fake(value) or value.numel() > constants.LARGEST:
+        raise constants.too_large(value.numel(), _source(node))
+    return value  # type: ignore[no-any-return]
 
 
 def _first_names(step: Step) -> dict[str, str]:

@@ -30,6 +30,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Has ``tensor`` a shape and no data?"""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise when Python asks for data that they don't have."""
     from torch._subclasses import fake_tensor
@@ -55,7 +62,10 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     # Libraries hang methods of their own on Logger (warning_once); none changes the program.
     loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
-        with warnings.catch_warnings(), dynamo.config.patch(ignore_logging_functions=loggers):
+        with (
+            warnings.catch_warnings(),
+            dynamo.config.patch(ignore_logging_functions=loggers, allow_rnn=True),
+        ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
