@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hap.api import call
-from hap.capture import Step, flatten
+from hap.batch import flatten
+from hap.capture import Step
 from hap.model_file import ModelFile
 from hap.optimizer import default_optimizer
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hap import torch_private
 from hap.axes import Shares
-from hap.capture import Batch, Loss, capture, flatten
+from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
 from hap.errors import InputError, ModelError
 from hap.graph import Graph
@@ -313,13 +314,6 @@ def train(
         losses.append(trainer.step(batch))
         on_step(number, losses[-1], time.perf_counter() - start)
     return losses
-
-
-def call(module: nn.Module, batch: Batch) -> Tensor:
-    """Apply a module to a batch in whichever form the batch is."""
-    if isinstance(batch, dict):
-        return module(**batch)  # type: ignore[no-any-return]
-    return module(*batch) if isinstance(batch, tuple | list) else module(batch)  # type: ignore
 
 
 def code(plan: Plan, rank: int) -> str:

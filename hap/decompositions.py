@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hap import torch_private
+
 aten = torch.ops.aten
 
 
@@ -60,6 +62,20 @@ def _group_norm_backward(
     return dx, dw, db
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    norm = (v * v).sum(_but(v, dim), True).sqrt()
+    return v * (g / norm), norm
+
+
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> Any:
+    along = (grad * v).sum(_but(v, dim), True) / norm
+    return (grad - v * (along / norm)) * (g / norm), along
+
+
+def _but(v: Tensor, dim: int) -> list[int]:
+    return [d for d in range(v.dim()) if d != dim % v.dim()]
+
+
 def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
     pairs = list(zip(repeats, shape, strict=True))
@@ -92,8 +108,8 @@ def _as_strided_scatter(
     return seen if seen is NotImplemented else source.reshape(x.shape)
 
 
-def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return source.to(x.dtype).expand(x.shape)
+def _fill(x: Tensor, value: Tensor) -> Tensor:
+    return value.to(x.dtype).expand(x.shape)
 
 
 def _index(x: Tensor, indices: list[Any]) -> Any:
@@ -105,13 +121,15 @@ def _index_put(x: Tensor, indices: list[Any], values: Tensor, accumulate: bool =
 
 
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    **torch_private.get_decompositions([aten.baddbmm]),
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.repeat.default: _repeat,
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
-    aten.copy.default: _copy,
-    aten.fill.Tensor: _copy,
+    aten.fill.Tensor: _fill,
     aten._unsafe_index.Tensor: _index,
     aten._unsafe_index_put.default: _index_put,
 }

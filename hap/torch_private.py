@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,48 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
         with (
             warnings.catch_warnings(),
             dynamo.config.patch(ignore_logging_functions=loggers, allow_rnn=True),
+            _without_hints(),
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error) from error
     return captured
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Two things that modules do for the sake of other ways to run them are passed over.
+
+    ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask itself
+    says as much. Audio models ask for the gradient of their input, which reaches no parameter, so
+    that reentrant checkpoints run.
+    """
+    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch.nn.modules import transformer
+
+    owner, name = builtin.BuiltinVariable, "call_setattr"  # until torch 2.12
+    if hasattr(builtin, "SetAttrBuiltinVariable"):
+        owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
+    detect, assign = transformer._detect_is_causal_mask, getattr(owner, name)
+
+    def given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    def set_attribute(self: Any, tx: Any, obj: Any, key: Any, value: Any) -> Any:
+        asks = obj.is_tensor() and key.as_python_constant() == "requires_grad"
+        if asks and value.as_python_constant() is True:
+            return ConstantVariable.create(None)
+        return assign(self, tx, obj, key, value)
+
+    transformer._detect_is_causal_mask = given
+    setattr(owner, name, set_attribute)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        setattr(owner, name, assign)
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
@@ -146,3 +182,15 @@ def joint_graph(
         inputs=tuple(name(n.meta["desc"]) for n in placeholders),
         outputs=tuple(name(end) for end in graph.output_node().meta["desc"]),
     )
+
+
+def checkpointed(node: fx.Node) -> int | None:
+    """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
+
+    What the checkpoint's own policy says to save counts as outside of it.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    policy = node.meta.get("recompute")
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id", 0) if policy in again else None

@@ -27,6 +27,8 @@ class Context:
         self.seed = seed
         self.step = 0
         self.training = True
+        self.dropping = True
+        """Off, dropout lets everything through in training, too: to compare with one device."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -52,7 +54,7 @@ class Context:
 
     def dropout(self, x: Tensor, p: float, site: str, place: int | str) -> Sequence[Tensor]:
         """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
-        if not self.training or p == 0:
+        if not self._drops or p == 0:
             return x, torch.ones_like(x, dtype=torch.bool)
         key = f"{self.seed}/{self.step}/{site}/{place}".encode()
         generator = torch.Generator(device=x.device)
@@ -63,4 +65,16 @@ class Context:
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """The gradient of what :meth:`dropout` let through."""
-        return (grad * mask).mul_(scale) if self.training else grad
+        return (grad * mask).mul_(scale) if self._drops else grad
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropping
+
+    def by_mode(self, training: Tensor, otherwise: Tensor) -> Tensor:
+        """See :func:`hap.norms.by_mode`."""
+        return training if self.training else otherwise
+
+    def in_training(self, x: Tensor) -> Tensor:
+        """See :func:`hap.norms.in_training`."""
+        return x if self.training else torch.zeros_like(x)

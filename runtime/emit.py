@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import constants, losses, ops  # noqa: F401  (register the logical operators)
+from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
@@ -51,7 +51,7 @@ class Emitter:
 
     Args:
         device: where tensors made from nothing are put.
-        widen: emit float32 as float64, to verify a plan beyond float32's rounding.
+        widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
     """
 
@@ -170,8 +170,8 @@ class Emitter:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
                 named |= {"device": self.device, "dtype": self._dtype(dtype)}
             plain = tuple(map(self._plain, args))
-            if node.op == "aten.native_dropout_backward.default":
-                call = out.call_method("dropout_backward", (ctx, *plain))
+            if node.op in BY_CONTEXT:
+                call = out.call_method(BY_CONTEXT[node.op], (ctx, *plain))
             elif span := self._span(step, node):
                 call = self._look_up(out, node, plain, span)
             else:
@@ -264,7 +264,7 @@ class Emitter:
         return [self._plain(a) for a in arg] if isinstance(arg, tuple) else arg
 
     def _dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, "float64" if self.widen and name == "float32" else name)
+        found: torch.dtype = getattr(torch, "float64" if self.widen and "float" in name else name)
         return found
 
     def _dropout(
@@ -348,6 +348,13 @@ class Emitter:
                 raise AssertionError(f"no emission for {kind}")
         return call if call is x else self._mark(call, dst)
 
+
+# Operators that the context runs, because they ask whether the module trains.
+BY_CONTEXT = {
+    "aten.native_dropout_backward.default": "dropout_backward",
+    "hap.by_mode.default": "by_mode",
+    "hap.in_training.default": "in_training",
+}
 
 # Operators that return a tuple even where the graph uses one result only.
 MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hap.batch import given
 from hap.errors import PlanError
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
@@ -29,7 +30,7 @@ class HapModule(nn.Module):
         model: the whole model, real; its tensors are cut and not kept.
         comm: this rank's end of the collectives.
         device: where the shards live.
-        widen: run float32 as float64 (for verification).
+        widen: run all floats as float64 (for verification).
 
     Raises:
         PlanError: another world size, or the ranks hold different programs.
@@ -73,18 +74,18 @@ class HapModule(nn.Module):
             self._put(name, nn.Parameter(shard, parameter.requires_grad))
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
+        self.train(model.training)
+        self._planned_in_training = model.training
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
 
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss over the *global* batch, the same on every rank.
 
         Args: this rank's part of the batch, in the form that the model takes, as
             :meth:`hap.plan.Plan.local_batch` cuts it.
         """
-        batch = {str(k): v for k, v in enumerate(args)} | kwargs
-        if len(args) == 1 and any(i.target == "*" for i in self._plan.graph.inputs):
-            batch["*"] = batch.pop("0")
+        batch = given(args, kwargs)
         state = self._state()
         tensors = []
         for role, target, tensor in self._order:
@@ -92,11 +93,16 @@ class HapModule(nn.Module):
             tensors.append(value)
         self._ctx.training = self.training
         loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for target, new in zip(self._emitted.buffers, buffers, strict=True):
-                state[target].copy_(new)
+        if self.training or not self._planned_in_training:
+            with torch.no_grad():
+                for target, new in zip(self._emitted.buffers, buffers, strict=True):
+                    state[target].copy_(new)
         self._ctx.step += 1
         return loss  # type: ignore[no-any-return]
+
+    def without_dropout(self) -> None:
+        """Train without dropout from now on, to compare with a run on one device."""
+        self._ctx.dropping = False
 
     def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
         expected = self._plan.local_shape(tensor, self._comm.rank)

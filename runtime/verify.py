@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hap import torch_private
-from hap.capture import Batch, Loss, Step, flatten
+from hap.batch import Batch, call, each, flatten
+from hap.capture import Loss, Step
 from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
@@ -103,13 +104,9 @@ class Observer:
 
     def __call__(self, comm: Comm) -> Observed:
         module = HapModule(self.plan, self.model, comm, torch.device("cpu"), widen=self.widen)
-        module.eval()
-        entries = flatten(self.plan.local_batch(self.batch, comm.rank))
-        if "*" in entries:
-            return _observe(module, lambda: module(entries["*"]), self.optimizer)
-        names = all(name.isdigit() for name in entries)
-        call = (lambda: module(*entries.values())) if names else (lambda: module(**entries))
-        return _observe(module, call, self.optimizer)
+        module.without_dropout()
+        batch = self.plan.local_batch(self.batch, comm.rank)
+        return _observe(module, lambda: call(module, batch), self.optimizer)
 
 
 def observe_reference(
@@ -125,9 +122,9 @@ def observe_reference(
 
 @contextlib.contextmanager
 def reference_mode(widen: bool) -> Iterator[None]:
-    """Plain PyTorch with dropout off and, if ``widen``, float64 wherever code names float32.
+    """Plain PyTorch with dropout off and, if ``widen``, float64 wherever code names a float.
 
-    Models cast to float32 where half precision would hurt; at double precision those casts
+    Models cast to half precision for speed, and to float32 where that would hurt; at double precision those casts
     would be the only rounding left, and the reference the less exact of the two.
     """
     aten = torch.ops.aten
@@ -135,7 +132,8 @@ def reference_mode(widen: bool) -> Iterator[None]:
     class Reference(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
             def wide(x: Any) -> Any:
-                return torch.float64 if widen and x is torch.float32 else x
+                narrow = widen and isinstance(x, torch.dtype) and x.is_floating_point
+                return torch.float64 if narrow else x
 
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -222,9 +220,7 @@ def prepared(model: nn.Module, widen: bool) -> nn.Module:
 
 
 def _cast(batch: Batch, widen: bool) -> Batch:
-    def cast(entry: Any) -> Any:
+    def cast(name: str, entry: Tensor) -> Tensor:
         return entry.double() if widen and entry.is_floating_point() else entry
 
-    if isinstance(batch, Mapping):
-        return {k: cast(v) for k, v in batch.items()}
-    return type(batch)(map(cast, batch)) if isinstance(batch, tuple | list) else cast(batch)
+    return each(batch, cast)

@@ -115,6 +115,14 @@ def _within(call: Call) -> list[Row]:
     return equation(call, [given], [given], linear=linear)
 
 
+@rule("aten.triu.default", "aten.tril.default")
+def _triangle(call: Call) -> list[Row]:
+    """What is kept depends on the places in the last two dims."""
+    (x,) = call.ins
+    given = letters(x, fixed=range(len(x.shape) - 2, len(x.shape)))
+    return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
+
+
 @rule("aten.select.int", "aten.unbind.int")
 def _select(call: Call) -> list[Row]:
     (x,) = call.ins
