@@ -1,11 +1,13 @@
 """Tensors that a forward makes from Python data: ``torch.tensor([0, 2])``.
 
 ``hap::constant`` keeps the numbers in the graph, where a trace would keep a tensor beside it.
-Numbers are kept as Python has them: at double precision 0.1 is not float32's 0.1.
+Numbers are kept as Python has them, or as the dtype holds them that was asked for: at double
+precision 0.1 is not float32's 0.1.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +39,8 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
     if shape is None:  # not numbers alone
         return torch.tensor(data, dtype=dtype, **options)
     numbers = _flat(data)
+    if dtype is not None and dtype.is_floating_point:
+        numbers = [_rounded(n, dtype) for n in numbers]
     if dtype is None:
         kinds = {type(n) for n in numbers}
         whole = torch.bool if kinds == {bool} else torch.int64
@@ -51,6 +55,13 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
         [float(n) for n in numbers], shape, dtype=dtype, device=torch.device("cpu")
     )
     return made
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """The number as the dtype that was asked for holds it."""
+    code = {torch.float32: "f", torch.float16: "e"}.get(dtype, "d")
+    rounded: float = struct.unpack(code, struct.pack(code, number))[0]
+    return rounded
 
 
 def too_large(count: int, where: str = "") -> ModelError:
