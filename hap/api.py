@@ -17,7 +17,7 @@ from hap.axes import Shares
 from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
-from hap.errors import InputError, ModelError
+from hap.errors import InputError, ModelError, TooEntangledError
 from hap.graph import Graph
 from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
@@ -30,7 +30,7 @@ from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import Choice, Wishes, choose
-from hap.synthesizer.space import build_space
+from hap.synthesizer.space import NARROW, build_space
 
 __all__ = [
     "GradScaler",
@@ -109,7 +109,7 @@ def plan(
     kind = examine(optimizer, module)
     graph = capture(module, batch, loss, autocast=autocast)
     progress("stating the rules")
-    chosen = choose(build_space(graph), cluster, kind.states, wishes, progress)
+    chosen = _chosen(graph, cluster, kind.states, wishes, progress)
     program, shares, inside = _programs(chosen)
     kept = chosen.cluster
     idle = tuple(
@@ -122,6 +122,20 @@ def plan(
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction, recipe=Recipe(batch=form_of(batch), autocast=autocast),
     )  # fmt: skip
+
+
+def _chosen(
+    graph: Graph, cluster: Cluster, states: int, wishes: Wishes, progress: Progress
+) -> Choice:
+    """The best plan of the whole space, or of a narrower one if that is too wide to search."""
+    for narrow, left in enumerate(NARROW):
+        try:
+            return choose(build_space(graph, narrow=narrow), cluster, states, wishes, progress)
+        except TooEntangledError:
+            if narrow + 1 == len(NARROW):
+                raise
+            progress(f"the graph is too entangled to search with {left}: {NARROW[narrow + 1]}")
+    raise AssertionError("the last space returns or raises")
 
 
 def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:

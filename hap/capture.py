@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap import losses, norms, ops, torch_private
+from hap import constants, losses, norms, ops, torch_private
 from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.decompositions import DECOMPOSED
 from hap.errors import InputError, ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
@@ -113,6 +114,7 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
     F.cross_entropy: losses.cross_entropy,
     F.batch_norm: norms.batch_norm,
+    torch.tensor: constants.tensor,
 }
 """Functions of torch that are captured as logical operators."""
 
@@ -242,6 +244,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
+    **DECOMPOSED,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
@@ -290,11 +293,17 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
 
     for node in joint.graph.nodes:
         if node.op == "get_attr":
-            raise ModelError(
-                f"the forward makes a tensor from Python data ({node.target})",
-                where=_source(node),
-                hint="make it once in __init__ and keep it with register_buffer",
+            held = _held(joint, node)
+            (values[node],) = build.node(
+                name=node.name,
+                op="hap.constant.default",
+                args=(tuple(held.flatten().tolist()), tuple(held.shape)),
+                kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
+                results=[_tensor(node.name, held)],
+                source=_source(node),
+                module=_module(node),
             )
+            continue
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -326,6 +335,14 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
     ]
     graph = build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
     return with_twins(recomputed(graph, regions))
+
+
+def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
+    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    value = getattr(joint.graph.owning_module, str(node.target))
+    if torch_private.is_fake(value) or value.numel() > constants.LARGEST:
+        raise constants.too_large(value.numel(), _source(node))
+    return value  # type: ignore[no-any-return]
 
 
 def _first_names(step: Step) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import losses, norms, ops  # noqa: F401  (register the logical operators)
+from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset

@@ -147,6 +147,8 @@ def reference_mode(widen: bool) -> Iterator[None]:
                 narrow = widen and isinstance(x, torch.dtype) and x.is_floating_point
                 return torch.float64 if narrow else x
 
+            if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
+                return args[0].double()  # torch.tensor names its dtype where no mode sees it
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.axes import Axes, Shares
 from hap.cluster import Cluster
-from hap.errors import HapError
+from hap.errors import HapError, TooEntangledError
 from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Program
@@ -219,7 +219,7 @@ class Synthesizer:
         try:
             outcome = problem.outcome(self._engine)
         except TooWide as error:
-            raise HapError(
+            raise TooEntangledError(
                 f"the graph is too entangled for the exact search: {error}",
                 hint="search with the engine astar, whose tables are bounded; and please report "
                 "the model",

@@ -19,7 +19,7 @@ def _new(call: Call) -> list[Row]:
     return equation(call, [given], [letters(call.out)], depends=[set()], linear=[{0}])
 
 
-@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
-def _arange(call: Call) -> list[Row]:
+@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")
+def _by_place(call: Call) -> list[Row]:
     # Small, and its elements depend on their place: made whole, then sliced where needed.
-    return equation(call, [], [[None]])
+    return equation(call, [], [[None for _ in call.out.shape]])
