@@ -161,16 +161,18 @@ def joint_graph(
     )
 
 
-def checkpointed(node: fx.Node) -> int | None:
+def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
 
-    What the checkpoint's own policy says to save counts as outside of it.
+    With it, whether the checkpoint's own policy says to keep what the operator makes.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
     policy = node.meta.get("recompute")
+    if policy is None:
+        return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) if policy in again else None
+    return node.meta.get("ac_graph_id", 0), policy not in again
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
