@@ -118,6 +118,9 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
     F.cross_entropy: losses.cross_entropy,
     F.batch_norm: norms.batch_norm,
+    F.dropout1d: ops.channel_dropout,
+    F.dropout2d: ops.channel_dropout,
+    F.dropout3d: ops.channel_dropout,
 }
 """Functions of torch that are captured as logical operators."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hap.graph import Graph, Node, Ref, Tensor, reading
-from hap.peephole import DISTINCT
+from hap.peephole import RANDOM
 
 DROPOUT = "aten.native_dropout.default"
 
@@ -91,7 +91,7 @@ class _Copies:
 
     def _stays_inside(self, node: Node, out: str) -> bool:
         """Is it read in its own region and the backward alone?"""
-        if node.op in DISTINCT and not self._has_mask(node, out):
+        if node.op in RANDOM and not self._has_mask(node, out):
             return False
         region = self._regions[node.name]
         users = [u.name for u in self._graph.consumers[out] if u.name not in self._graph.backward]

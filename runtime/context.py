@@ -56,12 +56,37 @@ class Context:
         """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
         if not self._drops or p == 0:
             return x, torch.ones_like(x, dtype=torch.bool)
-        key = f"{self.seed}/{self.step}/{site}/{place}".encode()
-        generator = torch.Generator(device=x.device)
-        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        mask.bernoulli_(1 - p, generator=generator)
+        mask.bernoulli_(1 - p, generator=self._generator(x.device, site, place))
         return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
+
+    def draw(
+        self, kind: str, numbers: Sequence[float], shape: Sequence[int], site: str,
+        place: int | str, *, dtype: torch.dtype, device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """This rank's part of a random tensor; without dropout what :func:`fixed` says.
+
+        Args:
+            kind: ``rand``, ``randn``, ``bernoulli`` or ``randint``, with torch's ``numbers``.
+        """
+        x = torch.empty(shape, dtype=dtype, device=device)
+        if not self.dropping:
+            return x.fill_(fixed(kind, numbers))
+        generator = self._generator(device, site, place)
+        if kind == "rand":
+            return x.uniform_(generator=generator)
+        if kind == "randn":
+            return x.normal_(generator=generator)
+        if kind == "bernoulli":
+            return x.bernoulli_(numbers[0], generator=generator)
+        low, high = (0, *numbers)[-2:]
+        return x.random_(int(low), int(high), generator=generator)
+
+    def _generator(self, device: torch.device, site: str, place: int | str) -> torch.Generator:
+        key = f"{self.seed}/{self.step}/{site}/{place}".encode()
+        generator = torch.Generator(device=device)
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
+        return generator
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """The gradient of what :meth:`dropout` let through."""
@@ -78,3 +103,12 @@ class Context:
     def in_training(self, x: Tensor) -> Tensor:
         """See :func:`hap.norms.in_training`."""
         return x if self.training else torch.zeros_like(x)
+
+
+def fixed(kind: str, numbers: Sequence[float]) -> float:
+    """What stands for random numbers where runs are compared: a value that they may have."""
+    if kind == "bernoulli":  # a mask that keeps p, scaled by 1/p: it lets everything through
+        return numbers[0]
+    if kind == "randint":
+        return (0, *numbers)[-2]
+    return 0.5

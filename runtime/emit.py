@@ -21,6 +21,7 @@ from hap import losses, norms, ops  # noqa: F401  (register the logical operator
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
+from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
@@ -152,6 +153,8 @@ class Emitter:
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
             call = self._dropout(out, ctx, env, step, node)
+        elif node.op in RANDOM:
+            call = self._drawn(out, ctx, step, node)
         else:
             outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
@@ -270,14 +273,27 @@ class Emitter:
     def _dropout(
         self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute, node: Node
     ) -> fx.Node:
-        # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
+        site = (node.name, self._place(value))
+        return out.call_method("dropout", (ctx, env[value], node.args[1], *site))
+
+    def _drawn(self, out: fx.Graph, ctx: fx.Node, step: Compute, node: Node) -> fx.Node:
+        (value,) = self._made(step)
+        kind = node.op.split(".")[1].removesuffix("_like")
+        numbers = tuple(a for a in node.args if isinstance(a, int | float))
+        dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
+        options = {"dtype": dtype, "device": self.device}
+        site = (list(self._shape(value)), node.name, self._place(value))
+        return out.call_method("draw", (ctx, kind, numbers, *site), options)
+
+    def _place(self, value: Value) -> int | str:
+        """Random numbers differ between shards and agree between replicas: the place decides."""
         place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        return place
 
     def _cross(
         self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Compute]

@@ -22,8 +22,10 @@ from hap.batch import Batch, call, each, flatten
 from hap.capture import Loss, Step
 from hap.optim import tensor_norms
 from hap.optimizer import MakeOptimizer, make_optimizer
+from hap.peephole import RANDOM
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
+from hap.runtime.context import fixed
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule
 from hap.runtime.shard import join
@@ -143,6 +145,10 @@ def reference_mode(widen: bool) -> Iterator[None]:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
                 return args[0].fill_(args[1])
+            if str(func) in RANDOM:
+                kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
+                made = func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+                return made.fill_(fixed(kind, [a for a in args if isinstance(a, int | float)]))
             return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
     before = torch.get_default_dtype()

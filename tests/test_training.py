@@ -275,6 +275,66 @@ def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
     holds(Blocks((0, 2), p=0.4), X)
 
 
+# --- random numbers ------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout of channels, stochastic depth, noise, and times drawn per row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.linear = nn.Conv2d(3, 40, 3), nn.Dropout2d(0.3), nn.Linear(40, 6)
+        self.times = nn.Embedding(9, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(self.drop(self.conv(x)).mean((2, 3)))
+        h = h + h.tanh() * (0.8 + torch.rand(h.shape[0], 1)).floor() / 0.8
+        h = h + 0.1 * torch.randn_like(h) + self.times(torch.randint(9, (h.shape[0],)))
+        return F.cross_entropy(h, y)
+
+
+def test_noise_of_every_kind_verifies_when_it_is_held_still() -> None:
+    holds(Noisy(), images())
+
+
+def test_noise_is_decided_by_the_seed_and_the_step() -> None:
+    """And the loss is the same on all ranks."""
+    case = make_case(Noisy(), images())
+    plan = random_plan(case, 3, 1)
+
+    def losses(seed: int) -> list[list[float]]:
+        def run(comm: Comm) -> list[float]:
+            module = HapModule(plan, case.model, comm, CPU, seed=seed)
+            batch = plan.local_batch(case.batch, comm.rank)
+            return [call(module, batch).item() for _ in range(3)]
+
+        return run_ranks(3, run)
+
+    first, again, other = losses(4), losses(4), losses(5)
+    assert first == again != other
+    assert all(seen == pytest.approx(first[0], rel=1e-5) for seen in first)
+    assert len(set(first[0])) == 3
+
+
+def test_dropped_channels_are_dropped_whole_and_as_often_as_asked() -> None:
+    class Lone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (F.dropout2d(x * self.scale, 0.3) * x).sum()
+
+    x = torch.randn(40, 50, 3, 2)
+    case = make_case(Lone(), x)
+    module = HapModule(random_plan(case, 1, 0), case.model, LocalComm(), CPU)
+    energy = x.square().sum().item()
+    kept = [module(x).item() / energy for _ in range(5)]
+    assert all(abs(share - 1) < 0.1 for share in kept) and len(set(kept)) == 5
+    module.eval()
+    assert module(x).item() == pytest.approx(energy, rel=1e-5)
+
+
 # --- what goes in and what comes out -------------------------------------------------------
 
 
