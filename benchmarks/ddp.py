@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hap.api import call
-from hap.batch import flatten
+from hap.batch import call, flatten
 from hap.capture import Step
 from hap.model_file import ModelFile
 from hap.optimizer import default_optimizer

@@ -282,7 +282,7 @@ class Emitter:
         kind = node.op.split(".")[1].removesuffix("_like")
         numbers = tuple(a for a in node.args if isinstance(a, int | float))
         dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
-        options = {"dtype": dtype, "device": self.device}
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device}
         site = (list(self._shape(value)), node.name, self._place(value))
         return out.call_method("draw", (ctx, kind, numbers, *site), options)
 

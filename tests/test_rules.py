@@ -186,7 +186,9 @@ def test_random_numbers_differ_between_shards_and_agree_between_replicas(op: str
             parts = [local["o0"] for local in case.run(row, shares)]
             assert {part.dtype for part in parts} == {whole.dtype}
             if place == R:
-                assert all(torch.equal(part, parts[0]) and part.double().std() > 0 for part in parts)
+                assert all(
+                    torch.equal(part, parts[0]) and part.double().std() > 0 for part in parts
+                )
                 continue
             assert torch.cat(parts, place.dim).shape == whole.shape
             full = [part for part in parts if part.numel() > 4]
