@@ -77,6 +77,14 @@ def test_batch_norm_has_the_statistics_of_the_global_batch(options: dict[str, An
     holds(Images(**options), images())
 
 
+def test_gradients_that_vanish_are_taken_for_rounding() -> None:
+    """A bias before a batch norm has none: Adam would make a step of it, in float32 a whole one."""
+    case = make_case(Images(), images())
+    for world, seed in PLANS:
+        found = verdict(case, random_plan(case, world, seed), dtype="float32")
+        assert found.ok, [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
+
+
 def test_batch_norm_in_eval_mode_uses_the_running_statistics() -> None:
     """Of the whole model, and of a frozen part of a model that trains."""
     model = Images()
