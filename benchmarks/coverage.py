@@ -220,10 +220,15 @@ def summary(found: Found) -> str:
 def counts(results: dict[str, Found]) -> str:
     """How many of the table verify and plan."""
     known = entries()
-    done = {what: [n for n in known if results.get(n, {}).get(what, {}).get("ok")] for what in STAGES}
+    done = {
+        what: [n for n in known if results.get(n, {}).get(what, {}).get("ok")] for what in STAGES
+    }
     quick = [n for n in done["plan"] if results[n]["plan"]["wall_s"] <= LIMIT_S]
     operators = {
-        op for n in known for what in STAGES for op in results.get(n, {}).get(what, {}).get("operators", ())
+        op
+        for n in known
+        for what in STAGES
+        for op in results.get(n, {}).get(what, {}).get("operators", ())
     }
     return (
         f"{len(known)} architectures: {len(done['verify'])} verified, {len(done['plan'])} planned, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from hap.axes import Shares
 from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
-from hap.errors import InputError, ModelError, TooEntangledError
+from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
 from hap.graph import Graph
 from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
 from hap.plan import Plan, Recipe, Source
 from hap.program import Program
+from hap.recompute import WAYS
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
@@ -49,6 +51,7 @@ Progress = Callable[[str], None]
 class Options(TypedDict, total=False):
     """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
 
+    recompute: str | None
     allow_idle: bool
     all_devices: bool
     mesh: bool | None
@@ -65,6 +68,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     autocast: str = "",
+    recompute: str | None = None,
     allow_idle: bool = False,
     prove: int = 0,
     all_devices: bool = False,
@@ -87,6 +91,9 @@ def plan(
             :data:`hap.optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
+        recompute: which activations the backward makes again in place of keeping them, of
+            :data:`hap.recompute.WAYS`, or none (``""``); default: none, unless no program
+            fits in memory without.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
@@ -96,7 +103,7 @@ def plan(
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
 
     Raises:
-        InputError: there is no such engine.
+        InputError: there is no such engine, dtype or way to recompute.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
@@ -107,9 +114,29 @@ def plan(
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     kind = examine(optimizer, module)
-    graph = capture(module, batch, loss, autocast=autocast)
-    progress("stating the rules")
-    chosen = _chosen(graph, cluster, kind.states, wishes, progress)
+    graph = capture(module, batch, loss, autocast=autocast, recompute=recompute or "")
+
+    def choice(graph: Graph) -> Choice:
+        progress("stating the rules")
+        return _chosen(graph, cluster, kind.states, wishes, progress)
+
+    try:
+        chosen = choice(graph)
+    except InfeasibleError:
+        if recompute is not None:
+            raise
+        known = {graph.digest}
+        for recompute in WAYS:
+            progress(f"no program fits: making activations again in the backward ({recompute})")
+            graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+            if graph.digest in known:
+                continue
+            known.add(graph.digest)
+            with contextlib.suppress(InfeasibleError):
+                chosen = choice(graph)
+                break
+        else:
+            raise
     program, shares, inside = _programs(chosen)
     kept = chosen.cluster
     idle = tuple(
@@ -120,7 +147,9 @@ def plan(
         source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction, recipe=Recipe(batch=form_of(batch), autocast=autocast),
+        prediction=chosen.prediction, recipe=Recipe(
+            batch=form_of(batch), autocast=autocast, recompute=recompute or ""
+        ),
     )  # fmt: skip
 
 

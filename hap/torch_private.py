@@ -108,7 +108,8 @@ def _without_hints() -> Iterator[None]:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch.nn.modules import transformer
 
-    owner, name = builtin.BuiltinVariable, "call_setattr"  # until torch 2.12
+    owner: Any = builtin.BuiltinVariable
+    name = "call_setattr"  # until torch 2.12
     if hasattr(builtin, "SetAttrBuiltinVariable"):
         owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
     detect, assign = transformer._detect_is_causal_mask, getattr(owner, name)
@@ -260,16 +261,18 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def checkpointed(node: fx.Node) -> int | None:
+def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
 
-    What the checkpoint's own policy says to save counts as outside of it.
+    With it, whether the checkpoint's own policy says to keep what the operator makes.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
     policy = node.meta.get("recompute")
+    if policy is None:
+        return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) if policy in again else None
+    return node.meta.get("ac_graph_id", 0), policy not in again
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):

@@ -339,6 +339,13 @@ for _shape, _skip in (((7, 3), 1), ((7, 3), -100), ((5, 1, 11), 2), ((1, 3), -1)
     _lse, _ = SAMPLES[-1].run()
     _given = (f(*_shape[:-1]), f(*_shape[:-1]), _x, _target, _lse, _skip)
     add("hap.cross_entropy_backward.default", *_given)
+add("rand.default", [5, 7])
+add("rand_like.default", f(5, 7))
+add("randn.default", [5, 1, 7])
+add("randn_like.default", f(5, 7))
+add("bernoulli.p", f(11, 23), 0.3)
+add("randint.default", 99, [5, 7])
+add("randint.low", 2, 99, [5, 7])
 add("hap.by_mode.default", f(5, 3), f(5, 3))
 add("hap.in_training.default", f(5, 3))
 for _shape in ((5, 3, 7, 2), (11, 3), (1, 7, 5)):
@@ -384,10 +391,22 @@ add("index.Tensor", f(11, 3, 13, 2), [i(11, 7, 1), None, i(13, 5)])
 add("index.Tensor", i(9, 5, 3), [i(5, 7)])
 
 for _adds in (True, False):
-    add("index_put.default", f(5, 11, 3), [None, i(11, 7) if _adds else apart(11, 7)], f(5, 7, 3), _adds)
+    add(
+        "index_put.default",
+        f(5, 11, 3),
+        [None, i(11, 7) if _adds else apart(11, 7)],
+        f(5, 7, 3),
+        _adds,
+    )
     add("index_put.default", f(11, 13, 3), [apart(11, 7, 1), apart(13, 5)], f(7, 5, 3), _adds)
     add("index_put.default", f(3, 11, 13, 2), [None, apart(11, 5), apart(13, 5)], f(3, 1, 2), _adds)
-    add("index_put.default", f(11, 3, 13, 2), [apart(11, 7, 1), None, apart(13, 5)], f(7, 5, 3, 2), _adds)
+    add(
+        "index_put.default",
+        f(11, 3, 13, 2),
+        [apart(11, 7, 1), None, apart(13, 5)],
+        f(7, 5, 3, 2),
+        _adds,
+    )
     add("index_put.default", f(11, 3), [apart(11, 7)], f(), _adds)
     add("index_put.default", f(5, 11, 3), [None, b(11)], f(3) if _adds else f(), _adds)
 add("scatter.src", f(5, 11, 3), 1, apart(11, 7).view(1, 7, 1).expand(5, 7, 3), f(5, 7, 3))
