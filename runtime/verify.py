@@ -140,7 +140,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
-                return args[0].fill_(args[1])
+                return args[0].fill_(args[1] if len(args) > 1 else 0.5)
             return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
     before = torch.get_default_dtype()

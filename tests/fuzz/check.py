@@ -10,6 +10,7 @@ from torch import nn
 
 import hap
 from hap import torch_private
+from hap.capture import capture
 from hap.errors import InfeasibleError, UnsupportedOpError
 from hap.plan import Plan
 from hap.runtime.verify import Observed, _error, observe_reference, prepared
@@ -51,7 +52,7 @@ def check(recipe: Recipe) -> Outcome:
         return Outcome.REFUSED
     except InfeasibleError:
         outcome = Outcome.INFEASIBLE
-    graph = plans[0].graph if plans else hap.capture.capture(model, batch)
+    graph = plans[0].graph if plans else capture(model, batch)
     case = Case(model=model, batch=batch, loss=None, optimizer=adamw, space=build_space(graph))
     for k in range(PROGRAMS):
         plans.append(random_plan(case, cluster.world_size, recipe.seed + k, cluster=cluster))

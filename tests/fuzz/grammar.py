@@ -7,6 +7,7 @@ of views, slices, in-place changes, tied parameters.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -155,15 +156,17 @@ class NotApplicable(Exception):
     """The drawn operator has nothing to work on; the line is left out."""
 
 
-def module_lines(scope: Scope, ops: dict[str, Callable[[Scope], None]], count: int) -> None:
-    """Inputs, ``count`` operators, and a loss."""
+def module_lines(
+    scope: Scope, ops: dict[str, Callable[[Scope], None]], shortest: int, longest: int
+) -> None:
+    """Inputs, and operators: each comes at most twice, so that modules are not all alike."""
     for _ in range(scope.draw(st.integers(1, 2))):
-        scope.input(tuple(scope.size() for _ in range(scope.draw(st.integers(1, 4)))))
-    for _ in range(count):
-        try:
-            ops[scope.one(ops)](scope)
-        except NotApplicable:
-            continue
+        rank = scope.draw(st.integers(1, 4))
+        scope.input(tuple(scope.one(SIZES[:7] if rank == 4 else SIZES) for _ in range(rank)))
+    twice = st.sampled_from([(name, k) for k in range(2) for name in ops])
+    for name, _ in scope.draw(st.lists(twice, min_size=shortest, max_size=longest, unique=True)):
+        with contextlib.suppress(NotApplicable):
+            ops[name](scope)
 
 
 @st.composite
@@ -173,7 +176,7 @@ def recipes(draw: Callable[[Any], Any], longest: int = 10) -> Recipe:
     from tests.fuzz.operators import OPERATORS
 
     scope = Scope(draw)
-    module_lines(scope, OPERATORS, draw(st.integers(1, longest)))
+    module_lines(scope, OPERATORS, draw(st.integers(1, longest // 2)), longest)
     try:
         loss(scope)
     except NotApplicable:
