@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hap import api as api
     from hap import model_file as model_file
     from hap import report as report
+    from hap import rules_text as rules_text
     from hap import simulation as simulation
     from hap import terminal as terminal
     from hap import worker as worker
@@ -69,6 +70,7 @@ _MODULES: Final = (
     "api",
     "model_file",
     "report",
+    "rules_text",
     "simulation",
     "terminal",
     "worker",

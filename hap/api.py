@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -16,6 +16,7 @@ from hap import torch_private
 from hap.axes import Shares
 from hap.capture import Batch, Loss, capture, flatten
 from hap.cluster import Cluster, load_cluster
+from hap.discover import with_rules
 from hap.errors import InputError, ModelError
 from hap.graph import Graph
 from hap.mesh import Inside
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     compare: bool
     engine: str
     prove: int
+    discover: bool
 
 
 def plan(
@@ -60,6 +62,8 @@ def plan(
     mesh: bool | None = None,
     compare: bool = False,
     engine: str = "exact",
+    rules: Mapping[str, Sequence[str]] | None = None,
+    discover: bool = False,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -80,6 +84,8 @@ def plan(
         engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
+        rules: of operators that the table lacks, as lines: see docs/rules.md.
+        discover: find the rows of operators that have no rule by running them.
 
     Raises:
         InputError: there is no such engine.
@@ -94,6 +100,8 @@ def plan(
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     graph = capture(module, batch, loss)
+    if rules or discover:
+        graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
     progress("stating the rules")
     chosen = choose(build_space(graph), cluster, kind.states, wishes, progress)
     program, shares, inside = _programs(chosen)
@@ -130,14 +138,15 @@ def plan_file(
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     Wishes(engine=options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
-    model, batch = _fake_build(file, progress)
+    model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        source=Source(path=str(file.path), function=file.function), progress=progress, **options,
+        source=Source(path=str(file.path), function=file.function), rules=file.rules,
+        progress=progress, **options,
     )  # fmt: skip
 
 
-def _fake_build(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
+def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
     """Model and batch without data; for real where the file's code reads tensor values."""
     try:
         with torch_private.fake_mode():

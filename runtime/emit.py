@@ -24,7 +24,7 @@ from hap.mesh import AGAIN, Offset
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
-from hap.runtime.localize import CONTIGUOUS, FACTORIES, LOOKUPS, localize
+from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
 
 
@@ -161,7 +161,7 @@ class Emitter:
 
             def tensor(ref: Ref) -> fx.Node:
                 local = env[Value(ref.name, next(placed))]
-                dense = node.op in CONTIGUOUS
+                dense = reads_contiguous(node.op)
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)

@@ -16,9 +16,12 @@ FACE = {
     "hap.api",
     "hap.chrome_trace",
     "hap.cli",
+    "hap.discover",
     "hap.report",
+    "hap.rules_text",
     "hap.simulation",
     "hap.terminal",
+    "hap.truth",
     "hap.worker",
 }
 TORCH = {
