@@ -18,6 +18,11 @@ from hap.synthesizer.space import build_space
 from tests.fuzz.recipe import Recipe
 from tests.random_plans import Case, adamw, random_plan, verdict, widened
 
+WISHES: tuple[dict[str, Any], ...] = (
+    {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False},
+)  # fmt: skip
+"""What is asked of the planner, in turn: leaving devices out and two mesh axes take long."""
+
 PROGRAMS = 2
 """Random programs per case, beside the planned one."""
 
@@ -47,7 +52,9 @@ def check(recipe: Recipe) -> Outcome:
     model, batch, cluster = recipe.model(), recipe.batch(), recipe.cluster()
     outcome, plans = Outcome.CLEAN, []
     try:
-        plans.append(hap.plan(model, batch, cluster, allow_idle=True))
+        plans.append(
+            hap.plan(model, batch, cluster, allow_idle=True, **WISHES[recipe.seed % len(WISHES)])
+        )
     except UnsupportedOpError:
         return Outcome.REFUSED
     except InfeasibleError:
