@@ -169,11 +169,11 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
 @_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
-@click.option("--overlap", is_flag=True, help="As if communication ran beside computing.")
+@click.option("--in-turn", is_flag=True, help="As if computing waited for each collective.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
-def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) -> None:
+def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
-    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=overlap)
+    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
     if trace is not None:
         hap.simulation.write_trace(made, trace)
         _note(f"written to {trace}")

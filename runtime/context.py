@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hap.runtime.collectives import Comm
+from hap.runtime.overlap import InlineLane, Lane, Pending
 
 
 class Context:
@@ -20,8 +21,11 @@ class Context:
     repeated. Masks do depend on how the plan cuts the tensor.
     """
 
-    def __init__(self, comm: Comm, seed: int = 0, *, across: Comm | None = None) -> None:
+    def __init__(
+        self, comm: Comm, seed: int = 0, *, across: Comm | None = None, lane: Lane | None = None
+    ) -> None:
         self.comm = comm
+        self._lane = lane or InlineLane()
         self.across = across or comm
         """Between machines, where the plan has two mesh axes."""
         self.seed = seed
@@ -36,6 +40,14 @@ class Context:
         self.reduce_scatter_many = comm.reduce_scatter_many
         self.all_reduce_many = comm.all_reduce_many
         self.all_reduce_lse_many = comm.all_reduce_lse_many
+
+    def issue(self, kind: str, *args: Any) -> Pending:
+        """Start a collective, by the name of its method; computing goes on meanwhile."""
+        return self._lane.issue(getattr(self, kind), *args)
+
+    def wait(self, pending: Pending) -> Tensor:
+        """The result of what :meth:`issue` started."""
+        return self._lane.wait(pending)
 
     def between(self, kind: str, *args: Any) -> Any:
         """A collective between machines, by the name of its method."""

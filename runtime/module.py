@@ -14,6 +14,7 @@ from hap.runtime.collectives import Comm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.hierarchy import along_axes
+from hap.runtime.overlap import lane_of
 from hap.runtime.shard import cut, gather
 
 
@@ -56,7 +57,8 @@ class HapModule(nn.Module):
         self._plan, self._comm, self._device = plan, comm, device
         self._emitted = emit(plan, comm.rank, device, widen=widen)
         self._comms = along_axes(plan, comm)
-        self._ctx = Context(self._comms[-1], seed, across=self._comms[0])
+        lane = lane_of(comm, device)
+        self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
         self._same = {}  # every name of a tied tensor -> the first
         for tensors in (
             dict(model.named_parameters(remove_duplicate=False)),

@@ -1,8 +1,9 @@
 """What lies in each device's memory during a step, and what it is at the fullest moment.
 
 Counted from first definition to last use, what the backward reads of the forward until the
-backward ends; views share the storage of what they look at. Fused collectives are one moment:
-all that goes in and all that comes out exists at once, and the buffers between them.
+backward ends; views share the storage of what they look at. A collective holds all that goes in
+and all that comes out from where it is issued to where it is waited for. Collectives run one
+after the other, so that of those under way the largest buffers count.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def memory(
     """
     script = script_of(graph, program, cost)
     stored = _given(graph, script, cost)
-    peak: PerRank = _moments(graph, program, cost, buffers, script).max(axis=0)
+    alive, between = _moments(graph, program, cost, buffers, script)
+    peak: PerRank = (alive + between).max(axis=0)
     return stored["parameters"] + stored["optimizer states"], peak
 
 
@@ -49,19 +51,17 @@ def at_peak(graph: Graph, program: Program, cost: CostModel) -> dict[str, PerRan
     """By kind, the bytes that each rank holds at its fullest moment."""
     script = script_of(graph, program, cost)
     lives = script.lives
-    fullest = _moments(graph, program, cost, None, script).argmax(axis=0) - 1
+    alive, between = _moments(graph, program, cost, None, script)
+    moments = (alive + between).argmax(axis=0)
+    fullest = moments - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
     for kind, nbytes in _given(graph, script, cost).items():
         found[kind] = found[kind] + nbytes
     for value, (first, last) in lives.spans.items():
-        alive = (first <= fullest) & (fullest <= last)
+        there = (first <= fullest) & (fullest <= last)
         nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
-        found[lives.kind[value]] += np.where(alive, nbytes, 0.0)
-    for rank, at in enumerate(fullest.tolist()):
-        if at >= 0:
-            group = program.instructions[slice(*script.bounds[at])]
-            between = communication_buffers(group, cost)
-            found["communication buffers"][rank] = between[rank]
+        found[lives.kind[value]] += np.where(there, nbytes, 0.0)
+    found["communication buffers"] = between[moments, np.arange(len(moments))]
     return found
 
 
@@ -79,8 +79,8 @@ def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
 
 def _moments(
     graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script
-) -> Floats:
-    """Bytes alive; dims moment, rank. The first moment is before the step."""
+) -> tuple[Floats, Floats]:
+    """Bytes alive, and in buffers; dims moment, rank. The first moment is before the step."""
     end = len(script.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
     change[0] = sum(_given(graph, script, cost).values())
@@ -90,6 +90,7 @@ def _moments(
     np.add.at(change, script.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
+    between = np.zeros_like(alive)
     for at, moved in enumerate(script.moved):
         if moved < 0:
             continue
@@ -97,8 +98,9 @@ def _moments(
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             known[key] = buffers(group) if buffers else communication_buffers(group, cost)
-        alive[at + 1] += known[key]
-    return alive
+        under_way = slice(at + 1, script.waited[at] + 2)
+        between[under_way] = np.maximum(between[under_way], known[key])
+    return alive, between
 
 
 def _local_bytes(

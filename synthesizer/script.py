@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.graph import Graph, Node, Tensor
-from hap.program import Bounds, Compute, Convert, Instruction, Program, Value
+from hap.placement import LOCAL
+from hap.program import BETWEEN, Bounds, Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.work import FREE
@@ -50,12 +51,15 @@ class Script:
         work: per group, the classes in ``computing`` of its nodes.
         moved: per group, its class in ``moving``; -1 if it computes.
         updated: classes in ``updating`` of the trained parameters.
+        waited: per group, the last before its results are waited for; itself if it computes.
     """
 
     def __init__(self, graph: Graph, program: Program, cost: CostModel, bounds: Bounds) -> None:
         self.bounds = bounds
         self.axes = cost.axes
-        self.lives = Lives(graph, [program.instructions[a:b] for a, b in bounds], program)
+        groups = [program.instructions[a:b] for a, b in bounds]
+        self.waited = waits(graph, groups)
+        self.lives = Lives(graph, groups, program, self.waited)
         self.computing: Classes[tuple[Node, Row]] = Classes()
         self.nodes: list[list[tuple[Node, Row]]] = []
         self.moving: Classes[int] = Classes()
@@ -130,12 +134,43 @@ def _moving(graph: Graph, cost: CostModel, step: Convert) -> Hashable:
     return looks, tuple(sides), cost.alike(step.tensor)
 
 
+def waits(graph: Graph, groups: Sequence[Sequence[Instruction]]) -> list[int]:
+    """Per group, the last that runs before its results are waited for; itself if it computes.
+
+    A collective runs at some time until then, and holds what it reads.
+    """
+    halves = [group[0].backward for group in groups]
+    last = {half: len(groups) - 1 - halves[::-1].index(half) for half in set(halves)}
+    waited = list(range(len(groups)))
+    pending: dict[Value, int] = {}
+    for at, group in enumerate(groups):
+        for step in group:
+            for value in _touched(graph, step)[0]:
+                made = pending.pop(value, at)
+                waited[made] = max(made, min(waited[made], at - 1))
+        if collective_of(graph, group):
+            waited[at] = last[halves[at]]
+            for step in group:
+                pending.update(dict.fromkeys(_touched(graph, step)[1], at))
+    return waited
+
+
+def collective_of(graph: Graph, group: Sequence[Instruction]) -> bool:
+    """Does a group communicate, rather than compute?"""
+    step = group[0]
+    if isinstance(step, Convert):
+        return not step.local
+    op = graph.by_name[step.node].op
+    return op.startswith(BETWEEN) and op.removeprefix(BETWEEN) not in LOCAL
+
+
 class Lives:
     """From which moment to which each storage exists that a program makes."""
 
     def __init__(
-        self, graph: Graph, groups: Sequence[Sequence[Instruction]], program: Program
-    ) -> None:
+        self, graph: Graph, groups: Sequence[Sequence[Instruction]], program: Program,
+        waited: Sequence[int],
+    ) -> None:  # fmt: skip
         self.kind: dict[Value, str] = {}
         parameters = {i.tensor for i in graph.role("parameter")}
         gradients = set(graph.gradients.values())
@@ -167,7 +202,7 @@ class Lives:
             for step in group:
                 ins, outs, alias = _touched(graph, step)
                 for value in ins:
-                    use(value, at, backward)
+                    use(value, waited[at], backward)
                 for value in outs:
                     root[value] = root[ins[0]] if alias and ins else value
                     if root[value] == value:

@@ -15,10 +15,11 @@ from hap.placement import Placement
 from hap.plan import Plan, Prediction, Source
 from hap.program import Convert, Program
 from hap.synthesizer.baselines import sharded_storage
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.storage import STORED, level
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 from hap.twins import twin_of
 from tests.random_plans import make_case, verdict
 

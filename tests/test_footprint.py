@@ -47,8 +47,9 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
             for value in outs:
                 storage[value] = storage[ins[0]] if view and ins else value
                 born.setdefault(storage[value], at)
+    until = [waited_for(graph, groups, at) for at in range(len(groups))]
     uses = [
-        (storage[v], at, group[0].backward)
+        (storage[v], until[at], group[0].backward)
         for at, group in enumerate(groups)
         for step in group
         for side in touched(graph, step)[:2]
@@ -75,11 +76,27 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
         trained = i.role == "parameter" and i.target in graph.gradients
         always = always + (1 + STATES * trained) * nbytes(Value(i.tensor, program.inputs[i.tensor]))
     peak = always
-    for at, group in enumerate(groups):
+    for at in range(len(groups)):
         made = [nbytes(v) for v in born if v not in given and lives(v, at)]
-        moment = always + np.sum(made, axis=0) + communication_buffers(group, cost)
-        peak = np.maximum(peak, moment)
+        under_way = [
+            communication_buffers(groups[k], cost) for k in range(at + 1) if until[k] >= at
+        ]
+        peak = np.maximum(peak, always + np.sum(made, axis=0) + np.max(under_way, axis=0))
     return peak
+
+
+def waited_for(graph: Graph, groups: list[tuple[Instruction, ...]], at: int) -> int:
+    """The last moment at which what was issued at ``at`` may run: a reader, or the end, follows."""
+    step = groups[at][0]
+    if not isinstance(step, Convert) or step.local:
+        return at
+    made = {value for s in groups[at] for value in touched(graph, s)[1]}
+    for k in range(at + 1, len(groups)):
+        if groups[k][0].backward != step.backward:
+            return k - 1
+        if made.intersection(value for s in groups[k] for value in touched(graph, s)[0]):
+            return k - 1
+    return len(groups) - 1
 
 
 @pytest.mark.parametrize("seed", range(6))
