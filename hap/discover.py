@@ -399,4 +399,3 @@ def calls_in(graph: Graph, op: str) -> list[Call]:
     """The calls of an operator in a graph, one of each kind."""
     calls = [Call(node=node, tensors=graph.tensors) for node in graph.nodes if node.op == op]
     return list({kind(call): call for call in reversed(calls)}.values())[::-1]
-

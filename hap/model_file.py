@@ -107,7 +107,9 @@ def load_model_file(spec: str) -> ModelFile:
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
         batches=guarded(find("batches"), "batches"),
         seed=seed,
-        rules={op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()},
+        rules={
+            op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
+        },
     )
 
 

@@ -117,9 +117,9 @@ def _model(plan: Plan) -> RenderableType:
     if written:
         text.append(f"\nrules of the model's own: {', '.join(written)}")
     if found:
-        names = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
+        ops = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
         text.append(
-            f"\nrows discovered by running: {names}; hap rules discover tells which", style="yellow"
+            f"\nrows discovered by running: {ops}; hap rules discover tells which", style="yellow"
         )
     return text
 

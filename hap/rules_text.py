@@ -73,7 +73,8 @@ def _rows(rows: Sequence[Row], *, blocks: bool = True) -> list[str]:
     width = max(len(str(row).partition("->")[0]) for row in rows)
     texts = [str(row).partition("->") for row in rows]
     return [
-        f"  {left:<{width}}->{right}" + (f"   in {row.units} blocks" if row.units and blocks else "")
+        f"  {left:<{width}}->{right}"
+        + (f"   in {row.units} blocks" if row.units and blocks else "")
         for (left, _, right), row in zip(texts, rows, strict=True)
     ]
 
@@ -84,5 +85,5 @@ def _next(op: str, found: Sequence[Found], model: str | None) -> str:
     written = "".join(f'\n        "{line}",' for line in lines)
     return (
         f"to plan with them:  hap plan {model or 'MODEL'} --discover\n"
-        f"to keep them, in the model file:\n\nrules = {{\n    \"{op}\": [{written}\n    ],\n}}"
+        f'to keep them, in the model file:\n\nrules = {{\n    "{op}": [{written}\n    ],\n}}'
     )

@@ -137,6 +137,17 @@ class Emitter:
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
+    def alone(self, step: Compute) -> fx.Graph:
+        """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
+        out = fx.Graph()
+        ctx = out.placeholder("ctx")
+        env = _Values(out, ctx)
+        for value in dict.fromkeys(self._used(step)):
+            env[value] = out.placeholder(_name(value))
+        self._compute(out, ctx, env, step)
+        out.output(tuple(env[value] for value in self._made(step)))
+        return out
+
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
 

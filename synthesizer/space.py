@@ -118,7 +118,10 @@ def build_space(graph: Graph) -> Space:
 
 def is_product(node: Node, graph: Graph) -> bool:
     """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
-    return node.op in PRODUCTS or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
+    return (
+        node.op in PRODUCTS
+        or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
+    )
 
 
 def _rows(node: Node, graph: Graph) -> list[Row]:

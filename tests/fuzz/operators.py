@@ -99,9 +99,7 @@ def _conv(s: Scope, n: int) -> None:
     weight = s.param(out, channels // groups, *(width for _ in range(n)))
     bias = s.param(out) if s.chance() else None
     stride, padding = s.one((1, 2)), s.one((0, 1))
-    s.add(
-        f"F.conv{n}d({v}, {weight}, {bias}, stride={stride}, padding={padding}, groups={groups})"
-    )
+    s.add(f"F.conv{n}d({v}, {weight}, {bias}, stride={stride}, padding={padding}, groups={groups})")
 
 
 # --- norms and along a dim ---
@@ -242,7 +240,7 @@ def ones(s: Scope) -> None:
             s.add(f"{v}.squeeze({s.dim(v)})")
         case "expand" if narrow:
             d = s.one(narrow)
-            s.add(f"{v}.expand({(*shape[:d], s.size(), *shape[d + 1:])})")
+            s.add(f"{v}.expand({(*shape[:d], s.size(), *shape[d + 1 :])})")
         case _:
             s.add(f"{v}.unsqueeze({at}).expand({(*shape[:at], s.size(), *shape[at:])})")
 
@@ -286,8 +284,10 @@ def cat(s: Scope) -> None:
     shape = s.shape(v)
     d = s.dim(v) % len(shape)
     alike = s.value(
-        lambda t: t.dim() == len(shape)
-        and all(k == d or a == b for k, (a, b) in enumerate(zip(t.shape, shape, strict=True)))
+        lambda t: (
+            t.dim() == len(shape)
+            and all(k == d or a == b for k, (a, b) in enumerate(zip(t.shape, shape, strict=True)))
+        )
     )
     new = s.param(*shape[:d], s.size(), *shape[d + 1 :])
     parts = s.one(((v, alike), (v, new), (new, v), (v, alike, v)))
@@ -308,7 +308,9 @@ def parts(s: Scope) -> None:
     d = s.dim(v, lambda size: size > 1)
     size = s.shape(v)[d]
     first = s.draw(st.integers(1, size - 1))
-    cut = s.one((f"split(({first}, {size - first}), {d})", f"chunk(2, {d})", f"split({first}, {d})"))
+    cut = s.one(
+        (f"split(({first}, {size - first}), {d})", f"chunk(2, {d})", f"split({first}, {d})")
+    )
     names = [f"v{len(s.lines)}", f"w{len(s.lines)}"]
     s.run(f"{names[0]}, *_, {names[1]} = {v}.{cut}", names)
 
@@ -347,7 +349,11 @@ def index(s: Scope) -> None:
     wide = tuple(s.size() for _ in range(s.draw(st.integers(1, 2))))
     i = s.input(wide, shape[0])
     if len(shape) > 1 and s.chance():
-        s.add(s.one((f"{v}[{i}, {s.input(wide[-1:], shape[1])}]", f"{v}[:, {s.input(wide, shape[1])}]")))
+        s.add(
+            s.one(
+                (f"{v}[{i}, {s.input(wide[-1:], shape[1])}]", f"{v}[:, {s.input(wide, shape[1])}]")
+            )
+        )
     else:
         s.add(f"{v}[{i}]")
 
