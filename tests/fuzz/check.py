@@ -34,8 +34,10 @@ class Outcome(StrEnum):
     """What became of a case that is no failure."""
 
     CLEAN = "clean"
+    DISCOVERED = "with discovered rows"
+    """An operator has no rule; with rows that were discovered the case is clean."""
     REFUSED = "refused"
-    """An operator has no rule."""
+    """An operator has no rule, and none was discovered."""
     INFEASIBLE = "infeasible"
     """No program fits the memory; random ones were verified all the same."""
     ROUNDING = "rounding"
@@ -50,15 +52,22 @@ def check(recipe: Recipe) -> Outcome:
         Exception: whatever the capture, the planner or the program fails with.
     """
     model, batch, cluster = recipe.model(), recipe.batch(), recipe.cluster()
+    wishes = WISHES[recipe.seed % len(WISHES)]
+
+    def planned(**more: Any) -> list[Plan]:
+        return [hap.plan(model, batch, cluster, allow_idle=True, **wishes, **more)]
+
     outcome, plans = Outcome.CLEAN, []
     try:
-        plans.append(
-            hap.plan(model, batch, cluster, allow_idle=True, **WISHES[recipe.seed % len(WISHES)])
-        )
-    except UnsupportedOpError:
-        return Outcome.REFUSED
+        plans = planned()
     except InfeasibleError:
         outcome = Outcome.INFEASIBLE
+    except UnsupportedOpError:
+        outcome = Outcome.DISCOVERED
+        try:
+            plans = planned(discover=True)
+        except (InfeasibleError, UnsupportedOpError):
+            return Outcome.REFUSED
     graph = plans[0].graph if plans else capture(model, batch)
     case = Case(model=model, batch=batch, loss=None, optimizer=adamw, space=build_space(graph))
     for k in range(PROGRAMS):
