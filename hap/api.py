@@ -10,29 +10,39 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hap import torch_private
 from hap.axes import Shares
-from hap.capture import Batch, Loss, capture, flatten
+from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
 from hap.discover import with_rules
 from hap.errors import InputError, ModelError
 from hap.graph import Graph
 from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
-from hap.optimizer import MakeOptimizer, default_optimizer, examine
-from hap.plan import Plan, Source
+from hap.optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
+from hap.plan import Plan, Recipe, Source
 from hap.program import Program
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
-from hap.runtime.module import HapModule, clip_grad_norm_, emit
+from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import Choice, Wishes, choose
 from hap.synthesizer.space import build_space
 
-__all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
+__all__ = [
+    "GradScaler",
+    "clip_grad_norm_",
+    "code",
+    "compile",
+    "plan",
+    "plan_file",
+    "train",
+    "verify",
+]
 
 Progress = Callable[[str], None]
 
@@ -56,6 +66,7 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
+    autocast: str = "",
     allow_idle: bool = False,
     prove: int = 0,
     all_devices: bool = False,
@@ -76,7 +87,10 @@ def plan(
         batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
         cluster: a cluster, or what :func:`hap.load_cluster` reads.
         loss: ``loss(output, batch)``, if the module's output is no loss.
-        optimizer: makes the optimizer, whose states take memory.
+        optimizer: makes the optimizer, whose states take memory; see
+            :data:`hap.optimizer.MakeOptimizer`.
+        autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
+            precision.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
@@ -94,12 +108,12 @@ def plan(
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    kind = examine(optimizer)
     wishes = Wishes(all_devices=all_devices, mesh=mesh, compare=compare, engine=engine, prove=prove)
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
-    graph = capture(module, batch, loss)
+    kind = examine(optimizer, module)
+    graph = capture(module, batch, loss, autocast=autocast)
     if rules or discover:
         graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
     progress("stating the rules")
@@ -114,7 +128,7 @@ def plan(
         source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction,
+        prediction=chosen.prediction, recipe=Recipe(batch=form_of(batch), autocast=autocast),
     )  # fmt: skip
 
 
@@ -141,8 +155,8 @@ def plan_file(
     model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        source=Source(path=str(file.path), function=file.function), rules=file.rules,
-        progress=progress, **options,
+        autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
+        rules=file.rules, progress=progress, **options,
     )  # fmt: skip
 
 
@@ -178,6 +192,7 @@ def compile(
     device: torch.device | None = None,
     seed: int = 0,
     check: bool = True,
+    backend: str = "eager",
 ) -> HapModule:
     """This rank's part of the model, to be trained like any module.
 
@@ -190,9 +205,12 @@ def compile(
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         check: capture the model again and compare it with the plan.
+        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
+            happens in the first step, and takes from seconds to minutes.
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does.
+        InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
@@ -200,19 +218,29 @@ def compile(
         nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     if check:
-        plan.check_model(capture(model, fake_batch(plan.graph), loss))
-    return HapModule(plan, model, comm, device, seed=seed)
+        plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
+    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
 
 
-def fake_batch(graph: Graph) -> Batch:
-    """A batch without data, of the shapes and the form that a graph was captured with."""
+def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
+    """The graph of a model, captured as the plan's was."""
+    return capture(
+        model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
+    )
+
+
+def fake_batch(plan: Plan) -> Batch:
+    """A batch without data, of the shapes and the form that a plan was made for."""
     with torch_private.fake_mode():
         entries = {
             i.target: torch.empty(
-                graph.tensors[i.tensor].shape, dtype=getattr(torch, graph.tensors[i.tensor].dtype)
+                plan.graph.tensors[i.tensor].shape,
+                dtype=getattr(torch, plan.graph.tensors[i.tensor].dtype),
             )
-            for i in graph.role("input")
+            for i in plan.graph.role("input")
         }
+    if plan.recipe.batch is not None:
+        return rebuild(plan.recipe.batch, entries)
     if "*" in entries:
         return entries["*"]
     positional = all(name.isdigit() for name in entries)
@@ -226,6 +254,7 @@ def verify(
     processes: bool = False,
     dtype: str = "float64",
     seed: int = 0,
+    backend: str = "eager",
 ) -> Verdict:
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
@@ -233,28 +262,30 @@ def verify(
         file: the model file; default: the one that the plan was made from.
         processes: run real gloo processes instead of emulating the ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
+        backend: what runs the ranks' graphs, as in :func:`compile`.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
-    plan.check_model(capture(model, batch, file.loss))
+    plan.check_model(_captured_again(plan, model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
-        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype)
+        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend)
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        return spawn(_observe_rank, world_size, args=(plan.to_json(), _spec(file), dtype, seed))
+        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        return spawn(_observe_rank, world_size, args=args)
 
     return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int) -> Observed:
+def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
     """What one real process of ``verify`` sees."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
-        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype
+        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend
     )
     return observer(ProcessGroupComm())
 
@@ -277,7 +308,9 @@ class Trainer:
         PlanError: the model file is not the one that was planned, or the world size differs.
     """
 
-    def __init__(self, plan: Plan, file: ModelFile | None = None) -> None:
+    def __init__(
+        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
+    ) -> None:
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
         self._file = file or model_file_of(plan)
@@ -285,9 +318,13 @@ class Trainer:
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         model = self._file.model()
-        self.module = compile(model, plan, loss=self._file.loss, seed=self._file.seed)
+        self.module = compile(
+            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
+        )
         make = self._file.optimizer or default_optimizer
-        self._optimizer = make([p for p in self.module.parameters() if p.requires_grad])
+        self._optimizer = make_optimizer(make, self.module)
+        half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
+        self._scaler = GradScaler(self.module, enabled=half)
 
     def batches(self) -> Iterator[Batch]:
         """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
@@ -298,9 +335,10 @@ class Trainer:
         """Train on this rank's part of a global batch; returns the global loss."""
         self._optimizer.zero_grad()
         loss = call(self.module, self._plan.local_batch(batch, self._rank))
-        loss.backward()
-        self._optimizer.step()
-        return loss.item()
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return loss.item()  # type: ignore[no-any-return]
 
 
 def train(
@@ -309,26 +347,21 @@ def train(
     *,
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+    backend: str = "eager",
 ) -> list[float]:
     """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
 
     Args:
+        backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
-    trainer = Trainer(plan, file)
+    trainer = Trainer(plan, file, backend=backend)
     losses = []
     for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
         start = time.perf_counter()
         losses.append(trainer.step(batch))
         on_step(number, losses[-1], time.perf_counter() - start)
     return losses
-
-
-def call(module: nn.Module, batch: Batch) -> Tensor:
-    """Apply a module to a batch in whichever form the batch is."""
-    if isinstance(batch, dict):
-        return module(**batch)  # type: ignore[no-any-return]
-    return module(*batch) if isinstance(batch, tuple | list) else module(batch)  # type: ignore
 
 
 def code(plan: Plan, rank: int) -> str:

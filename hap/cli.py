@@ -1,4 +1,5 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap rules``, ...
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
+``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -149,6 +150,38 @@ def run(plan_file: str, nproc: int | None, steps: int, extra: tuple[str, ...]) -
 
 
 @_command
+@click.option(
+    "-o",
+    "--output",
+    default="cluster.yaml",
+    show_default=True,
+    help="The cluster file; samples are kept beside it.",
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
+@click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
+@click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
+@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+def profile(output: str, nproc: int | None, nodes: str | None, quick: bool, resume: bool) -> None:
+    """Measure devices and links, and write a cluster file.
+
+    Under torchrun or srun this process is one rank; --nproc starts ranks here.
+    """
+    names = tuple(nodes.split(",")) if nodes else ()
+    made = hap.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
+    start = time.perf_counter()
+    with hap.terminal.profiling_progress() as progress:
+        if hap.worker.started_as_rank() and nproc is None:
+            found = hap.profiling.run_as_rank(made, progress)
+        elif nproc is None:
+            raise InputError("no ranks to measure", hint="give --nproc, or start with torchrun")
+        else:
+            found = hap.profiling.profile(made, nproc, progress=progress)
+    if found is not None:
+        hap.terminal.emit(hap.profile_report.profile_screen(found, output))
+        _note(f"measured in {time.perf_counter() - start:.0f} s, written to {output}")
+
+
+@_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--rank", type=click.IntRange(min=0), help="Show what this rank holds.")
 @click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
@@ -212,6 +245,34 @@ def discover_rule(op: str, model: str | None) -> None:
     up the whole result for all sizes, values and cuts that were tried.
     """
     click.echo(hap.rules_text.discovered_text(op, model))
+
+
+@_command
+@click.argument("cluster", required=False)
+@click.option("--cores", type=float, help="Cores for all ranks together.  [default: all]")
+@click.option(
+    "--links",
+    default="scaled",
+    show_default=True,
+    metavar="[scaled|as-written|unlimited]",
+    help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
+)
+@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def testbed(
+    cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
+) -> None:
+    """Run the command after `--` on emulated hosts, one for each device of CLUSTER.
+
+    Speeds, links and memory are limited as the file says, all slower by one factor. Without a
+    command, show the hosts.
+    """
+    if clean:
+        click.echo("\n".join(hap.testbed.clean()) or "nothing was left behind")
+    elif cluster is None:
+        raise InputError("no cluster", hint="give a cluster file, then -- and a command")
+    else:
+        raise SystemExit(hap.testbed.emulate(cluster, cores, links, command))
 
 
 def _note(text: str) -> None:

@@ -273,6 +273,23 @@ def substitute(arg: Arg, tensor: Any) -> Arg:
     return arg
 
 
+def reading(
+    node: Node, names: Mapping[str, str], copy: str = "", outputs: tuple[str | None, ...] = ()
+) -> Node:
+    """The node with other inputs, old name -> new; with ``copy``, a second node of that name."""
+    if not copy and all(old == new for old, new in names.items()):
+        return node
+
+    def rename(ref: Ref) -> Ref:
+        return Ref(names.get(ref.name, ref.name))
+
+    return Node(
+        name=copy or node.name, op=node.op, args=substitute(node.args, rename),
+        kwargs=tuple((k, substitute(v, rename)) for k, v in node.kwargs),
+        outputs=outputs or node.outputs, source=node.source, module=node.module,
+    )  # fmt: skip
+
+
 def _refs(arg: Arg) -> Iterator[Ref]:
     if isinstance(arg, Ref):
         yield arg

@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +24,9 @@ import torch
 from torch import nn
 
 from hap import torch_private
+from hap.capture import AUTOCAST
 from hap.errors import HapError, ModelError, PlanError
+from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
 
 
@@ -41,7 +43,9 @@ class ModelFile:
         model: Makes the ``nn.Module``.
         batch: Makes one global batch: a tensor, a tuple, or a dict.
         loss: ``loss(output, batch)`` -> scalar; None if the forward returns the loss.
-        optimizer: Parameters -> ``torch.optim.Optimizer``.
+        optimizer: Parameters -> ``torch.optim.Optimizer``; see
+            :data:`hap.optimizer.MakeOptimizer`.
+        autocast: The dtype of automatic mixed precision, or nothing.
         batches: Makes an iterator over global batches.
         seed: Of torch's generators, before anything random is made.
         rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.written`.
@@ -52,7 +56,8 @@ class ModelFile:
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
     loss: Callable[[Any, Any], torch.Tensor] | None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    optimizer: MakeOptimizer | None
+    autocast: str
     batches: Callable[[], Iterator[Any]] | None
     seed: int
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -105,6 +110,7 @@ def load_model_file(spec: str) -> ModelFile:
         batch=guarded(find("batch"), "batch"),
         loss=function(find("loss"), "loss"),
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
+        autocast=_autocast(find("autocast"), path),
         batches=guarded(find("batches"), "batches"),
         seed=seed,
         rules={
@@ -119,6 +125,16 @@ def _is_rule(entry: tuple[object, object]) -> bool:
     return isinstance(op, str) and isinstance(listed, list | tuple) and all(
         isinstance(line, str) for line in listed
     )  # fmt: skip
+
+
+def _autocast(value: Any, path: str) -> str:
+    """``bfloat16`` or ``float16``, given as text or as a dtype; nothing for ``None``."""
+    name = str(value or "").removeprefix("torch.")
+    if name and name not in AUTOCAST:
+        raise ModelError(
+            f"`autocast` is {value!r}", where=path, hint=f"use one of {', '.join(AUTOCAST)}"
+        )
+    return name
 
 
 def model_file_of(plan: Plan) -> ModelFile:

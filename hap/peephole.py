@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hap.graph import Arg, Graph, Input, Node, Output, Ref, Tensor
-from hap.twins import with_twins
 
 # The graph mutates nothing and its views are made by reshape, so a copy is its original.
 ALIASES = {
@@ -82,7 +81,7 @@ class Builder:
         return node.args[0] if same and node is not None else None
 
     def graph(self, *, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Graph:
-        """The finished graph without what nobody uses, its parameters' twins made."""
+        """The finished graph without what nobody uses."""
         needed = {o.tensor for o in outputs}
         kept: list[Node] = []
         for node in reversed(self._nodes):
@@ -98,5 +97,4 @@ class Builder:
             for n in reversed(kept)
         )  # fmt: skip
         tensors = {name: t for name, t in self._tensors.items() if name in used}
-        graph = Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=tensors)
-        return with_twins(graph)
+        return Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=tensors)

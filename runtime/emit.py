@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import losses, ops  # noqa: F401  (register the logical operators)
+from hap import losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
@@ -54,7 +54,7 @@ class Emitter:
 
     Args:
         device: where tensors made from nothing are put.
-        widen: emit float32 as float64, to verify a plan beyond float32's rounding.
+        widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
     """
 
@@ -133,6 +133,7 @@ class Emitter:
                 self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
+        env.finish()
         out.output(tuple(env[value] for value in results))
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
@@ -182,8 +183,8 @@ class Emitter:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
                 named |= {"device": self.device, "dtype": self._dtype(dtype)}
             plain = tuple(map(self._plain, args))
-            if node.op == "aten.native_dropout_backward.default":
-                call = out.call_method("dropout_backward", (ctx, *plain))
+            if node.op in BY_CONTEXT:
+                call = out.call_method(BY_CONTEXT[node.op], (ctx, *plain))
             elif span := self._span(step, node):
                 call = self._look_up(out, node, plain, span)
             else:
@@ -271,7 +272,7 @@ class Emitter:
         return [self._plain(a) for a in arg] if isinstance(arg, tuple) else arg
 
     def _dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, "float64" if self.widen and name == "float32" else name)
+        found: torch.dtype = getattr(torch, "float64" if self.widen and "float" in name else name)
         return found
 
     def _dropout(
@@ -284,7 +285,9 @@ class Emitter:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        call = out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        call.meta["shape"] = self._shape(value)
+        return call
 
     def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""
@@ -368,6 +371,14 @@ class _Values:
         """For another collective: it runs later than the one that makes the value."""
         return self._there[value] if value in self._there else self._pending[value]
 
+    def finish(self) -> None:
+        """Wait for what nobody read, as where a rank has no share of what comes next.
+
+        What a collective reads, a parameter perhaps, is changed in place after the step.
+        """
+        for value in self._pending:
+            self[value]
+
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
         """Start a collective; if it makes several values, they come as a list."""
         call = self._out.call_method("issue", (self._ctx, kind, *args))
@@ -383,6 +394,13 @@ def _named(node: fx.Node, value: Value) -> fx.Node:
     node.meta["value"] = value
     return node
 
+
+# Operators that the context runs, because they ask whether the module trains.
+BY_CONTEXT = {
+    "aten.native_dropout_backward.default": "dropout_backward",
+    "hap.by_mode.default": "by_mode",
+    "hap.in_training.default": "in_training",
+}
 
 # Operators that return a tuple even where the graph uses one result only.
 MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})

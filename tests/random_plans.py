@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hap.axes import Shares
+from hap.batch import call, each
 from hap.capture import capture
 from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Node, Tensor
@@ -58,20 +59,9 @@ class Case:
         return output if isinstance(output, torch.Tensor) else output.loss
 
 
-def call(module: torch.nn.Module, batch: Any) -> Any:
-    """``module(batch)`` for a batch of any form."""
-    if isinstance(batch, dict):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, tuple) else module(batch)
-
-
 def widened(batch: Any) -> Any:
     """The batch with its floats in float64."""
-    if isinstance(batch, dict):
-        return {name: widened(entry) for name, entry in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(map(widened, batch))
-    return batch.double() if batch.is_floating_point() else batch
+    return each(batch, lambda name, t: t.double() if t.is_floating_point() else t)
 
 
 def make_case(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from hap.plan import Plan
 from hap.program import Compute, Convert, Instruction, Value
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.footprint import KINDS, at_peak, communication_buffers, memory
+from hap.synthesizer.overlap import orders
 from hap.synthesizer.storage import program_axes
 from hap.synthesizer.work import FREE
 from tests.random_plans import benchmark_case, random_plan, two_machines
@@ -34,7 +38,7 @@ def touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], 
     return ins, [Value(o, p) for o, p in outs if o and p], node.op in FREE
 
 
-def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
+def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarray:
     """The peak, asking at every moment of every storage whether it still lives."""
     graph, program = plan.graph, plan.program
     groups = list(program.groups(graph))
@@ -47,7 +51,6 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
             for value in outs:
                 storage[value] = storage[ins[0]] if view and ins else value
                 born.setdefault(storage[value], at)
-    until = [waited_for(graph, groups, at) for at in range(len(groups))]
     uses = [
         (storage[v], until[at], group[0].backward)
         for at, group in enumerate(groups)
@@ -85,27 +88,19 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
     return peak
 
 
-def waited_for(graph: Graph, groups: list[tuple[Instruction, ...]], at: int) -> int:
-    """The last moment at which what was issued at ``at`` may run: a reader, or the end, follows."""
-    step = groups[at][0]
-    if not isinstance(step, Convert) or step.local:
-        return at
-    made = {value for s in groups[at] for value in touched(graph, s)[1]}
-    for k in range(at + 1, len(groups)):
-        if groups[k][0].backward != step.backward:
-            return k - 1
-        if made.intersection(value for s in groups[k] for value in touched(graph, s)[0]):
-            return k - 1
-    return len(groups) - 1
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_peak_is_that_of_the_definition(seed: int, world: int) -> None:
     case = benchmark_case("mlp", "tiny")
     plan = random_plan(case, world, seed)
     cost = price(plan, case.space.axes)
-    assert memory(plan.graph, plan.program, cost)[1] == pytest.approx(by_definition(plan, cost))
+    moments = range(len(list(plan.program.groups(plan.graph))))
+    peak = memory(plan.graph, plan.program, cost)[1]
+    assert peak == pytest.approx(by_definition(plan, cost, moments))
+    *_, order = orders(plan.graph, plan.program, cost)
+    plan = replace(plan, program=order.program)
+    peak = memory(plan.graph, plan.program, cost, until=order.until)[1]
+    assert peak == pytest.approx(by_definition(plan, cost, order.until))
 
 
 @pytest.mark.parametrize("file", ["mlp", "bert_moe"])

@@ -49,6 +49,7 @@ SHAPE = Reason("only lends its shape, and the forward, not linear, reads no part
 VALUES = "one product makes queries, keys and values, and the scores need it whole"
 WIDTH = "a part of the values' width repeats all the scores, outside the fused kernel"
 PARAMETERS = "a norm's weight and bias are parameters, which are never partial"
+STATISTICS = "a variance's root is not linear: statistics are whole, and weights are parameters"
 
 EXPLAINED: dict[str, list[Reason]] = {
     "aten.isinf.default": [FINITE],
@@ -80,6 +81,12 @@ EXPLAINED: dict[str, list[Reason]] = {
     "aten.native_layer_norm_backward.default": [
         Reason(PARAMETERS, lambda row, _: P in row.ins[4:]),
     ],
+    "hap.by_mode.default": [
+        Reason("which of the two is read is known when it runs", lambda row, _: P in row.ins),
+    ],
+    "hap.normalize.default": [Reason(STATISTICS, lambda row, _: P in row.ins[1:])],
+    "hap.normalize_sums.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:])],
+    "hap.normalize_backward.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:5])],
 }  # fmt: skip
 """Operator -> why some rows that hold, and that no row of the table gives, are left out.
 

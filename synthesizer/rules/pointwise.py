@@ -87,3 +87,13 @@ def _masked_fill(call: Call) -> list[Row]:
 def _to_copy(call: Call) -> list[Row]:
     floats = all("float" in t.dtype for t in (call.ins[0], call.out))
     return pointwise(call, [{0}] if floats else [])
+
+
+@rule("hap.by_mode.default")
+def _by_mode(call: Call) -> list[Row]:
+    return pointwise(call, [{0, 1}])
+
+
+@rule("hap.in_training.default")
+def _in_training(call: Call) -> list[Row]:
+    return pointwise(call, [{0}])

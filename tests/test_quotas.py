@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import emulated
-from benchmarks.emulated import cpu_quotas, find_controller, quota_settings
+import hap
 from hap.errors import InputError
 from hap.runtime.launch import spawn
+from hap.runtime.testbed import quotas as emulated
+from hap.runtime.testbed.groups import find_controller
+from hap.runtime.testbed.quotas import cpu_quotas, quota_settings
 
 BUSY = """
 import sys, time
@@ -29,14 +31,14 @@ sys.stdin.readline()
 """
 
 CONTROLLER, WHY_NOT = find_controller(
-    Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+    "cpu", Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text(), "-"
 )
 needs_quotas = pytest.mark.skipif(CONTROLLER is None, reason=f"no quotas here: {WHY_NOT}")
 
 
 def groups_of(pid: int) -> list[Path]:
     assert CONTROLLER is not None
-    return sorted(CONTROLLER.root.glob(f"hap-quota-{pid}-*"))
+    return sorted(CONTROLLER.root.glob(f"hap-quota-*-{pid}-*"))
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_groups_go_when_the_body_raises_and_contexts_nest() -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from benchmarks import emulated
+from hap.runtime.testbed import quotas as emulated
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         emulated._MOUNTS = Path(sys.argv[2])
@@ -128,7 +130,7 @@ def test_a_killed_owner_leaves_nothing(
     script.write_text(OWNER)
     hidden = [] if enforced else [str(tmp_path / "mountinfo")]
     command = [sys.executable, str(script), str(busy[0].pid), *hidden]
-    root = Path(emulated.__file__).parents[1]
+    root = Path(hap.__file__).parents[1]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(root)}
     ) as owner:
@@ -191,20 +193,20 @@ def test_the_controller_is_found_in_either_version(tmp_path: Path) -> None:
     (two / "cgroup.subtree_control").write_text("cpu\n")
     first, second = mount_line(one, "cgroup", "rw,cpu,cpuacct"), mount_line(two, "cgroup2", "rw")
 
-    found, reason = find_controller(first, "3:cpu,cpuacct:/own\n0::/\n")
+    found, reason = find_controller("cpu", first, "3:cpu,cpuacct:/own\n0::/\n", "")
     assert found is not None
     assert (found.version, found.root, found.home) == (1, one / "own", one / "own")
     assert "version 1" in reason
 
-    found, reason = find_controller(second, "0::/own\n")
+    found, reason = find_controller("cpu", second, "0::/own\n", "")
     assert found is not None
     assert (found.version, found.root, found.home) == (2, two, two / "own")
 
     (two / "cgroup.subtree_control").write_text("io\n")
-    assert find_controller(second, "0::/own\n")[0] is None
-    assert "not enabled" in find_controller(second, "0::/own\n")[1]
+    assert find_controller("cpu", second, "0::/own\n", "")[0] is None
+    assert "not enabled" in find_controller("cpu", second, "0::/own\n", "")[1]
 
     (one / "own/cgroup.procs").unlink()  # root may write anything: take the file away
-    found, reason = find_controller(first, "3:cpu,cpuacct:/own\n")
+    found, reason = find_controller("cpu", first, "3:cpu,cpuacct:/own\n", "")
     assert found is None
     assert "run as root" in reason
