@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hap import profile_report as profile_report
     from hap import profiling as profiling
     from hap import report as report
+    from hap import rules_text as rules_text
     from hap import simulation as simulation
     from hap import terminal as terminal
     from hap import testbed as testbed
@@ -77,6 +78,7 @@ _MODULES: Final = (
     "profiling",
     "optim",
     "report",
+    "rules_text",
     "simulation",
     "terminal",
     "testbed",

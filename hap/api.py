@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -18,6 +18,7 @@ from hap.axes import Shares
 from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
+from hap.discover import with_rules
 from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
 from hap.graph import Graph
 from hap.mesh import Inside
@@ -58,6 +59,7 @@ class Options(TypedDict, total=False):
     compare: bool
     engine: str
     prove: int
+    discover: bool
 
 
 def plan(
@@ -75,6 +77,8 @@ def plan(
     mesh: bool | None = None,
     compare: bool = False,
     engine: str = "exact",
+    rules: Mapping[str, Sequence[str]] | None = None,
+    discover: bool = False,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -101,6 +105,8 @@ def plan(
         engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
+        rules: of operators that the table lacks, as lines: see docs/rules.md.
+        discover: find the rows of operators that have no rule by running them.
 
     Raises:
         InputError: there is no such engine, dtype or way to recompute.
@@ -114,12 +120,18 @@ def plan(
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     kind = examine(optimizer, module)
-    graph = capture(module, batch, loss, autocast=autocast, recompute=recompute or "")
+
+    def captured(recompute: str) -> Graph:
+        graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        if rules or discover:
+            graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
+        return graph
 
     def choice(graph: Graph) -> Choice:
         progress("stating the rules")
         return _chosen(graph, cluster, kind.states, wishes, progress)
 
+    graph = captured(recompute or "")
     try:
         chosen = choice(graph)
     except InfeasibleError:
@@ -128,7 +140,7 @@ def plan(
         known = {graph.digest}
         for recompute in WAYS:
             progress(f"no program fits: making activations again in the backward ({recompute})")
-            graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+            graph = captured(recompute)
             if graph.digest in known:
                 continue
             known.add(graph.digest)
@@ -187,14 +199,15 @@ def plan_file(
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     Wishes(engine=options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
-    model, batch = _fake_build(file, progress)
+    model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        autocast=file.autocast, source=Source(path=str(file.path), function=file.function), progress=progress, **options,
+        autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
+        rules=file.rules, progress=progress, **options,
     )  # fmt: skip
 
 
-def _fake_build(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
+def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
     """Model and batch without data; for real where the file's code reads tensor values."""
     try:
         with torch_private.fake_mode():

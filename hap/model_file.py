@@ -13,8 +13,8 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,7 @@ class ModelFile:
         autocast: The dtype of automatic mixed precision, or nothing.
         batches: Makes an iterator over global batches.
         seed: Of torch's generators, before anything random is made.
+        rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.written`.
     """
 
     path: str
@@ -59,6 +60,7 @@ class ModelFile:
     autocast: str
     batches: Callable[[], Iterator[Any]] | None
     seed: int
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
         return load_model_file, (f"{self.path}:{self.function}",)  # each process loads it anew
@@ -90,6 +92,13 @@ def load_model_file(spec: str) -> ModelFile:
     if not isinstance(seed, int):
         raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
 
+    rules = find("rules") or {}
+    if not isinstance(rules, dict) or not all(_is_rule(r) for r in rules.items()):
+        raise ModelError(
+            f"`rules` is {rules!r}", where=path,
+            hint='it must be a dict of operators and their lines: {"my.op": ["ab, b -> ab"]}',
+        )  # fmt: skip
+
     def guarded(value: Any, called: str, returns: type = object) -> Any:
         found = function(value, called)
         return None if found is None else _guard(found, called, returns, path)
@@ -104,7 +113,18 @@ def load_model_file(spec: str) -> ModelFile:
         autocast=_autocast(find("autocast"), path),
         batches=guarded(find("batches"), "batches"),
         seed=seed,
+        rules={
+            op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
+        },
     )
+
+
+def _is_rule(entry: tuple[object, object]) -> bool:
+    op, lines = entry
+    listed = [lines] if isinstance(lines, str) else lines
+    return isinstance(op, str) and isinstance(listed, list | tuple) and all(
+        isinstance(line, str) for line in listed
+    )  # fmt: skip
 
 
 def _autocast(value: Any, path: str) -> str:

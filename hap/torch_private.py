@@ -207,6 +207,36 @@ def joint_graph(
     )
 
 
+_UNSPLITTABLE = {
+    torch.Tag.nondeterministic_seeded: "it draws random numbers",
+    torch.Tag.dynamic_output_shape: "the shapes of its results depend on the data",
+    torch.Tag.data_dependent_output: "its result is a number that depends on the data",
+}
+
+
+def unsplittable(op: Any) -> str:
+    """Why no row can describe an operator, as far as it says so itself; else nothing."""
+    if op._schema.is_mutable:
+        return "it writes into its inputs"
+    if not any("Tensor" in str(r.type) for r in op._schema.returns):
+        return "it returns no tensor, so all it does is a side effect"
+    return next((why for tag, why in _UNSPLITTABLE.items() if tag in op.tags), "")
+
+
+def takes_tensor(argument: Any) -> bool:
+    """Is an argument of a schema one tensor that must be given?"""
+    return str(argument.type) == "Tensor"
+
+
+def plain_example(argument: Any) -> Any:
+    """A value for an argument of a schema that is no tensor: a dim, a factor, a flag."""
+    text = str(argument.type)
+    if text.startswith("Optional"):
+        return None
+    simple = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": False}
+    return simple.get(text, [1])
+
+
 def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
     """What TorchInductor needs for a device and does not find here: (what lacks, what to do)."""
     from torch._inductor.cpp_builder import get_cpp_compiler

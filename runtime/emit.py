@@ -28,7 +28,7 @@ from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
-from hap.runtime.localize import CONTIGUOUS, FACTORIES, LOOKUPS, localize
+from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
 
 
@@ -139,9 +139,21 @@ class Emitter:
                 self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
+        env.finish()
         out.output(tuple(env[value] for value in results))
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
+
+    def alone(self, step: Compute) -> fx.Graph:
+        """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
+        out = fx.Graph()
+        ctx = out.placeholder("ctx")
+        env = _Values(out, ctx)
+        for value in dict.fromkeys(self._used(step)):
+            env[value] = out.placeholder(_name(value))
+        self._compute(out, ctx, env, step)
+        out.output(tuple(env[value] for value in self._made(step)))
+        return out
 
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
@@ -170,7 +182,7 @@ class Emitter:
 
             def tensor(ref: Ref) -> fx.Node:
                 local = env[Value(ref.name, next(placed))]
-                dense = node.op in CONTIGUOUS
+                dense = reads_contiguous(node.op)
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)
@@ -379,6 +391,14 @@ class _Values:
     def early(self, value: Value) -> fx.Node:
         """For another collective: it runs later than the one that makes the value."""
         return self._there[value] if value in self._there else self._pending[value]
+
+    def finish(self) -> None:
+        """Wait for what nobody read, as where a rank has no share of what comes next.
+
+        What a collective reads, a parameter perhaps, is changed in place after the step.
+        """
+        for value in self._pending:
+            self[value]
 
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
         """Start a collective; if it makes several values, they come as a list."""

@@ -154,7 +154,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
-                return args[0].fill_(args[1])
+                return args[0].fill_(args[1] if len(args) > 1 else 0.5)
             if str(func) in RANDOM:
                 kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
                 made = func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})

@@ -64,8 +64,12 @@ def widened(batch: Any) -> Any:
     return each(batch, lambda name, t: t.double() if t.is_floating_point() else t)
 
 
-def make_case(model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None) -> Case:
-    graph = capture(model, batch, loss)
+def make_case(
+    model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None,
+    graph: Graph | None = None,
+) -> Case:  # fmt: skip
+    """A case; ``graph``: what was captured before."""
+    graph = graph or capture(model, batch, loss)
     optimizer = optimizer or adamw
     return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, space=build_space(graph))
 

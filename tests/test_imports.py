@@ -16,12 +16,15 @@ FACE = {
     "hap.api",
     "hap.chrome_trace",
     "hap.cli",
+    "hap.discover",
     "hap.profile_report",
     "hap.profiling",
     "hap.report",
+    "hap.rules_text",
     "hap.simulation",
     "hap.terminal",
     "hap.testbed",
+    "hap.truth",
     "hap.worker",
 }
 TORCH = {

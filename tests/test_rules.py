@@ -20,8 +20,8 @@ from hap.placement import P, R, S
 from hap.synthesizer.rules import RULES, Row
 from hap.synthesizer.space import build_space
 from hap.synthesizer.work import FREE, node_work
+from hap.truth import Case, cuts, missing
 from tests.rule_samples import SAMPLES
-from tests.rule_truth import Case, cuts, missing
 
 OPS = [op for op in RULES if not is_mesh_op(op)]
 """All but the collectives between machines, which tests/test_mesh.py runs on a mesh."""
