@@ -25,7 +25,7 @@ from torch import fx
 
 import hap
 from benchmarks.one_rank import CASES, Case
-from hap import api
+from hap.batch import call
 from hap.cluster import Cluster, Link
 from hap.graph import Graph
 from hap.plan import Plan
@@ -138,7 +138,7 @@ def errors(
             with _graphs(module, graphs):
                 start = time.thread_time()
                 optimizer.zero_grad()
-                loss = api.call(module, mine)
+                loss = call(module, mine)
                 loss.backward()
                 update = time.thread_time()
                 optimizer.step()

@@ -21,95 +21,122 @@ import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap import losses, ops, torch_private
-from hap.errors import ModelError
+from hap import constants, losses, norms, ops, torch_private
+from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.decompositions import DECOMPOSED
+from hap.errors import InputError, ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
+from hap.recompute import WAYS, Region, chosen, recomputed
+from hap.twins import with_twins
 
 aten = torch.ops.aten
 
 Loss = Callable[[Any, Any], TorchTensor]
-Batch = Any  # a tensor, a tuple of tensors (positional), or a dict of them (keywords)
 
 
 class Step(nn.Module):
     """The user's module as a function of flat tensors that returns the scalar loss."""
 
-    def __init__(self, module: nn.Module, batch: Batch, loss: Loss | None) -> None:
+    def __init__(
+        self, module: nn.Module, batch: Batch, loss: Loss | None, autocast: str = ""
+    ) -> None:
         super().__init__()
         self.module = module
         self._names = tuple(flatten(batch))
-        self._fixed = {k: v for k, v in _entries(batch).items() if k not in self._names}
-        self._order = tuple(_entries(batch))
-        self._keywords = isinstance(batch, Mapping)
-        self._single = isinstance(batch, TorchTensor)
+        self._form = form_of(batch)
         self._loss = loss
+        self._autocast = getattr(torch, autocast) if autocast else None
 
     def forward(self, *tensors: TorchTensor) -> TorchTensor:
-        given = dict(zip(self._names, tensors, strict=True)) | self._fixed
-        entries = {name: given[name] for name in self._order}
-        output = self.module(**entries) if self._keywords else self.module(*entries.values())
+        if self._autocast is None:
+            return self._run(*tensors)
+        with torch.autocast(tensors[0].device.type, self._autocast):
+            return self._run(*tensors)
+
+    def _run(self, *tensors: TorchTensor) -> TorchTensor:
+        batch = rebuild(self._form, dict(zip(self._names, tensors, strict=True)))
+        output = call(self.module, batch)
         if self._loss is not None:
-            batch: Batch = entries if self._keywords else tuple(entries.values())
-            output = self._loss(output, batch[0] if self._single else batch)
-        elif not isinstance(output, TorchTensor):
+            output = self._loss(output, batch)
+        if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+            output = output[0]
+        if not isinstance(output, TorchTensor):
             output = output["loss"] if isinstance(output, dict) else output.loss
         return output  # type: ignore[no-any-return]
 
 
-def flatten(batch: Batch) -> dict[str, TorchTensor]:
-    """The tensors of a batch by name; positional ones are ``0``, ``1``, ...; a lone one ``*``."""
-    return {k: v for k, v in _entries(batch).items() if isinstance(v, TorchTensor)}
-
-
-def _entries(batch: Batch) -> dict[str, Any]:
-    match batch:
-        case TorchTensor():
-            return {"*": batch}
-        case Mapping():
-            return {str(k): v for k, v in batch.items()}
-        case tuple() | list():
-            return {str(k): v for k, v in enumerate(batch)}
-    raise ModelError(
-        f"batch() returned {type(batch).__name__}",
-        hint="return a tensor, a tuple of tensors, or a dict of tensors by keyword",
-    )
-
-
-def capture(module: nn.Module, batch: Batch, loss: Loss | None = None) -> Graph:
+def capture(
+    module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = "",
+    recompute: str = "",
+) -> Graph:  # fmt: skip
     """The joint forward and backward graph of one step on the *global* batch.
+
+    What ``torch.utils.checkpoint`` runs inside of the module is made again in the backward.
 
     Args:
         module: the user's module, real, on the meta device, or built under fake tensors.
         batch: the global batch, likewise; only shapes and dtypes are looked at.
         loss: ``loss(output, batch)``, if the module's output is not a loss itself.
+        autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
+        recompute: what else is made again in the backward, of :data:`hap.recompute.WAYS`.
 
     Raises:
         ModelError: the forward is no scalar loss, or depends on data; the error has the line.
+        InputError: an unknown ``autocast`` or ``recompute``.
     """
+    check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
-    step, tensors = _fake(Step(module, batch, loss), flatten(batch), mode)
+    step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
     with mode, _no_collector():
         _check_loss(step, tensors)
         try:
             traced = torch_private.dynamo_graph(step, tensors)
-            for node in traced.graph.nodes:
-                node.target = LOGICAL.get(node.target, node.target)
-            traced.recompile()
+            _name_logical(traced)
             joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
         except torch_private.GraphBreak as error:
             raise _not_one_graph(str(error), error.line) from error
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
-    return _convert(joint, step, tuple(flatten(batch)))
+    graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    if recompute:  # a checkpoint inside of a block adds nothing
+        own = chosen(graph, recompute)
+        last = max((region.number for region in own.values()), default=-1)
+        regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
+    return with_twins(recomputed(graph, regions))
+
+
+def _name_logical(traced: fx.GraphModule) -> None:
+    """Put logical operators in place of torch's functions, also inside of checkpoints."""
+    for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            node.target = LOGICAL.get(node.target, node.target)
+        graph.recompile()
 
 
 LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
     F.cross_entropy: losses.cross_entropy,
+    F.batch_norm: norms.batch_norm,
+    torch.tensor: constants.tensor,
+    F.dropout1d: ops.channel_dropout,
+    F.dropout2d: ops.channel_dropout,
+    F.dropout3d: ops.channel_dropout,
 }
 """Functions of torch that are captured as logical operators."""
+
+
+AUTOCAST = ("bfloat16", "float16")
+
+
+def check_recipe(autocast: str, recompute: str) -> None:
+    """Raise ``InputError`` unless both are empty or known."""
+    for name, given, known in (
+        ("autocast", autocast, AUTOCAST), ("recompute", recompute, WAYS),
+    ):  # fmt: skip
+        if given and given not in known:
+            raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
 
 
 def _not_one_graph(reason: str, where: str) -> ModelError:
@@ -135,7 +162,10 @@ def _no_collector() -> Iterator[None]:
 
 def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
     """Run the forward once on fake tensors, so that a mistake of the user's reads as one."""
-    fix = "return the scalar loss, an object with .loss, or define loss(output, batch)"
+    fix = (
+        "return the scalar loss, a tuple that begins with it, an object with .loss, a dict "
+        'with "loss", or define loss(output, batch)'
+    )
     try:
         value = step(*tensors)
     except torch_private.data_dependent_errors():
@@ -189,6 +219,10 @@ def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any 
     return torch.sum(x, list(dims), keepdim, dtype=dtype) / count
 
 
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    return source.to(x.dtype).expand(x.shape).clone()
+
+
 def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
     if reduction != 1:
         return NotImplemented
@@ -216,14 +250,20 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **torch_private.get_decompositions([
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
-        aten.binary_cross_entropy_with_logits, aten.var, aten.var_mean, aten.std,
-        aten.addcmul, aten.addcdiv, aten.rsub,
+        aten.binary_cross_entropy_with_logits, aten.binary_cross_entropy,
+        aten.binary_cross_entropy_backward, aten.soft_margin_loss, aten.soft_margin_loss_backward,
+        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
+        aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
+    **DECOMPOSED,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.convolution_backward.default: _convolution_backward,
+    aten.copy.default: _copy,
+    aten.sgn.default: torch.sign,
+    aten.fill.Scalar: torch.full_like,
 }  # fmt: skip
 """Mean reductions become a sum over the shards and a division by the *global* count; a
 convolution's bias gradient, which needs no input channel, becomes an operator of its own."""
@@ -234,10 +274,14 @@ convolution's bias gradient, which needs no input channel, becomes an operator o
 _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
 
 
-def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]) -> Graph:
+def _convert(
+    joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
+) -> tuple[Graph, dict[str, Region]]:
+    """The graph, and the checkpoints that its nodes run in."""
     build = Builder()
     names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
+    regions: dict[str, Region] = {}  # node -> the checkpoint that it runs in
     inputs = []
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
@@ -263,11 +307,17 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
 
     for node in joint.graph.nodes:
         if node.op == "get_attr":
-            raise ModelError(
-                f"the forward makes a tensor from Python data ({node.target})",
-                where=_source(node),
-                hint="make it once in __init__ and keep it with register_buffer",
+            held = _held(joint, node)
+            (values[node],) = build.node(
+                name=node.name,
+                op="hap.constant.default",
+                args=(tuple(held.flatten().tolist()), tuple(held.shape)),
+                kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
+                results=[_tensor(node.name, held)],
+                source=_source(node),
+                module=_module(node),
             )
+            continue
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -289,13 +339,23 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
             module=_module(node),
         )
         values[node] = refs if many else refs[0]
+        if found := torch_private.checkpointed(node):
+            regions.setdefault(node.name, Region(*found))
     ends: Any = joint.graph.output_node().args[0]
     outputs = [
         Output(tensor=values[n].name, role=role, target=names.get(target, target))
         for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
-    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
+    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
+
+
+def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
+    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    value = getattr(joint.graph.owning_module, str(node.target))
+    if torch_private.is_fake(value) or value.numel() > constants.LARGEST:
+        raise constants.too_large(value.numel(), _source(node))
+    return value  # type: ignore[no-any-return]
 
 
 def _first_names(step: Step) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hap.axes import Shares
+from hap.batch import Form, each
 from hap.cluster import Cluster
 from hap.errors import PlanError
 from hap.files import write_whole
@@ -33,6 +34,21 @@ class Source:
 
     path: str = ""
     function: str = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the graph was captured: what :func:`hap.capture.capture` is told to make it again.
+
+    Attributes:
+        batch: the batch's form, see :mod:`hap.batch`; ``None`` in plans of older versions.
+        autocast: the dtype of the automatic mixed precision around the forward, or nothing.
+        recompute: which activations the backward makes again, see :mod:`hap.recompute`, or nothing.
+    """
+
+    batch: Form = None
+    autocast: str = ""
+    recompute: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +159,7 @@ class Plan:
     """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
     prediction: Prediction
     inside: Inside | None = None
+    recipe: Recipe = Recipe()
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -259,8 +276,8 @@ class Plan:
     def local_batch(self, batch: Any, rank: int) -> Any:
         """The part of a global batch that a rank reads, in the batch's own form.
 
-        Tensors that the program does not shard stay whole. A batch is a tensor, a tuple or a
-        dict, as ``batch()`` of the model file returns it.
+        Tensors that the program does not shard stay whole; see :mod:`hap.batch` for the forms of a
+        batch.
         """
         names = {i.target: i.tensor for i in self.graph.role("input")}
 
@@ -278,21 +295,22 @@ class Plan:
                     entry = entry.narrow(level.dim, level.start, level.sizes[level.place])
             return entry
 
-        if isinstance(batch, Mapping):
-            return {k: cut(str(k), v) for k, v in batch.items()}
-        if isinstance(batch, tuple | list):
-            return type(batch)(cut(str(k), v) for k, v in enumerate(batch))
-        return cut("*", batch)
+        return each(batch, cut)
 
     @property
     def batch_size(self) -> int:
-        """Rows of the global batch: the first dim of its first tensor."""
-        return self.graph.tensors[self.graph.role("input")[0].tensor].shape[0]
+        """Rows of the global batch: the first dim of its first tensor that has dims."""
+        return self.graph.tensors[self._first_input].shape[0]
+
+    @property
+    def _first_input(self) -> str:
+        names = [i.tensor for i in self.graph.role("input")]
+        return next((name for name in names if self.graph.tensors[name].shape), names[0])
 
     def batch_rows(self, rank: int) -> tuple[int, int]:
         """(start, stop) of the rows of the global batch that a rank reads; all if unsharded."""
         start, stop = 0, self.batch_size
-        for level in self.levels(self.graph.role("input")[0].tensor, rank):
+        for level in self.levels(self._first_input, rank):
             if level and level.dim == 0:
                 start += level.start
                 stop = start + level.sizes[level.place]
@@ -325,6 +343,7 @@ class Plan:
             "idle": list(self.idle),
             "left_out": list(self.left_out),
             "prediction": asdict(self.prediction),
+            "recipe": asdict(self.recipe),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
             "graph": self.graph.to_json(),
@@ -396,6 +415,7 @@ class Plan:
             idle=tuple(data["idle"]),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
+            recipe=Recipe(**data.get("recipe", {})),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
 

@@ -112,6 +112,15 @@ def _model(plan: Plan) -> RenderableType:
         rest = sum(n for _, n in undivided[_OPERATORS:])
         more = f", and {rest} others" if rest else ""
         text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
+    written = [op for op in plan.graph.rules if "(" not in op]
+    found = Counter(key.partition("(")[0] for key in plan.graph.rules if "(" in key)
+    if written:
+        text.append(f"\nrules of the model's own: {', '.join(written)}")
+    if found:
+        ops = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
+        text.append(
+            f"\nrows discovered by running: {ops}; hap rules discover tells which", style="yellow"
+        )
     return text
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hap.graph import Graph, Node, Ref, Tensor, substitute
+from hap.graph import Graph, Node, Ref, Tensor, reading
 
 ALIAS = "aten.alias.default"
 
@@ -33,7 +33,7 @@ def with_twins(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.name in graph.backward:
             names = {name: twins.of(name, nodes) for name in node.inputs}
-            node = _reading(node, names)
+            node = reading(node, names)
         nodes.append(node)
     return Graph(
         inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=twins.tensors
@@ -74,7 +74,7 @@ class _Twins:
             if base == view.inputs[0]:
                 return name  # a view of something else
             twin = self._new(name)
-            nodes.append(_reading(view, {view.inputs[0]: base}, twin))
+            nodes.append(reading(view, {view.inputs[0]: base}, twin, (twin,)))
         else:
             return name
         self._made[name] = twin
@@ -85,22 +85,3 @@ class _Twins:
         assert twin not in self.tensors
         self.tensors[twin] = Tensor(name=twin, shape=tensor.shape, dtype=tensor.dtype)
         return twin
-
-
-def _reading(node: Node, names: Mapping[str, str], twin: str = "") -> Node:
-    """The node with other inputs; with ``twin``, a second node that makes that tensor."""
-    if not twin and all(old == new for old, new in names.items()):
-        return node
-
-    def rename(ref: Ref) -> Ref:
-        return Ref(names.get(ref.name, ref.name))
-
-    return Node(
-        name=twin or node.name,
-        op=node.op,
-        args=substitute(node.args, rename),
-        kwargs=tuple((k, substitute(v, rename)) for k, v in node.kwargs),
-        outputs=(twin,) if twin else node.outputs,
-        source=node.source,
-        module=node.module,
-    )

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import losses, ops  # noqa: F401  (register the logical operators)
+from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
+from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
-from hap.runtime.localize import CONTIGUOUS, FACTORIES, LOOKUPS, localize
+from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
 
 
@@ -54,8 +55,9 @@ class Emitter:
 
     Args:
         device: where tensors made from nothing are put.
-        widen: emit float32 as float64, to verify a plan beyond float32's rounding.
+        widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
+        alone: no other rank takes part, so there is nothing to exchange.
     """
 
     graph: Graph
@@ -65,6 +67,7 @@ class Emitter:
     device: torch.device
     widen: bool = False
     offsets: Mapping[str, Offset] = field(default_factory=dict)
+    alone: bool = False
 
     def emit(self) -> Emitted:
         """Both graphs of this rank."""
@@ -124,7 +127,10 @@ class Emitter:
             if group[0].backward is not backward:
                 continue
             step = group[0]
-            if isinstance(step, Compute):
+            if self.alone and isinstance(step, Convert):
+                for s in (s for s in group if isinstance(s, Convert)):
+                    env[Value(s.tensor, s.dst)] = env[Value(s.tensor, s.src)]
+            elif isinstance(step, Compute):
                 if self._node(step).op.startswith(BETWEEN):
                     self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
                 else:
@@ -133,9 +139,21 @@ class Emitter:
                 self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
+        env.finish()
         out.output(tuple(env[value] for value in results))
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
+
+    def alone(self, step: Compute) -> fx.Graph:
+        """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
+        out = fx.Graph()
+        ctx = out.placeholder("ctx")
+        env = _Values(out, ctx)
+        for value in dict.fromkeys(self._used(step)):
+            env[value] = out.placeholder(_name(value))
+        self._compute(out, ctx, env, step)
+        out.output(tuple(env[value] for value in self._made(step)))
+        return out
 
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
@@ -153,6 +171,8 @@ class Emitter:
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
             call = self._dropout(out, ctx, env, step, node)
+        elif node.op in RANDOM:
+            call = self._drawn(out, ctx, step, node)
         else:
             outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
@@ -162,7 +182,7 @@ class Emitter:
 
             def tensor(ref: Ref) -> fx.Node:
                 local = env[Value(ref.name, next(placed))]
-                dense = node.op in CONTIGUOUS
+                dense = reads_contiguous(node.op)
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)
@@ -171,8 +191,8 @@ class Emitter:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
                 named |= {"device": self.device, "dtype": self._dtype(dtype)}
             plain = tuple(map(self._plain, args))
-            if node.op == "aten.native_dropout_backward.default":
-                call = out.call_method("dropout_backward", (ctx, *plain))
+            if node.op in BY_CONTEXT:
+                call = out.call_method(BY_CONTEXT[node.op], (ctx, *plain))
             elif span := self._span(step, node):
                 call = self._look_up(out, node, plain, span)
             else:
@@ -260,20 +280,35 @@ class Emitter:
         return [self._plain(a) for a in arg] if isinstance(arg, tuple) else arg
 
     def _dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, "float64" if self.widen and name == "float32" else name)
+        found: torch.dtype = getattr(torch, "float64" if self.widen and "float" in name else name)
         return found
 
     def _dropout(
         self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute, node: Node
     ) -> fx.Node:
-        # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
+        site = (node.name, self._place(value))
+        call = out.call_method("dropout", (ctx, env[value], node.args[1], *site))
+        call.meta["shape"] = self._shape(value)
+        return call
+
+    def _drawn(self, out: fx.Graph, ctx: fx.Node, step: Compute, node: Node) -> fx.Node:
+        (value,) = self._made(step)
+        kind = node.op.split(".")[1].removesuffix("_like")
+        numbers = tuple(a for a in node.args if isinstance(a, int | float))
+        dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        site = (list(self._shape(value)), node.name, self._place(value))
+        return out.call_method("draw", (ctx, kind, numbers, *site), options)
+
+    def _place(self, value: Value) -> int | str:
+        """Random numbers differ between shards and agree between replicas: the place decides."""
         place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        return place
 
     def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""
@@ -357,6 +392,14 @@ class _Values:
         """For another collective: it runs later than the one that makes the value."""
         return self._there[value] if value in self._there else self._pending[value]
 
+    def finish(self) -> None:
+        """Wait for what nobody read, as where a rank has no share of what comes next.
+
+        What a collective reads, a parameter perhaps, is changed in place after the step.
+        """
+        for value in self._pending:
+            self[value]
+
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
         """Start a collective; if it makes several values, they come as a list."""
         call = self._out.call_method("issue", (self._ctx, kind, *args))
@@ -372,6 +415,13 @@ def _named(node: fx.Node, value: Value) -> fx.Node:
     node.meta["value"] = value
     return node
 
+
+# Operators that the context runs, because they ask whether the module trains.
+BY_CONTEXT = {
+    "aten.native_dropout_backward.default": "dropout_backward",
+    "hap.by_mode.default": "by_mode",
+    "hap.in_training.default": "in_training",
+}
 
 # Operators that return a tuple even where the graph uses one result only.
 MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})

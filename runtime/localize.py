@@ -81,10 +81,18 @@ FACTORIES = frozenset(
         "arange.start",
         "arange.start_step",
     ]
-)
+) | {"hap.constant.default"}
 
 # Operators whose kernels read some input as if it were contiguous (seen on CPU, torch 2.13).
 CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
+
+
+_KNOWN = ("aten.", "hap.", "prims.", "mesh.")
+
+
+def reads_contiguous(op: str) -> bool:
+    """Must the inputs be contiguous? A user's kernel may count on it, and shards are views."""
+    return op in CONTIGUOUS or not op.startswith(_KNOWN)
 
 
 def localize(node: Node, out_shapes: tuple[Shape | None, ...]) -> tuple[Arg, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hap.capture import Batch, flatten
+from hap.batch import Batch, flatten
 from hap.graph import Graph
 from hap.mesh import origin
 from hap.placement import L, P, R
@@ -83,7 +83,7 @@ def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
 def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Value, Tensor]:
     """Run a rank's forward and backward and keep every value."""
     emitted = emitter.emit()
-    ctx.training = False
+    ctx.dropping = False
     seen: dict[Value, Tensor] = {}
 
     class Recorder(fx.Interpreter):

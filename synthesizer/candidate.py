@@ -15,11 +15,17 @@ from hap.axes import Shares
 from hap.program import Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
-from hap.synthesizer.overlap import Order, orders
+from hap.synthesizer.overlap import Order, estimate_s, orders
 from hap.synthesizer.simulate import Timeline, timeline
 
 _WORTH = 1e-3
 """Part of a step; for less than that, no more buckets."""
+
+_LITTLE = 5e-3
+"""Part of a step; for what overlapping could save less of, it is not estimated."""
+
+Rank = tuple[float, float]
+"""Bytes that lack on the rank that lacks most, seconds of a step."""
 
 
 class Scheduled(NamedTuple):
@@ -27,6 +33,8 @@ class Scheduled(NamedTuple):
 
     program: Program
     timeline: Timeline
+    until: tuple[int, ...]
+    """As of :class:`hap.synthesizer.overlap.Order`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +68,9 @@ class Candidate:
         return min(tried, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
 
     def _judged(self, order: Order, cost: CostModel) -> Scheduled:
-        program, step_s, communicate_s = order
-        held = memory(cost.graph, program, cost)
-        return Scheduled(program, timeline(step_s, self.serial.compute_s, communicate_s, *held))
+        held = memory(cost.graph, order.program, cost, until=order.until)
+        line = timeline(order.step_s, self.serial.compute_s, order.communicate_s, *held)
+        return Scheduled(order.program, line, order.until)
 
     @property
     def timeline(self) -> Timeline:
@@ -84,28 +92,42 @@ class Candidate:
         return not self.lacking_bytes.any()
 
     @property
-    def rank(self) -> tuple[float, float]:
+    def rank(self) -> Rank:
         """The order of candidates: what fits first, then what is faster."""
         return float(self.lacking_bytes.max()), self.timeline.step_s
 
+    @cached_property
+    def estimate(self) -> Rank:
+        """About what :attr:`rank` is, for a fraction of its price."""
+        in_turn_s = self.serial.step_s
+        if not self.overlap or in_turn_s <= self.floor[1] * (1 + _LITTLE):
+            return self.floor[0], in_turn_s
+        cost = self.price()
+        return self.floor[0], estimate_s(cost.graph, self.program, cost)
+
     @property
-    def floor(self) -> tuple[float, float]:
-        """What :attr:`rank` is hardly ever below: the busier of computing and communicating."""
+    def in_turn(self) -> Rank:
+        """:attr:`rank` with nothing overlapped."""
+        return float(self.lacking_in_series.max()), self.serial.step_s
+
+    @cached_property
+    def floor(self) -> Rank:
+        """What :attr:`estimate` is hardly ever below: the busier of computing and communicating."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
         return float(self.lacking_in_series.max()), busiest_s
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate:
-    """The first in the order of :attr:`Candidate.rank`; few are scheduled to find it.
+    """The first in the order of :attr:`Candidate.estimate`; few are scheduled to find it.
 
     Raises:
         ValueError: there are none.
     """
     best: Candidate | None = None
     for candidate in sorted(candidates, key=lambda c: c.floor):
-        if best is not None and candidate.floor >= best.rank:
+        if best is not None and candidate.floor >= best.estimate:
             break
-        if best is None or candidate.rank < best.rank:
+        if best is None or candidate.estimate < best.estimate:
             best = candidate
     if best is None:
         raise ValueError("no candidates")

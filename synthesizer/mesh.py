@@ -296,7 +296,7 @@ def best_on_mesh(
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine):
-        if beat and pair.rank >= beat.rank:
+        if beat and pair.floor >= beat.rank:
             continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))

@@ -18,6 +18,7 @@ ranks do alike. :func:`hap.synthesizer.timeline.schedule` states what overlaps w
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ BUCKETS = (1, 3, 8, 24)
 """Into how many parts is cut what the search lets be gathered or reduced together."""
 
 
+_TYPICAL = 3
+
+
 class Order(NamedTuple):
     """A schedule: a program in the order in which it runs, and how long that takes."""
 
@@ -41,28 +45,40 @@ class Order(NamedTuple):
     step_s: float
     communicate_s: float
     """Of all collectives together, hidden or not."""
+    until: tuple[int, ...]
+    """Per group of the program, the last that begins before it has ended, on the last rank."""
 
 
 def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
-    """Schedules of a program. The first leaves all in its place; later ones have more buckets."""
+    """Schedules of a program. The first leaves all in its place; others have more and more buckets.
+
+    Of the fastest of these, one more holds back what is needed later.
+    """
     flow = _Flow(graph, program, cost)
-    yield Order(program, _Run(flow, flow.steps).in_place(), _communicating(flow.steps))
+    yield _Run(flow, flow.steps).in_place(program)
     if not any(step.lane for step in flow.steps):
         return
-    crossing = any(step.lane and isinstance(step.what[0], Compute) for step in flow.steps)
+    found: list[tuple[float, list[_Step]]] = []
     for buckets in BUCKETS:
-        steps, loose = flow.cut(buckets)
-        rivals = loose and any(s.lane and not s.loose for s in steps)
-        for hold in (False, True) if rivals else (False,):
-            made, step_s = _Run(flow, steps).listed(hold=hold)
-            again = replace(program, instructions=made)
-            if crossing:  # what crosses between machines has no buckets: neighbours run as one
-                run = _Flow(graph, again, cost).steps
-                yield Order(again, _Run(flow, run).in_place(), _communicating(run))
-            else:
-                yield Order(again, step_s, _communicating(steps))
-        if loose <= buckets:
-            return  # more buckets than there is to put in
+        steps, most = flow.cut(buckets)
+        order = flow.listed(program, steps, hold=False)
+        found.append((order.step_s, steps))
+        yield order
+        if most <= buckets:
+            break  # each is in one of its own
+    _, steps = min(found, key=lambda entry: entry[0])
+    if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
+        yield flow.listed(program, steps, hold=True)
+
+
+def estimate_s(graph: Graph, program: Program, cost: CostModel) -> float:
+    """About how long the fastest of :func:`orders` takes, by two of them."""
+    flow = _Flow(graph, program, cost)
+    in_place = _Run(flow, flow.steps).in_place(program).step_s
+    if not any(step.lane for step in flow.steps):
+        return in_place
+    steps, _ = flow.cut(_TYPICAL)
+    return min(in_place, flow.listed(program, steps, hold=False).step_s)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -134,18 +150,26 @@ class _Flow:
         else:
             step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
 
+    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
+        """The program in an order found by list scheduling of its steps."""
+        order = _Run(self, steps).listed(program, hold=hold)
+        if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
+            return order
+        # What crosses between machines has no buckets: neighbours run as one.
+        again = _Flow(self._graph, order.program, self._cost)
+        return _Run(again, again.steps).in_place(order.program)
+
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
-        """The steps with what is loose in buckets; and how many instructions are loose."""
+        """The steps with what is loose in buckets; and how many instructions one of them had."""
         found: list[_Step] = []
-        loose = 0
+        most = 1
         for step in self.steps:
             if not step.loose or len(step.what) == 1:
-                loose += step.loose
                 found.append(step)
                 continue
-            loose += len(step.what)
+            most = max(most, len(step.what))
             found += [self._bucket(step, part) for part in self._parts(step, buckets)]
-        return found, loose
+        return found, most
 
     def _parts(self, step: _Step, buckets: int) -> list[list[Instruction]]:
         """The members of a loose step in the order of their need, in parts of like bytes."""
@@ -180,10 +204,6 @@ class _Flow:
         return made
 
 
-def _communicating(steps: Sequence[_Step]) -> float:
-    return sum(float(np.max(step.seconds)) for step in steps if step.lane)
-
-
 def _connect(steps: Sequence[_Step]) -> None:
     """Who reads whom."""
     maker: dict[Value, _Step] = {}
@@ -207,19 +227,21 @@ class _Run:
         self._lane_s = 0.0
         self._done: dict[Value, float] = {}  # what collectives make
         self._order: list[Instruction] = []
-        self._issued = 0
+        self._begin: list[float] = []  # of each step, on the last rank
+        self._ended: dict[int, float] = {}  # of each that communicates
+        self._middle = 0  # the first step of the backward
 
-    def in_place(self) -> float:
-        """The end of the step in the order as it is."""
+    def in_place(self, program: Program) -> Order:
+        """The program in the order that it has."""
         for backward in (False, True):
             for step in self._steps:
                 if step.backward is backward:
                     self._issue(step) if step.lane else self._compute(step)
-            self._wait(self._lane_s)
-        return self._end()
+            self._end_half(backward)
+        return self._made(program)
 
-    def listed(self, *, hold: bool) -> tuple[tuple[Instruction, ...], float]:
-        """(instructions in an order found by list scheduling, the end of the step).
+    def listed(self, program: Program, *, hold: bool) -> Order:
+        """The program in an order found by list scheduling.
 
         Args:
             hold: loose collectives are issued when the link is idle, or if nothing else can run.
@@ -241,8 +263,8 @@ class _Run:
                     missing[id(reader)] -= 1
                     if not missing[id(reader)] and reader.backward is backward:
                         new.append(reader)
-            self._wait(self._lane_s)
-        return tuple(self._order), self._end()
+            self._end_half(backward)
+        return self._made(replace(program, instructions=tuple(self._order)))
 
     def _there(self, step: _Step) -> float:
         return max((self._done.get(v, 0.0) for v in step.ins), default=0.0)
@@ -250,25 +272,41 @@ class _Run:
     def _compute(self, step: _Step) -> None:
         self._order += step.what
         self._wait(self._there(step))
+        self._begin.append(self._now)
         self._clock = self._clock + step.seconds
         self._now = float(self._clock.max())
 
     def _issue(self, step: _Step) -> None:
-        self._issued += 1
+        at = len(self._begin)
         for s in step.what:  # a bucket of its own keeps it from running as one with the next
-            own = replace(s, bucket=self._issued) if isinstance(s, Convert) else s
+            own = replace(s, bucket=len(self._ended) + 1) if isinstance(s, Convert) else s
             self._order.append(own)
         start = max(self._now, self._lane_s, self._there(step))
         self._lane_s = start + float(np.max(step.seconds))
         self._done.update(dict.fromkeys(step.outs, self._lane_s))
+        self._begin.append(self._now)
+        self._ended[at] = self._lane_s
 
     def _wait(self, until_s: float) -> None:
         if until_s > 0:
             self._clock = np.maximum(self._clock, until_s)
             self._now = float(self._clock.max())
 
-    def _end(self) -> float:
-        return float((self._clock + self._updates_s).max())
+    def _end_half(self, backward: bool) -> None:
+        self._wait(self._lane_s)
+        if not backward:
+            self._middle = len(self._begin)
+
+    def _made(self, program: Program) -> Order:
+        until = list(range(len(self._begin)))
+        for at, ended_s in self._ended.items():
+            last = bisect.bisect_left(self._begin, ended_s) - 1
+            until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
+        return Order(
+            program=program, step_s=float((self._clock + self._updates_s).max()),
+            communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
+            until=tuple(until),
+        )  # fmt: skip
 
 
 class _Waiting:

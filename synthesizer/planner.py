@@ -17,7 +17,7 @@ from hap.errors import InfeasibleError, InputError
 from hap.mesh import is_mesh
 from hap.plan import Prediction
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import Between, MeshCandidate, best_on_mesh
@@ -90,7 +90,8 @@ def choose(
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=wishes.compare)
-    best = fastest([best, *(c for c in beside.values() if isinstance(c, Candidate))])
+    known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
+    best = min(known, key=lambda c: c.rank)
     fewer = fewer_devices(space, cluster, optimizer_states, engine)
     left: Ranks = ()
     if not wishes.all_devices and not wishes.mesh:

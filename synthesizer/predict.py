@@ -105,7 +105,8 @@ def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
     """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
-    peak = at_peak(graph, candidate.scheduled.program, cost)
+    run = candidate.scheduled
+    peak = at_peak(graph, run.program, cost, run.until)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
     return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.graph import Graph, Node, Tensor
-from hap.placement import LOCAL
-from hap.program import BETWEEN, Bounds, Compute, Convert, Instruction, Program, Value
+from hap.program import Bounds, Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.work import FREE
@@ -51,15 +50,14 @@ class Script:
         work: per group, the classes in ``computing`` of its nodes.
         moved: per group, its class in ``moving``; -1 if it computes.
         updated: classes in ``updating`` of the trained parameters.
-        waited: per group, the last before its results are waited for; itself if it computes.
     """
 
     def __init__(self, graph: Graph, program: Program, cost: CostModel, bounds: Bounds) -> None:
         self.bounds = bounds
         self.axes = cost.axes
         groups = [program.instructions[a:b] for a, b in bounds]
-        self.waited = waits(graph, groups)
-        self.lives = Lives(graph, groups, program, self.waited)
+        self._groups, self._graph, self._program = groups, graph, program
+        self.lives = self.lives_until(range(len(groups)))
         self.computing: Classes[tuple[Node, Row]] = Classes()
         self.nodes: list[list[tuple[Node, Row]]] = []
         self.moving: Classes[int] = Classes()
@@ -87,10 +85,10 @@ class Script:
         where = [self.parts.number(cost.where(*v), v) for v in [*self.inputs, *values]]
         self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
         self.part_of_value: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
-        end, spans = len(bounds), self.lives.spans.values()
-        changes = [(first + 1, min(last + 2, end + 1)) for first, last in spans]
-        self.changes: Indices = np.array(changes, dtype=np.int64).reshape(-1)
-        """Per value, the moments from which on it is there, and no longer there."""
+
+    def lives_until(self, until: Sequence[int]) -> Lives:
+        """The lives if each group holds what it reads until another has run; see :class:`Lives`."""
+        return Lives(self._graph, self._groups, self._program, until)
 
 
 def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
@@ -134,43 +132,19 @@ def _moving(graph: Graph, cost: CostModel, step: Convert) -> Hashable:
     return looks, tuple(sides), cost.alike(step.tensor)
 
 
-def waits(graph: Graph, groups: Sequence[Sequence[Instruction]]) -> list[int]:
-    """Per group, the last that runs before its results are waited for; itself if it computes.
-
-    A collective runs at some time until then, and holds what it reads.
-    """
-    halves = [group[0].backward for group in groups]
-    last = {half: len(groups) - 1 - halves[::-1].index(half) for half in set(halves)}
-    waited = list(range(len(groups)))
-    pending: dict[Value, int] = {}
-    for at, group in enumerate(groups):
-        for step in group:
-            for value in _touched(graph, step)[0]:
-                made = pending.pop(value, at)
-                waited[made] = max(made, min(waited[made], at - 1))
-        if collective_of(graph, group):
-            waited[at] = last[halves[at]]
-            for step in group:
-                pending.update(dict.fromkeys(_touched(graph, step)[1], at))
-    return waited
-
-
-def collective_of(graph: Graph, group: Sequence[Instruction]) -> bool:
-    """Does a group communicate, rather than compute?"""
-    step = group[0]
-    if isinstance(step, Convert):
-        return not step.local
-    op = graph.by_name[step.node].op
-    return op.startswith(BETWEEN) and op.removeprefix(BETWEEN) not in LOCAL
-
-
 class Lives:
-    """From which moment to which each storage exists that a program makes."""
+    """From which moment to which each storage exists that a program makes.
+
+    Args:
+        until: per group, the last one that begins before it has ended: itself, or a later one
+            if it communicates meanwhile.
+    """
 
     def __init__(
         self, graph: Graph, groups: Sequence[Sequence[Instruction]], program: Program,
-        waited: Sequence[int],
+        until: Sequence[int],
     ) -> None:  # fmt: skip
+        self.until = until
         self.kind: dict[Value, str] = {}
         parameters = {i.tensor for i in graph.role("parameter")}
         gradients = set(graph.gradients.values())
@@ -202,7 +176,7 @@ class Lives:
             for step in group:
                 ins, outs, alias = _touched(graph, step)
                 for value in ins:
-                    use(value, waited[at], backward)
+                    use(value, until[at], backward)
                 for value in outs:
                     root[value] = root[ins[0]] if alias and ins else value
                     if root[value] == value:
@@ -214,6 +188,9 @@ class Lives:
         for output, p in zip(graph.outputs, program.outputs, strict=True):
             use(Value(output.tensor, p), end, False)
         self.spans = {value: (at, last[value]) for value, at in first.items()}
+        changes = [(at + 1, min(last[value] + 2, end + 1)) for value, at in first.items()]
+        self.changes: Indices = np.array(changes, dtype=np.int64).reshape(-1)
+        """Per value, the moments from which on it is there, and no longer there."""
 
 
 def _touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], bool]:

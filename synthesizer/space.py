@@ -24,7 +24,8 @@ from hap.errors import UnsupportedOpError
 from hap.graph import Graph, Node
 from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
-from hap.synthesizer.rules import RULES, Row, rows_of
+from hap.synthesizer.rules import RULES, Call, Row, rows_of
+from hap.synthesizer.rules.written import lines_of
 from hap.synthesizer.work import FLOPS
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
@@ -77,8 +78,21 @@ class Space:
         return found
 
 
-def build_space(graph: Graph) -> Space:
+NARROW = (
+    "all axes",
+    "no axes inside of layers, such as the width of a head",
+    "the axes of the batch alone",
+)
+"""How much of a graph's space :func:`build_space` leaves out, by degrees."""
+
+
+def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     """Rows, axes and holdings of a graph.
+
+    Args:
+        narrow: a degree of :data:`NARROW`, for graphs whose whole space is too wide for the exact
+            search. At 1, an axis must lie on a parameter or on the batch; at 2, on the first dim
+            of what the batch holds.
 
     Raises:
         UnsupportedOpError: an operator has no rule; the message names it, its line, and the
@@ -95,7 +109,7 @@ def build_space(graph: Graph) -> Space:
             r for r in known if not r.units or ties.tie(_dims(node, r), r.units)
         )
     unstorable = _tie_gradients(graph, ties)
-    axes = _working(graph, rows, ties.build(axis_names(graph)))
+    axes = _working(graph, rows, ties.build(axis_names(graph)), narrow)
     rows = {
         n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
         for n in graph.nodes
@@ -115,6 +129,14 @@ def build_space(graph: Graph) -> Space:
     )
 
 
+def is_product(node: Node, graph: Graph) -> bool:
+    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    return (
+        node.op in PRODUCTS
+        or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
+    )
+
+
 def _rows(node: Node, graph: Graph) -> list[Row]:
     try:
         return rows_of(node, graph)
@@ -122,10 +144,13 @@ def _rows(node: Node, graph: Graph) -> list[Row]:
         if node.op in RULES:
             raise
         near = difflib.get_close_matches(node.op, RULES, n=3, cutoff=0.5)
+        known = node.op.partition(".")[0] in {op.partition(".")[0] for op in RULES}
+        nearest = f"; nearest known: {', '.join(near)}" if near and known else ""
         raise UnsupportedOpError(
             f"no rule says how operator {node.op} may be split",
             where=node.source or node.name,
-            hint=f"nearest known: {', '.join(near) or 'none'}; rules are in synthesizer/rules",
+            hint="hap plan --discover finds out by running it, and "
+            f"hap rules discover {node.op} --model FILE shows what it finds{nearest}",
         ) from None
 
 
@@ -154,12 +179,19 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
     return refused
 
 
-def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes) -> Axes:
+def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
     """The axes that some product can be split on; all of them if there are no products."""
     useful = {
-        axes.of[d] for n in graph.nodes if n.op in PRODUCTS for row in rows[n.name]
+        axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
         for d in _dims(n, row)
     } or set(axes.axes)  # fmt: skip
+    if narrow:
+        roles = ("parameter", "input") if narrow == 1 else ("input",)
+        given = {i.tensor for i in graph.inputs if i.role in roles}
+        useful &= {
+            axis for (tensor, dim), axis in axes.of.items()
+            if tensor in given and (narrow == 1 or dim == 0)
+        }  # fmt: skip
     return Axes(
         axes={name: axis for name, axis in axes.axes.items() if name in useful},
         of={dim: name for dim, name in axes.of.items() if name in useful},

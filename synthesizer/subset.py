@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate, Rank, fastest
 from hap.synthesizer.synthesize import Synthesizer, spread
 
 Ranks = tuple[int, ...]
@@ -28,9 +28,9 @@ def best_part(
     Args:
         best: the best pair on the whole cluster.
     """
-    choice: tuple[tuple[float, float], Ranks] = (best.rank, ())
+    choice: tuple[Rank, Ranks] = (best.estimate, ())
     for kept in parts(whole, best):
-        choice = min(choice, (transplanted(whole, best, kept).rank, kept), key=lambda c: c[0])
+        choice = min(choice, (transplanted(whole, best, kept).estimate, kept), key=lambda c: c[0])
     kept = choice[1]
     if kept:
         left = tuple(r for r in range(whole.cluster.world_size) if r not in kept)

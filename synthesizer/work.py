@@ -11,6 +11,7 @@ from collections.abc import Callable
 from hap.cluster import Work
 from hap.graph import Graph, Node
 from hap.synthesizer.rules.base import Call, numel
+from hap.synthesizer.rules.written import lines_of, written_flops
 
 FREE = frozenset(
     f"aten.{op}"
@@ -113,6 +114,9 @@ def node_work(node: Node, graph: Graph) -> Work:
     if node.op in FLOPS:
         kind, flops = FLOPS[node.op]
         return Work(kind, dtype, flops(call), traffic)
+    said = written_flops(call, lines_of(call, graph.rules) or ())
+    if said is not None:
+        return Work("matmul", dtype, said, traffic)
     kind = ELEMENTS.get(node.op, "memory")
     count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)
     return Work(kind, dtype, float(count), traffic)

@@ -267,13 +267,13 @@ def test_no_collective_is_cheaper_than_its_floor(kind: str) -> None:
 
 
 def test_alike_devices_with_even_shares_leave_no_gap() -> None:
-    """Nothing is lost where no rank waits and nothing has a start, but what rounding takes."""
+    """Nothing is lost where no rank waits, for others or for links, but what rounding takes."""
     device = Device(
         name="m:0", kind="x", node="m", memory_bytes=2**30, launch_s=0.0,
         flops_per_s={"float32": 1e9}, memory_bytes_per_s=1e9,
     )  # fmt: skip
     devices = (device, replace(device, name="m:1"))
-    link = Link(1e10, 0.0)
+    link = Link(1e18, 0.0)
     space = SPACES["one layer"]
     synthesizer = Synthesizer(space, Cluster("even", devices, {"m": link}, link), 2)
     shares = {name: (axis.units // 2,) * 2 for name, axis in space.axes.axes.items()}
@@ -297,12 +297,12 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
         relaxation = Relaxation(space, prices)
         for _ in range(4):
             relaxation.search(
-                np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes))
+                np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes + 1))
             )
-        weights = dearest(relaxation.found, prices.classes)
+        weights = dearest(relaxation.found, prices.classes + 1)
         assert weights.min() >= 0 and weights.sum() == pytest.approx(1)
         reached = min(f.at(weights) for f in relaxation.found)
-        tried = np.random.default_rng(0).dirichlet(np.ones(prices.classes), 200)
+        tried = np.random.default_rng(0).dirichlet(np.ones(prices.classes + 1), 200)
         assert all(min(f.at(w) for f in relaxation.found) <= reached * (1 + 1e-5) for w in tried)
 
 

@@ -127,7 +127,7 @@ def only(graph: Graph, target: str, *placements: Placement) -> Allowed:
 
 
 def took(found: Candidate, nanoseconds: float) -> bool:
-    return found.timeline.step_s == pytest.approx(nanoseconds * NANO, rel=1e-9)
+    return found.serial.step_s == pytest.approx(nanoseconds * NANO, rel=1e-9)
 
 
 # --- one linear layer: x (B, K), w (K, N), y (B, N) ------------------------------------------

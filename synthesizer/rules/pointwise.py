@@ -60,7 +60,8 @@ def _linear(call: Call) -> list[Row]:
 
 
 @rule("aten.ones_like.default", "aten.zeros_like.default", "aten.full_like.default",
-      "aten.empty_like.default")  # fmt: skip
+      "aten.empty_like.default", "aten.rand_like.default", "aten.randn_like.default",
+      "aten.bernoulli.p")  # fmt: skip
 def _like(call: Call) -> list[Row]:
     # The terms of a sum have its shape, and more is not asked of them.
     given = letters(call.out)
@@ -87,3 +88,13 @@ def _masked_fill(call: Call) -> list[Row]:
 def _to_copy(call: Call) -> list[Row]:
     floats = all("float" in t.dtype for t in (call.ins[0], call.out))
     return pointwise(call, [{0}] if floats else [])
+
+
+@rule("hap.by_mode.default")
+def _by_mode(call: Call) -> list[Row]:
+    return pointwise(call, [{0, 1}])
+
+
+@rule("hap.in_training.default")
+def _in_training(call: Call) -> list[Row]:
+    return pointwise(call, [{0}])

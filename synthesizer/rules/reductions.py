@@ -121,3 +121,40 @@ def _layer_norm_backward(call: Call) -> list[Row]:
 def _outer(x: Tensor, inner: int) -> list[str | None]:
     rank = len(x.shape)
     return letters(x, fixed=range(rank - inner, rank))[: rank - inner]
+
+
+# --- batch norm, in parts: hap.norms. Statistics have the letter of the channels. ---
+
+
+def _channel(x: Tensor) -> list[str | None]:
+    return letters(x)[1:2]
+
+
+@rule("hap.channel_sums.default")
+def _channel_sums(call: Call) -> list[Row]:
+    (x,) = call.ins
+    return equation(call, [letters(x)], [_channel(x)], linear=[{0}])
+
+
+@rule("hap.channel_deviations.default")
+def _channel_deviations(call: Call) -> list[Row]:
+    x = call.ins[0]
+    return equation(call, [letters(x), _channel(x)], [_channel(x)])
+
+
+@rule("hap.normalize.default")
+def _normalize(call: Call) -> list[Row]:
+    x = call.ins[0]
+    return equation(call, [letters(x), *[_channel(x)] * 4], [letters(x)])
+
+
+@rule("hap.normalize_sums.default")
+def _normalize_sums(call: Call) -> list[Row]:
+    x, c = letters(call.ins[0]), _channel(call.ins[0])
+    return equation(call, [x, x, c, c], [c, c], linear=[{0}])
+
+
+@rule("hap.normalize_backward.default")
+def _normalize_backward(call: Call) -> list[Row]:
+    x, c = letters(call.ins[0]), _channel(call.ins[0])
+    return equation(call, [x, x, c, c, c, c, c], [x], linear=[{0, 5, 6}])

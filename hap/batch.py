@@ -1,0 +1,119 @@
+"""A global batch: tensors in tuples, lists and dicts, nested in any way, and their names.
+
+A tensor is named by its path: ``x`` in ``{"x": t}``, ``1`` in ``(a, t)``, ``inputs.pixels.0`` in
+``{"inputs": {"pixels": [t]}}``; a batch that is one tensor is ``*``. What is no tensor is a
+constant of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hap.errors import ModelError
+
+Batch = Any
+"""A tensor, a tuple or list (positional arguments), or a dict (keywords) of nested entries."""
+
+Form = Any
+"""The structure of a batch as JSON: one entry of ``{kind: content}`` per level."""
+
+LONE = "*"
+"""The name of the tensor of a batch that is one tensor."""
+
+
+def is_tensor(value: object) -> bool:
+    """Is this a tensor? Known without importing torch, so that plans are read without it."""
+    return hasattr(value, "requires_grad") and hasattr(value, "shape")
+
+
+def flatten(batch: Batch) -> dict[str, Any]:
+    """The tensors of a batch by name, in order.
+
+    Raises:
+        ModelError: the batch is of no known form, or two tensors have one name.
+    """
+    found: dict[str, Any] = {}
+    for name, tensor in _tensors(batch, ""):
+        if name in found:
+            raise ModelError(f"two tensors of the batch are called {name!r}", hint="rename a key")
+        found[name] = tensor
+    return found
+
+
+def _tensors(entry: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if is_tensor(entry):
+        yield name or LONE, entry
+    for key, part in _parts(entry, name):
+        yield from _tensors(part, f"{name}.{key}" if name else key)
+
+
+def _parts(entry: Any, name: str) -> list[tuple[str, Any]]:
+    """The entries of a container by key; none of what is a constant."""
+    match entry:
+        case Mapping():
+            return [(str(key), part) for key, part in entry.items()]
+        case tuple() | list() if type(entry) in (tuple, list):
+            return [(str(k), part) for k, part in enumerate(entry)]
+        case None | bool() | int() | float() | str() if name:
+            return []
+    if is_tensor(entry):
+        return []
+    where = f"batch entry {name!r} is" if name else "batch() returned"
+    raise ModelError(
+        f"{where} {type(entry).__name__}",
+        hint="a batch is a tensor, or tuples, lists and dicts of tensors, numbers, strings, None",
+    )
+
+
+def form_of(batch: Batch) -> Form:
+    """The structure of a batch with names in place of tensors; :func:`rebuild` is the inverse.
+
+    Raises:
+        ModelError: the batch is of no known form.
+    """
+    return _form(batch, "")
+
+
+def _form(entry: Any, name: str) -> Form:
+    if is_tensor(entry):
+        return {"tensor": name or LONE}
+    forms = {
+        key: _form(part, f"{name}.{key}" if name else key) for key, part in _parts(entry, name)
+    }
+    if isinstance(entry, Mapping):
+        return {"dict": forms}
+    if isinstance(entry, tuple | list):
+        return {type(entry).__name__: list(forms.values())}
+    return {"value": entry}
+
+
+def rebuild(form: Form, tensors: Mapping[str, Any]) -> Batch:
+    """A batch of this form with these tensors in it."""
+    ((kind, content),) = form.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: rebuild(part, tensors) for key, part in content.items()}
+    if kind == "value":
+        return content
+    parts = [rebuild(part, tensors) for part in content]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def each(batch: Batch, change: Callable[[str, Any], Any]) -> Batch:
+    """The batch with ``change(name, tensor)`` in place of every tensor."""
+    return rebuild(form_of(batch), {name: change(name, t) for name, t in flatten(batch).items()})
+
+
+def call(function: Callable[..., Any], batch: Batch) -> Any:
+    """Apply a module to a batch: a dict by keyword, a tuple or list by position."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    return function(*batch) if isinstance(batch, tuple | list) else function(batch)
+
+
+def given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a call's arguments by name; a lone positional tensor is ``*`` and ``0``."""
+    found = flatten(args) | flatten(kwargs)
+    return found | {LONE: args[0]} if len(args) == 1 and is_tensor(args[0]) else found

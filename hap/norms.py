@@ -1,0 +1,185 @@
+"""Batch norm as logical operators: statistics of the *global* batch, one program for both modes.
+
+ATen's operators count the elements that they are given, which on a rank are some of the batch.
+Here a channel's mean and its squared deviations are sums, which ranks with a part of the batch
+each have a term of, and what normalises is elementwise. After SyncBatchNorm of PyTorch, which
+sends the same figures.
+
+The captured program is that of training. :func:`by_mode` chooses the batch's statistics while
+the module trains and the running ones in ``eval()``, when the program runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("hap::by_mode", mutates_args=())
+def by_mode(training: Tensor, otherwise: Tensor) -> Tensor:
+    """``training`` while the module trains, ``otherwise`` in ``eval()``; called alone: training."""
+    return training.clone()
+
+
+@torch.library.custom_op("hap::in_training", mutates_args=())
+def in_training(x: Tensor) -> Tensor:
+    """``x`` while the module trains, zeros in ``eval()``; called alone: ``x``."""
+    return x.clone()
+
+
+@torch.library.custom_op("hap::channel_sums", mutates_args=())
+def channel_sums(x: Tensor) -> Tensor:
+    """Sums per channel, of shape (C,), of ``x`` (N, C, ...); float32 of half precision."""
+    return x.sum(_others(x), dtype=_acc_dtype(x))
+
+
+@torch.library.custom_op("hap::channel_deviations", mutates_args=())
+def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
+    """Sums per channel, of shape (C,), of the squares of ``x - mean``; ``mean`` is (C,)."""
+    var, own = torch.var_mean(x.to(mean.dtype), _others(x), correction=0)
+    return (var + (own - mean).square()) * (x.numel() // x.shape[1])
+
+
+@torch.library.custom_op("hap::normalize", mutates_args=())
+def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``(x - mean) * invstd * weight + bias``, in the dtype of ``x``; all but ``x`` are (C,)."""
+    scale = invstd * weight
+    shift = bias - mean * scale
+    return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
+
+
+@torch.library.custom_op("hap::normalize_sums", mutates_args=())
+def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums per channel of ``grad``, and of ``grad`` times the normalised ``x``."""
+    wide = grad.to(mean.dtype)
+    centred = x - _per_channel(mean, x)
+    return wide.sum(_others(x)), (wide * centred).sum(_others(x)) * invstd
+
+
+@torch.library.custom_op("hap::normalize_backward", mutates_args=())
+def normalize_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
+    weighted: Tensor, count: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of ``x`` through its value and the statistics of ``count`` elements.
+
+    Args:
+        total, weighted: the sums of :func:`normalize_sums` over the whole batch, or zeros where
+            the statistics are no function of ``x``.
+    """
+    scale = invstd * weight
+    slope = -scale * invstd * weighted / count
+    shift = -scale * total / count - slope * mean
+    rest = torch.addcmul(_per_channel(shift, x), x, _per_channel(slope, x))
+    return torch.addcmul(rest, grad, _per_channel(scale, x)).to(x.dtype)
+
+
+def _others(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _per_channel(v: Tensor, x: Tensor) -> Tensor:
+    return v.view(-1, *(1 for _ in range(x.dim() - 2)))
+
+
+def _acc_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@by_mode.register_fake
+def _(training, otherwise):  # type: ignore[no-untyped-def]
+    return torch.empty_like(training)
+
+
+@in_training.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@channel_sums.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[1], dtype=_acc_dtype(x))
+
+
+@channel_deviations.register_fake
+def _(x, mean):  # type: ignore[no-untyped-def]
+    return torch.empty_like(mean)
+
+
+@normalize.register_fake
+def _(x, mean, invstd, weight, bias):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@normalize_sums.register_fake
+def _(grad, x, mean, invstd):  # type: ignore[no-untyped-def]
+    return torch.empty_like(mean), torch.empty_like(mean)
+
+
+@normalize_backward.register_fake
+def _(grad, x, mean, invstd, weight, total, weighted, count):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _Normalized(torch.autograd.Function):
+    """Normalises by statistics of the batch; its gradient goes through them, too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, count: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, invstd, weight)
+        ctx.count = count
+        out: Tensor = torch.ops.hap.normalize(x, mean, invstd, weight, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, mean, invstd, weight = ctx.saved_tensors
+        total, weighted = torch.ops.hap.normalize_sums(grads[0], x, mean, invstd)
+        dx = torch.ops.hap.normalize_backward(
+            grads[0], x, mean, invstd, weight, torch.ops.hap.in_training(total),
+            torch.ops.hap.in_training(weighted), ctx.count,
+        )  # fmt: skip
+        return dx, None, None, weighted.to(weight.dtype), total.to(weight.dtype), None
+
+
+def batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Stands in a captured graph for the function of the same name."""
+    acc = _acc_dtype(input)
+    given = running_mean if running_mean is not None else input
+    ones = torch.ones(input.shape[1], dtype=acc, device=given.device)
+    scale = ones if weight is None else weight
+    shift = torch.zeros_like(ones) if bias is None else bias
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        factor = scale * (running_var + eps).rsqrt()
+        rest = shift - running_mean * factor
+        out = input * _per_channel(factor, input) + _per_channel(rest, input)
+        return out.to(input.dtype)
+    count = input.numel() // input.shape[1]
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.shape}"
+        )
+    with torch.no_grad():
+        mean = torch.ops.hap.channel_sums(input) / count
+        var = torch.ops.hap.channel_deviations(input, mean) / count
+        if running_mean is not None and running_var is not None:
+            before = running_mean.clone(), running_var.clone()
+            unbiased = var * (count / (count - 1))
+            running_mean.copy_(before[0] * (1 - momentum) + mean * momentum)
+            running_var.copy_(before[1] * (1 - momentum) + unbiased * momentum)
+            mean = torch.ops.hap.by_mode(mean, before[0].to(mean.dtype))
+            var = torch.ops.hap.by_mode(var, before[1].to(var.dtype))
+        invstd = (var + eps).rsqrt()
+    return _Normalized.apply(  # type: ignore[no-untyped-call, no-any-return]
+        input, mean, invstd, scale, shift, count
+    )
