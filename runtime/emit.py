@@ -144,7 +144,7 @@ class Emitter:
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
-    def alone(self, step: Compute) -> fx.Graph:
+    def single(self, step: Compute) -> fx.Graph:
         """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
         out = fx.Graph()
         ctx = out.placeholder("ctx")
