@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,20 +155,36 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
 
 def _header(settings: Settings, device: torch.device, rank: int, size: int) -> Header:
     """Who measures, known to all."""
-    node = settings.nodes[rank] if settings.nodes else socket.gethostname()
     told: list[Any] = [None] * size
-    dist.all_gather_object(told, (node, measure.kind_name(device)))
-    here = sum(other == node for other, _ in told)
-    memory: list[Any] = [None] * size
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
+    dist.all_gather_object(told, (socket.gethostname(), local_rank, measure.kind_name(device)))
+    hosts = [host for host, _, _ in told]
+    nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])
     # Emulated machines are one: their ranks share its memory all the same.
-    sharing = size if settings.nodes and device.type == "cpu" else here
-    dist.all_gather_object(memory, measure.memory_bytes(device, sharing))
+    here = measure.memory_bytes(device, hosts.count(hosts[rank]))
+    memory: list[Any] = [None] * size
+    dist.all_gather_object(memory, here)
     ranks = tuple(
         Rank(node=node, kind=kind, memory_bytes=nbytes)
-        for (node, kind), nbytes in zip(told, memory, strict=True)
+        for node, (_, _, kind), nbytes in zip(nodes, told, memory, strict=True)
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Header(ranks=ranks, quick=settings.quick, date=today)
+
+
+def machines(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[str]:
+    """The name of each rank's machine.
+
+    A host on which several ranks are the first of their machine stands for several: that is how
+    emulated ones look, which share a host's name.
+    """
+    firsts = Counter(host for host, local in zip(hosts, local_ranks, strict=True) if local == 0)
+    seen: Counter[str] = Counter()
+    found = []
+    for host, local in zip(hosts, local_ranks, strict=True):
+        seen[host] += local == 0
+        found.append(f"{host}-{seen[host] - 1}" if firsts[host] > 1 else host)
+    return found
 
 
 def _known(settings: Settings, header: Header) -> dict[str, Record]:

@@ -209,6 +209,8 @@ def test_boxes_hold_all_shares_and_bound_their_programs(seed: int) -> None:
     rng = random.Random(f"boxes/{seed}")
     space = random_space(SPACES["one layer"], rng)
     cluster = random_cluster(rng, rng.randint(2, 3))
+    if seed % 2:
+        cluster = measured(cluster, rng)
     synthesizer = Synthesizer(space, cluster, 2)
     every = [program for _, program, _ in programs(space)]
     root = synthesizer.relaxed

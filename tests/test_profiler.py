@@ -275,6 +275,21 @@ def test_measured_figures_stand_for_their_implementation_alone() -> None:
         assert changed == ({"padded"} if kind == "all_gather" else set())
 
 
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "nodes"),
+    [
+        ("aabb", (0, 1, 0, 1), ["a", "a", "b", "b"]),
+        ("abab", (0, 0, 1, 1), ["a", "b", "a", "b"]),  # dealt out in turn
+        ("aaaa", (0, 1, 2, 3), ["a"] * 4),
+        ("aaaa", (0, 0, 1, 0), ["a-0", "a-1", "a-1", "a-2"]),  # emulated on one host
+    ],
+)
+def test_machines_are_told_apart(
+    hosts: str, local_ranks: tuple[int, ...], nodes: list[str]
+) -> None:
+    assert profiling.machines(list(hosts), local_ranks) == nodes
+
+
 # --- files ----------------------------------------------------------------------------------
 
 
