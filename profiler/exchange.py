@@ -108,20 +108,22 @@ def _grow(
     what: str, one: Callable[[int], ExchangeRecord], limits: Range
 ) -> Iterator[str | ExchangeRecord | None]:
     """Sizes from the smallest on, until the next would take too long."""
-    before = None
+    made: list[ExchangeRecord] = []
     for nbytes in limits.sizes:
-        if before and _over(before, nbytes, limits.longest_s):
+        if _expected_s(made, nbytes) > limits.longest_s:
             yield None
             continue
         yield f"{what}, {format_bytes(nbytes)}"
-        before = one(nbytes)
-        yield before
+        made.append(one(nbytes))
+        yield made[-1]
 
 
-def _over(before: ExchangeRecord, nbytes: int, longest_s: float) -> bool:
-    """Would it take too long? A slow start alone grows no longer with the size."""
-    seconds = median(before.seconds)
-    return seconds > longest_s / 8 and seconds * nbytes / before.nbytes > longest_s
+def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
+    """Seconds of a size by the line through the last two; one alone may be all start."""
+    if len(made) < 2:
+        return median(made[0].seconds) if made else 0.0
+    (x, s), (y, t) = ((r.nbytes, median(r.seconds)) for r in made[-2:])
+    return t + max(0.0, t - s) / (y - x) * (nbytes - y)
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:

@@ -246,6 +246,27 @@ def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> Non
             assert ("inside" in levels) == (nodes == "aabb")
 
 
+@pytest.mark.parametrize(
+    ("start_s", "bytes_per_s", "wanted"),
+    [(0.05, 1e9, 4), (0.05, 5e6, 3), (1e-4, 1e6, 3), (2.0, 1e9, 1), (1e-5, 1e9, 4)],
+)
+def test_sizes_grow_until_one_would_take_too_long(
+    start_s: float, bytes_per_s: float, wanted: int
+) -> None:
+    limits = exchange.Range(sizes=(2**12, 2**16, 2**19, 2**22), rounds=1, longest_s=0.6)
+
+    def one(nbytes: int) -> ExchangeRecord:
+        return ExchangeRecord(
+            kind="message", how="", nbytes=nbytes, groups=((0, 1),), skew="", src=(), dst=(),
+            seconds=(start_s + nbytes / bytes_per_s,),
+        )  # fmt: skip
+
+    steps = list(exchange._grow("it", one, limits))
+    assert [isinstance(s, ExchangeRecord) for s in steps if not isinstance(s, str)] == (
+        [True] * wanted + [False] * (4 - wanted)
+    )
+
+
 def test_messages_give_the_links() -> None:
     records = [
         ExchangeRecord(
