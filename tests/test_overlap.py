@@ -169,7 +169,7 @@ def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Order]) -> 
                 place = {node: k for k, node in enumerate(listed)}
                 for node in listed:
                     if node.target == "wait" and node.meta["value"].tensor not in masked:
-                        reader = min(place[user] for user in node.users)
+                        reader = min((place[user] for user in node.users), default=place[node])
                         between = listed[place[node] + 1 : reader]
                         assert all(n.target == "wait" or "value" not in n.meta for n in between)
 

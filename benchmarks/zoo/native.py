@@ -156,7 +156,20 @@ def graphs(features: int, width: int, layers: int, classes: int, rows: int, plac
     )  # fmt: skip
 
 
+def dense_experts(variant: str) -> Built:
+    """A BERT of :mod:`benchmarks.models.bert_moe`: tokens go to experts by one-hot products."""
+    from benchmarks.models import bert_moe
+
+    make, batch = getattr(bert_moe, variant), getattr(bert_moe, f"{variant}_batch", bert_moe.batch)
+    return make(), batch()
+
+
 NATIVE = (
+    Entry(
+        name="bert-moe", family="mixture of experts",
+        brings="sixteen experts with room for so many tokens each, by products (GShard)",
+        tiny=partial(dense_experts, "tiny"), full=partial(dense_experts, "model"),
+    ),
     Entry(
         name="nn.Transformer", family="torch", brings="torch's own layers, a batch by position",
         tiny=partial(translator, 61, 24, 4, 2, 40, (6, 9)),
@@ -173,7 +186,7 @@ NATIVE = (
         full=partial(unet, (64, 128, 256, 512, 1024), 21, 32, 256),
     ),
     Entry(
-        name="dlrm", family="torch", brings="large embedding tables, products of pairs",
+        name="dlrm", family="torch", brings="tables of 16 million rows in all, products of pairs",
         tiny=partial(recommender, (11, 23, 5), 12, 6, 20, 10),
         full=partial(recommender, (10_000_000, 4_000_000, *[100_000] * 24), 64, 13, 512, 4096),
     ),

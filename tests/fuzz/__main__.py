@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--folder", type=Path, default=Path("fuzz-failures"), help="for failures")
-    parser.add_argument("--longest", type=int, default=10, help="operators of a module")
+    parser.add_argument("--longest", type=int, default=8, help="operators of a module")
     parser.add_argument("--replay", help="check this recipe alone")
     given = parser.parse_args()
     if given.replay:

@@ -11,17 +11,20 @@ from torch import nn
 import hap
 from hap import torch_private
 from hap.capture import capture
+from hap.discover import with_rules
 from hap.errors import InfeasibleError, UnsupportedOpError
+from hap.graph import Graph
 from hap.plan import Plan
 from hap.runtime.verify import Observed, _error, observe_reference, prepared
 from hap.synthesizer.space import build_space
 from tests.fuzz.recipe import Recipe
 from tests.random_plans import Case, adamw, random_plan, verdict, widened
 
-WISHES: tuple[dict[str, Any], ...] = (
-    {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False},
+WISHES: tuple[dict[str, Any] | None, ...] = (
+    {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False}, None,
 )  # fmt: skip
-"""What is asked of the planner, in turn: leaving devices out and two mesh axes take long."""
+"""What is asked of the planner, in turn: leaving devices out and two mesh axes take long. With
+nothing asked there are random programs alone."""
 
 PROGRAMS = 2
 """Random programs per case, beside the planned one."""
@@ -54,21 +57,20 @@ def check(recipe: Recipe) -> Outcome:
     model, batch, cluster = recipe.model(), recipe.batch(), recipe.cluster()
     wishes = WISHES[recipe.seed % len(WISHES)]
 
-    def planned(**more: Any) -> list[Plan]:
-        return [hap.plan(model, batch, cluster, allow_idle=True, **wishes, **more)]
-
     outcome, plans = Outcome.CLEAN, []
-    try:
-        plans = planned()
-    except InfeasibleError:
-        outcome = Outcome.INFEASIBLE
-    except UnsupportedOpError:
-        outcome = Outcome.DISCOVERED
+    if wishes is not None:
         try:
-            plans = planned(discover=True)
-        except (InfeasibleError, UnsupportedOpError):
+            plans = [hap.plan(model, batch, cluster, allow_idle=True, discover=True, **wishes)]
+        except InfeasibleError:
+            outcome = Outcome.INFEASIBLE
+        except UnsupportedOpError:
             return Outcome.REFUSED
-    graph = plans[0].graph if plans else capture(model, batch)
+    try:
+        graph = plans[0].graph if plans else captured(model, batch)
+    except UnsupportedOpError:
+        return Outcome.REFUSED
+    if outcome is Outcome.CLEAN and graph.rules:
+        outcome = Outcome.DISCOVERED
     case = Case(model=model, batch=batch, loss=None, optimizer=adamw, space=build_space(graph))
     for k in range(PROGRAMS):
         plans.append(random_plan(case, cluster.world_size, recipe.seed + k, cluster=cluster))
@@ -76,6 +78,11 @@ def check(recipe: Recipe) -> Outcome:
         if not _right(case, plan, number):
             return Outcome.ROUNDING
     return outcome
+
+
+def captured(model: nn.Module, batch: Any) -> Graph:
+    """The graph of a step, with discovered rows where the table has none."""
+    return with_rules(capture(model, batch), {}, discover=True, progress=lambda text: None)
 
 
 def _right(case: Case, plan: Plan, number: int) -> bool:
