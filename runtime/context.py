@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,15 @@ class Context:
         self.reduce_scatter_many = comm.reduce_scatter_many
         self.all_reduce_many = comm.all_reduce_many
         self.all_reduce_lse_many = comm.all_reduce_lse_many
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Meanwhile every collective is run where it is issued."""
+        lane, self._lane = self._lane, InlineLane()
+        try:
+            yield
+        finally:
+            self._lane = lane
 
     def issue(self, kind: str, *args: Any) -> Pending:
         """Start a collective, by the name of its method; computing goes on meanwhile."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +113,15 @@ class HapModule(nn.Module):
     def without_dropout(self) -> None:
         """Train without dropout from now on, to compare with a run on one device."""
         self._ctx.dropping = False
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Meanwhile computing waits for each collective where it is issued: to debug or trace.
+
+        All ranks must enter it together, between two steps.
+        """
+        with self._ctx.in_turn():
+            yield
 
     def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
         expected = self._plan.local_shape(tensor, self._comm.rank)

@@ -107,7 +107,9 @@ def test_results_become_a_table() -> None:
     }  # fmt: skip
     text = document(results)
     assert "1 verified, 1 planned, 1 of them within 60 s; 2 operators" in text
-    assert "| bert | absolute positions, tied vocabulary | 3e-14 | 109.5 M | 900 | 12 s (11) |" in text
+    assert (
+        "| bert | absolute positions, tied vocabulary | 3e-14 | 109.5 M | 900 | 12 s (11) |" in text
+    )
     assert "- t5, verify: t5.py:7: no rule" in text
     assert all(f"| {name} |" in text for name in entries())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,8 +16,10 @@ from hap.errors import PlanError
 from hap.placement import S
 from hap.plan import Plan
 from hap.runtime.collectives import Comm, LocalComm
+from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule, clip_grad_norm_
+from hap.runtime.overlap import ThreadLane
 from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
 
 T = TypeVar("T")
@@ -304,3 +307,17 @@ def test_ranks_with_different_plans_are_refused(difference: str) -> None:
             HapModule(mine, case.model, comm, CPU)
 
     run_ranks(2, run)
+
+
+def test_in_turn_runs_collectives_in_the_callers_thread() -> None:
+    lane = ThreadLane()
+    ctx = Context(LocalComm(), lane=lane)
+
+    def thread(x: torch.Tensor, how: str) -> torch.Tensor:
+        return torch.tensor(threading.get_ident() == threading.main_thread().ident)
+
+    ctx.all_reduce = thread  # type: ignore[method-assign]
+    assert not ctx.wait(ctx.issue("all_reduce", torch.ones(1), "one shot"))
+    with ctx.in_turn():
+        assert ctx.wait(ctx.issue("all_reduce", torch.ones(1), "one shot"))
+    assert not ctx.wait(ctx.issue("all_reduce", torch.ones(1), "one shot"))

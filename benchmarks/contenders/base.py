@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class Contender(ABC):
     @abstractmethod
     def step(self, batch: Any) -> float | None:
         """Train on a *global* batch; the loss over all of it, or None on a rank without part."""
+
+    def in_one_thread(self) -> AbstractContextManager[None]:
+        """Meanwhile the tensors of a step are allocated by the thread that takes it."""
+        return nullcontext()
 
 
 def built(file: ModelFile) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,9 @@ class Planned(Contender):
             comm=ProcessGroupComm(group), check=False,
         )  # fmt: skip
         self._optimizer = optimizer(file, list(self._module.parameters()))
+
+    def in_one_thread(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rank is None else self._module.in_turn()
 
     def step(self, batch: Any) -> float | None:
         if self._rank is None:

@@ -126,10 +126,11 @@ class _Course:
             gc.collect()
             with traced() as trace:
                 made.append(make(name, setting))
-                for number in range(TRACED):
-                    if number == TRACED - 1:
-                        trace.mark()
-                    losses.append(made[0].step(self._batches[number]))
+                with made[0].in_one_thread():
+                    for number in range(TRACED):
+                        if number == TRACED - 1:
+                            trace.mark()
+                        losses.append(made[0].step(self._batches[number]))
             return trace.peak_bytes
 
         peak = self._guarded(name, start)

@@ -1,7 +1,8 @@
 """The peak of live tensor bytes, as torch's CPU allocator reports it to the profiler.
 
 Every block that torch allocates and frees on the thread is an event, so the figure is exact and
-does not depend on what malloc keeps. Python, libraries and buffers inside gloo do not count.
+does not depend on what malloc keeps. Python, libraries and buffers inside gloo do not count. What
+overlaps in several threads would be missed: contenders run their steps in one meanwhile.
 """
 
 from __future__ import annotations
