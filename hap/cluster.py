@@ -71,6 +71,8 @@ class Device:
         efficiency: Rate of another kind of work, as a fraction of ``flops_per_s``; for example
             ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs like its more general
             one, or at the full rate: elementwise work then takes what its memory traffic does.
+        interference: Part of a collective's time that computing beside it loses; at least 0 and
+            below 1.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -82,6 +84,7 @@ class Device:
     memory_bytes_per_s: float
     launch_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    interference: float = 0.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,11 @@ class Device:
                 )
         if not 0 <= self.launch_s < float("inf"):
             raise ClusterError(f"launch_s of device {self.name} is {self.launch_s}")
+        if not 0 <= self.interference < 1:
+            raise ClusterError(
+                f"interference of device {self.name} is {self.interference}",
+                hint="give the part of a collective's time that computing loses, such as 0.1",
+            )
 
     def rate(self, kind: str, dtype: str) -> float:
         """Achieved FLOP/s of a kind of work in a dtype."""
@@ -132,6 +140,7 @@ class Device:
             tuple(sorted(self.flops_per_s.items())),
             self.memory_bytes_per_s,
             self.launch_s,
+            self.interference,
             tuple(sorted(self.efficiency.items())),
         )
 

@@ -30,7 +30,15 @@ from hap.errors import ClusterError
 from hap.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.units import parse
 
-_FIGURES: Final = ("memory", "flops", "memory_bandwidth", "launch", "efficiency", "source")
+_FIGURES: Final = (
+    "memory",
+    "flops",
+    "memory_bandwidth",
+    "launch",
+    "efficiency",
+    "interference",
+    "source",
+)
 _DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _EFFICIENCIES: Final = (*PRODUCTS[1:], *ELEMENTWISE)
 _BETWEEN_LATENCY_S: Final = 30e-6
@@ -271,6 +279,9 @@ def _figures(device: Device, given: _Section) -> Device:
             value = given.quantity(key, dimension, zero=key == "launch")
             changes[figure] = round(value) if key == "memory" else value
             note(key, figure)
+    if "interference" in given.data:
+        changes["interference"] = given.number("interference", zero=True)
+        note("interference", "interference")
     if "efficiency" in given.data:
         part = given.section("efficiency", _EFFICIENCIES)
         own = {str(kind): part.number(kind) for kind in part.data}
@@ -364,9 +375,10 @@ class _Section:
             )
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, *, zero: bool = False) -> float:
         value = self.data[key]
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not real or not (value > 0 or (zero and value == 0)):
             raise ClusterError(
                 f"{key} is {value!r}", where=self.where(key), hint="write a positive number"
             )

@@ -16,6 +16,7 @@ _FIGURES = {
     "flops": "flops_per_s.float32",
     "memory_bandwidth": "memory_bytes_per_s",
     "launch": "launch_s",
+    "interference": "interference",
     "efficiency": "efficiency",
 }
 """Key of the file -> figure whose provenance stands for it."""
@@ -75,6 +76,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     }
     entry["memory_bandwidth"] = _quantity(device.memory_bytes_per_s, 1e9, "GB/s")
     entry["launch"] = _quantity(device.launch_s, 1e-6, "us")
+    if device.interference:
+        entry["interference"] = device.interference
     if device.efficiency:
         entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
     if told:

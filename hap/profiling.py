@@ -27,7 +27,7 @@ from hap.cluster_text import cluster_yaml
 from hap.errors import HapError, InputError
 from hap.files import write_whole
 from hap.hierarchy import exists
-from hap.profiler import devices, exchange, links, measure
+from hap.profiler import beside, devices, exchange, links, measure
 from hap.profiler.probes import Arena, Probe, probes
 from hap.profiler.samples import (
     ExchangeRecord,
@@ -36,6 +36,7 @@ from hap.profiler.samples import (
     OpRecord,
     Rank,
     Record,
+    besides,
     exchanges,
     ops,
     read,
@@ -44,6 +45,7 @@ from hap.profiler.watch import Watch
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.hierarchy import TwoLevelComm
 from hap.runtime.launch import init_from_env, report, spawn
+from hap.runtime.overlap import lane_of
 from hap.synthesizer.communication import Network
 
 Progress = Callable[[int, int, str], None]
@@ -229,7 +231,8 @@ class _Work:
     @property
     def total(self) -> int:
         """Records at most."""
-        return len(self.wanted) + exchange.total(self.rings, self.ranks, self.limits)
+        together = self.ranks > 1
+        return len(self.wanted) + exchange.total(self.rings, self.ranks, self.limits) + together
 
     def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
         """What comes next, and then its record, measured unless it is known."""
@@ -242,6 +245,13 @@ class _Work:
             yield from exchange.measure(
                 self.rings, self.ranks, self.limits, self.device, before, self.comm
             )
+            once = {r.key: r for r in besides(known)}
+            yield from beside.measure(self.comm, self._start, self.device, once)
+
+    def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        lane = lane_of(self.comm, self.device)
+        pending = lane.issue(call)
+        return lambda: lane.wait(pending)
 
     def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
         dist.barrier()  # side by side, as a step is computed
@@ -303,6 +313,8 @@ def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
     nodes = [r.node for r in header.ranks]
     of_rank = {rank: kind.device for kind in kinds for rank in kind.ranks}
     places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    if found := besides(records):
+        of_rank = devices.interfering(of_rank, found[-1], header.date)
     made = tuple(_named(of_rank[rank], nodes[rank], places[rank]) for rank in range(len(nodes)))
     sent = exchanges(records)
     inside, between = links.message_links(nodes, sent, header.date)

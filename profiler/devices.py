@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from hap.cluster import ELEMENTWISE, PRODUCTS, Device
 from hap.profiler.fit import Sample, fit_device, predict
-from hap.profiler.samples import OpRecord, Rank, spread
+from hap.profiler.samples import BesideRecord, OpRecord, Rank, spread
+from hap.units import format_bytes
 
 ALIKE = 0.05
 """Ranks whose speeds differ by less, or by less than their own spread, are one type."""
@@ -118,6 +119,29 @@ def prior(samples: Sequence[Sample], kind: str, memory_bytes: int) -> Device:
         },
         source={},
     )  # fmt: skip
+
+
+def interfering(
+    of_rank: Mapping[int, Device], record: BesideRecord, date: str
+) -> dict[int, Device]:
+    """The devices with what they lose beside a collective; those of a type lose alike."""
+    of_type: dict[object, list[int]] = {}
+    for rank, device in of_rank.items():
+        of_type.setdefault(device.figures, []).append(rank)
+    found = {}
+    for ranks in of_type.values():
+        windows = [lost for rank in ranks for lost in record.lost[rank]]
+        middle = median(windows)
+        off = median(abs(lost - middle) for lost in windows)
+        told = (
+            f"measured {date}, n={len(windows)}, beside an all-reduce of "
+            f"{format_bytes(record.nbytes)}, spread {off:.2f}"
+        )
+        for rank in ranks:
+            device = of_rank[rank]
+            source = {**device.source, "interference": told}
+            found[rank] = replace(device, interference=round(middle, 4), source=source)
+    return found
 
 
 def _provenance(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hap.cluster import Work
 from hap.errors import InputError
@@ -81,6 +81,16 @@ class ExchangeRecord:
         return exchange_key(self.kind, self.how, self.nbytes, self.groups, self.skew)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideRecord:
+    """Per rank and window, the part of an all-reduce's time that computing beside it loses."""
+
+    nbytes: int
+    lost: tuple[tuple[float, ...], ...]
+
+    key: ClassVar[str] = "beside"
+
+
 def exchange_key(
     kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
 ) -> str:
@@ -89,7 +99,7 @@ def exchange_key(
     return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
 
 
-Record = OpRecord | ExchangeRecord
+Record = OpRecord | ExchangeRecord | BesideRecord
 
 
 class Journal:
@@ -163,8 +173,8 @@ def _item(data: dict[str, Any]) -> Header | Record:
         return Header(ranks=ranks, **data)
     if what == "OpRecord":
         data["work"] = Work(*data["work"])
-    kind: type[OpRecord] | type[ExchangeRecord] = {
-        "OpRecord": OpRecord, "ExchangeRecord": ExchangeRecord
+    kind: type[Record] = {
+        "OpRecord": OpRecord, "ExchangeRecord": ExchangeRecord, "BesideRecord": BesideRecord
     }[what]  # fmt: skip
     return kind(**{key: v if key == "work" else _frozen(v) for key, v in data.items()})
 
@@ -187,3 +197,8 @@ def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:
 def exchanges(records: Mapping[str, Record] | Iterable[Record]) -> list[ExchangeRecord]:
     values = records.values() if isinstance(records, Mapping) else records
     return [r for r in values if isinstance(r, ExchangeRecord)]
+
+
+def besides(records: Mapping[str, Record] | Iterable[Record]) -> list[BesideRecord]:
+    values = records.values() if isinstance(records, Mapping) else records
+    return [r for r in values if isinstance(r, BesideRecord)]

@@ -34,6 +34,8 @@ class Machine:
         self._launch_s = np.array([d.launch_s for d in cluster.devices])
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
         self._rates: dict[tuple[str, str], PerRank] = {}
+        self.interference: PerRank = np.array([d.interference for d in cluster.devices])
+        """Per rank, the part of a collective's time that computing beside it loses."""
 
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Time per rank of one operator, given each rank's operations and traffic."""

@@ -129,6 +129,7 @@ class _Flow:
             if step.lane or not np.any(step.seconds):
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
+        self.interference = cost.machine.interference
         world = np.zeros(cost.machine.cluster.world_size)
         self.updates_s: PerRank = sum(
             (cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
@@ -222,6 +223,7 @@ class _Run:
         _connect(steps)
         self._steps = steps
         self._updates_s = flow.updates_s
+        self._interference = flow.interference
         self._clock: PerRank = np.zeros_like(flow.updates_s)
         self._now = 0.0  # of the last rank
         self._lane_s = 0.0
@@ -286,6 +288,9 @@ class _Run:
         self._done.update(dict.fromkeys(step.outs, self._lane_s))
         self._begin.append(self._now)
         self._ended[at] = self._lane_s
+        # Where computing goes on, it is delayed; where it waits, the wait is longer than that.
+        self._clock = self._clock + self._interference * step.seconds
+        self._now = float(self._clock.max())
 
     def _wait(self, until_s: float) -> None:
         if until_s > 0:

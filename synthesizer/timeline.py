@@ -13,8 +13,8 @@ rank issues them, as :mod:`hap.runtime.overlap` runs them:
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
 :func:`hap.synthesizer.simulate.stages`. Starts are maxima and ends are sums of what came before,
-so overlapping can delay nothing. Streams do not slow each other down: no contention for memory
-or for links is modelled.
+so overlapping can delay nothing but for one thing: a collective takes a part of its time from the
+computing beside it (``Device.interference``), at once when it is issued.
 
 Times are vectors over ranks, so that the number of ranks hardly counts.
 """
@@ -100,8 +100,8 @@ class Usage:
 class _Streams:
     """When each rank's streams are free; advances as work is given to them."""
 
-    def __init__(self, world: int, overlap: bool) -> None:
-        self.overlap = overlap
+    def __init__(self, world: int, overlap: bool, interference: PerRank) -> None:
+        self.overlap, self._interference = overlap, interference
         self.compute_s: PerRank = np.zeros(world)
         self.communication_s = 0.0
 
@@ -117,7 +117,9 @@ class _Streams:
         ready_s = np.maximum(issued_s, self.communication_s)
         start = float(ready_s.max())
         self.communication_s = end = start + seconds
-        if not self.overlap:
+        if self.overlap:  # where computing goes on, it is delayed
+            self.compute_s = self.compute_s + self._interference * seconds
+        else:
             self.compute_s = np.full_like(self.compute_s, end)
         return ready_s, start, end
 
@@ -129,7 +131,7 @@ class _Streams:
 def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = True) -> Schedule:
     """Run a program on the streams of the cost model's cluster, under its shares."""
     world = cost.machine.cluster.world_size
-    streams, none = _Streams(world, overlap), np.zeros(world)
+    streams, none = _Streams(world, overlap, cost.machine.interference), np.zeros(world)
     there: dict[Value, PerRank] = {Value(t, p): none for t, p in program.inputs.items()}
     spans: list[Span] = []
     begin: list[PerRank] = []

@@ -107,6 +107,16 @@ def test_with_overlap_by_hand() -> None:
     assert used.idle_s.tolist() == [2, 0]
 
 
+def test_a_collective_slows_computing_beside_it_by_hand() -> None:
+    """Half of the 3 seconds in which d0 is reduced is taken from d1; where computing waits, none."""
+    graph, cost = small_graph(), Seconds(small_graph())
+    cost.machine.interference = np.array([0.0, 0.5])
+    run = schedule(graph, small_program(), cost)
+    assert spans(run, COMMUNICATION, 1) == [(10, 13), (15, 18), (18.5, 21.5)]
+    assert spans(run, COMPUTE, 1)[-4:] == [(13, 15), (16.5, 18.5), (21.5, 23.5), (23.5, 25.5)]
+    assert run.step_s == 25.5
+
+
 def test_what_needs_a_collective_waits_for_it_and_nothing_else_does() -> None:
     """y1 reads a gathered weight; y0, which stands before it and after the gather, does not."""
     graph, program = small_graph(), small_program()
