@@ -11,14 +11,17 @@ take turns, a step each per round; ratios are within a round. docs/race.md says 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
 from benchmarks.racing import plans, tables
@@ -29,9 +32,11 @@ from benchmarks.racing.run import first_line, reference, run_cell
 from benchmarks.racing.summary import PLAN
 from hap.cluster import Cluster, load_cluster
 from hap.errors import HapError
+from hap.files import write_whole
 from hap.model_file import load_model_file
 from hap.plan import Plan
 from hap.runtime.testbed import Testbed
+from hap.runtime.testbed.speed import core_flops_per_s
 from hap.synthesizer.baselines import METHODS
 from hap.units import format_seconds
 
@@ -40,6 +45,7 @@ MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
 TOLERANCE = 1e-4
+PATIENCE_S = 300.0
 UNBOUNDED = (
     2 << 30
 )  # memory limits are judged by tensor bytes, not enforced: contenders share ranks
@@ -54,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = options.out / "results.jsonl"
     if not options.resume:
         lines.unlink(missing_ok=True)
+        shutil.rmtree(options.out / "plans", ignore_errors=True)
     done = {(cell.model, cell.cluster) for cell in read(lines)}
     todo = [
         (m, c) for c in options.clusters for m in options.models if (m, c) not in done
@@ -62,7 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{len(todo)} cells to race, {len(done)} done; about "
         f"{format_seconds(_estimate_s(len(todo), options, read(lines)))}"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(todo))
         for model, cluster in todo:
@@ -91,11 +103,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", choices=CONTENDERS, default=list(CONTENDERS), **some)
     parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
     parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are done")
-    parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 7, quick 3")
+    parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
+    parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
     parser.add_argument(
-        "--budget", type=float, default=240.0,
+        "--budget", type=float, default=120.0,
         help="seconds of rounds per cell, after which none begins once three are counted",
     )  # fmt: skip
     parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
@@ -107,7 +119,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.models = options.models or (QUICK_MODELS if options.quick else MODELS)
     options.clusters = options.clusters or (QUICK_CLUSTERS if options.quick else CLUSTERS)
-    options.rounds = options.rounds or (3 if options.quick else 7)
+    options.rounds = options.rounds or (3 if options.quick else 5)
     return options
 
 
@@ -115,7 +127,8 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     """Plan, build and race one cell."""
     spec = f"{HERE / 'models' / model}.py:{options.size}"
     written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
-    with Testbed(_roomy(written), cores=options.cores) as bed:
+    rate = _core_flops_per_s(options.out / "core.json")
+    with Testbed(_roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
         measured = _with_memory(_measured(bed, cluster, options, told), written)
         found, void = _plans(model, cluster, spec, measured, options, told)
         names = [name for name in options.contenders if name not in void]
@@ -126,10 +139,10 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             speeds=tuple(d.rate("matmul", "float32") for d in measured.devices),
             devices=tuple(d.name for d in measured.devices),
             rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
-            budget_s=options.budget,
+            budget_s=options.budget, patience_s=PATIENCE_S,
         )  # fmt: skip
         told("one device")
-        losses = reference(task.file, TRACED + task.warm_up + task.rounds)
+        losses = _reference(spec, TRACED + task.warm_up + task.rounds)
 
         def heard(said: Said) -> None:
             if said.what == "begun":
@@ -149,6 +162,18 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     if OURS in found:
         _floors(cell, found[OURS][1], measured)
     return cell
+
+
+@functools.cache
+def _reference(spec: str, steps: int) -> list[float]:
+    return reference(load_model_file(spec), steps)
+
+
+def _core_flops_per_s(path: Path) -> float:
+    """Measured once for all cells of a race: their quotas come from it, and the profiles."""
+    if not path.exists():
+        write_whole(path, [json.dumps(core_flops_per_s())])
+    return float(json.loads(path.read_text()))
 
 
 def _measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +19,21 @@ from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
 from hap.discover import with_rules
-from hap.errors import InputError, ModelError
+from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
 from hap.graph import Graph
 from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
 from hap.optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
 from hap.plan import Plan, Recipe, Source
 from hap.program import Program
+from hap.recompute import WAYS
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
 from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import Choice, Wishes, choose
-from hap.synthesizer.space import build_space
+from hap.synthesizer.space import NARROW, build_space
 
 __all__ = [
     "GradScaler",
@@ -50,6 +52,7 @@ Progress = Callable[[str], None]
 class Options(TypedDict, total=False):
     """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
 
+    recompute: str | None
     allow_idle: bool
     all_devices: bool
     mesh: bool | None
@@ -67,6 +70,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     autocast: str = "",
+    recompute: str | None = None,
     allow_idle: bool = False,
     prove: int = 0,
     all_devices: bool = False,
@@ -91,6 +95,9 @@ def plan(
             :data:`hap.optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
+        recompute: which activations the backward makes again in place of keeping them, of
+            :data:`hap.recompute.WAYS`, or none (``""``); default: none, unless no program
+            fits in memory without.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
@@ -102,7 +109,7 @@ def plan(
         discover: find the rows of operators that have no rule by running them.
 
     Raises:
-        InputError: there is no such engine.
+        InputError: there is no such engine, dtype or way to recompute.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
@@ -113,11 +120,35 @@ def plan(
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     kind = examine(optimizer, module)
-    graph = capture(module, batch, loss, autocast=autocast)
-    if rules or discover:
-        graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
-    progress("stating the rules")
-    chosen = choose(build_space(graph), cluster, kind.states, wishes, progress)
+
+    def captured(recompute: str) -> Graph:
+        graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        if rules or discover:
+            graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
+        return graph
+
+    def choice(graph: Graph) -> Choice:
+        progress("stating the rules")
+        return _chosen(graph, cluster, kind.states, wishes, progress)
+
+    graph = captured(recompute or "")
+    try:
+        chosen = choice(graph)
+    except InfeasibleError:
+        if recompute is not None:
+            raise
+        known = {graph.digest}
+        for recompute in WAYS:
+            progress(f"no program fits: making activations again in the backward ({recompute})")
+            graph = captured(recompute)
+            if graph.digest in known:
+                continue
+            known.add(graph.digest)
+            with contextlib.suppress(InfeasibleError):
+                chosen = choice(graph)
+                break
+        else:
+            raise
     program, shares, inside = _programs(chosen)
     kept = chosen.cluster
     idle = tuple(
@@ -128,8 +159,24 @@ def plan(
         source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction, recipe=Recipe(batch=form_of(batch), autocast=autocast),
+        prediction=chosen.prediction, recipe=Recipe(
+            batch=form_of(batch), autocast=autocast, recompute=recompute or ""
+        ),
     )  # fmt: skip
+
+
+def _chosen(
+    graph: Graph, cluster: Cluster, states: int, wishes: Wishes, progress: Progress
+) -> Choice:
+    """The best plan of the whole space, or of a narrower one if that is too wide to search."""
+    for narrow, left in enumerate(NARROW):
+        try:
+            return choose(build_space(graph, narrow=narrow), cluster, states, wishes, progress)
+        except TooEntangledError:
+            if narrow + 1 == len(NARROW):
+                raise
+            progress(f"the graph is too entangled to search with {left}: {NARROW[narrow + 1]}")
+    raise AssertionError("the last space returns or raises")
 
 
 def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:

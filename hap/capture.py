@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap import losses, norms, ops, torch_private
+from hap import constants, losses, norms, ops, torch_private
 from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.decompositions import DECOMPOSED
 from hap.errors import InputError, ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
-from hap.recompute import recomputed
+from hap.recompute import WAYS, Region, chosen, recomputed
 from hap.twins import with_twins
 
 aten = torch.ops.aten
@@ -78,13 +79,13 @@ def capture(
         batch: the global batch, likewise; only shapes and dtypes are looked at.
         loss: ``loss(output, batch)``, if the module's output is not a loss itself.
         autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
-        recompute: more that is made again in the backward, a name of :data:`RECOMPUTE`.
+        recompute: what else is made again in the backward, of :data:`hap.recompute.WAYS`.
 
     Raises:
         ModelError: the forward is no scalar loss, or depends on data; the error has the line.
         InputError: an unknown ``autocast`` or ``recompute``.
     """
-    check_autocast(autocast)
+    check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
     with mode, _no_collector():
@@ -98,7 +99,12 @@ def capture(
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
-    return _convert(joint, step, tuple(flatten(batch)))
+    graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    if recompute:  # a checkpoint inside of a block adds nothing
+        own = chosen(graph, recompute)
+        last = max((region.number for region in own.values()), default=-1)
+        regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
+    return with_twins(recomputed(graph, regions))
 
 
 def _name_logical(traced: fx.GraphModule) -> None:
@@ -113,6 +119,10 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.scaled_dot_product_attention: ops.scaled_dot_product_attention,
     F.cross_entropy: losses.cross_entropy,
     F.batch_norm: norms.batch_norm,
+    torch.tensor: constants.tensor,
+    F.dropout1d: ops.channel_dropout,
+    F.dropout2d: ops.channel_dropout,
+    F.dropout3d: ops.channel_dropout,
 }
 """Functions of torch that are captured as logical operators."""
 
@@ -120,10 +130,13 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
 AUTOCAST = ("bfloat16", "float16")
 
 
-def check_autocast(dtype: str) -> None:
-    """Raise ``InputError`` unless ``dtype`` is empty or one that autocast can use."""
-    if dtype and dtype not in AUTOCAST:
-        raise InputError(f"autocast {dtype!r}", hint=f"use one of {', '.join(AUTOCAST)}")
+def check_recipe(autocast: str, recompute: str) -> None:
+    """Raise ``InputError`` unless both are empty or known."""
+    for name, given, known in (
+        ("autocast", autocast, AUTOCAST), ("recompute", recompute, WAYS),
+    ):  # fmt: skip
+        if given and given not in known:
+            raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
 
 
 def _not_one_graph(reason: str, where: str) -> ModelError:
@@ -242,6 +255,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
+    **DECOMPOSED,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
@@ -260,11 +274,14 @@ convolution's bias gradient, which needs no input channel, becomes an operator o
 _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
 
 
-def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]) -> Graph:
+def _convert(
+    joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
+) -> tuple[Graph, dict[str, Region]]:
+    """The graph, and the checkpoints that its nodes run in."""
     build = Builder()
     names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
-    regions: dict[str, int] = {}  # node -> the checkpoint that it runs in
+    regions: dict[str, Region] = {}  # node -> the checkpoint that it runs in
     inputs = []
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
@@ -290,11 +307,17 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
 
     for node in joint.graph.nodes:
         if node.op == "get_attr":
-            raise ModelError(
-                f"the forward makes a tensor from Python data ({node.target})",
-                where=_source(node),
-                hint="make it once in __init__ and keep it with register_buffer",
+            held = _held(joint, node)
+            (values[node],) = build.node(
+                name=node.name,
+                op="hap.constant.default",
+                args=(tuple(held.flatten().tolist()), tuple(held.shape)),
+                kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
+                results=[_tensor(node.name, held)],
+                source=_source(node),
+                module=_module(node),
             )
+            continue
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -316,16 +339,23 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
             module=_module(node),
         )
         values[node] = refs if many else refs[0]
-        if (region := torch_private.checkpointed(node)) is not None:
-            regions.setdefault(node.name, region)
+        if found := torch_private.checkpointed(node):
+            regions.setdefault(node.name, Region(*found))
     ends: Any = joint.graph.output_node().args[0]
     outputs = [
         Output(tensor=values[n].name, role=role, target=names.get(target, target))
         for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
-    graph = build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
-    return with_twins(recomputed(graph, regions))
+    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
+
+
+def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
+    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    value = getattr(joint.graph.owning_module, str(node.target))
+    if torch_private.is_fake(value) or value.numel() > constants.LARGEST:
+        raise constants.too_large(value.numel(), _source(node))
+    return value  # type: ignore[no-any-return]
 
 
 def _first_names(step: Step) -> dict[str, str]:

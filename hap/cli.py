@@ -102,6 +102,15 @@ def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -
         hap.terminal.emit(hap.report.plan_screen(made, output, compare=options["compare"]))
 
 
+_backend = click.option(
+    "--backend",
+    type=click.Choice(["eager", "inductor"]),
+    default="eager",
+    show_default=True,
+    help="inductor: compile what each rank runs between collectives, in the first step.",
+)
+
+
 @_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--processes", is_flag=True, help="A process per rank, instead of all in one.")
@@ -113,11 +122,14 @@ def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -
     help="What to compute in; float64 tells rounding from mistakes.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
-def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
+@_backend
+def verify(plan_file: str, processes: bool, dtype: str, seed: int, backend: str) -> None:
     """Compare PLAN with one device: same loss, same gradients?"""
     made = hap.Plan.load(plan_file)
     model_file = hap.model_file.model_file_of(made)
-    verdict = hap.api.verify(made, model_file, processes=processes, dtype=dtype, seed=seed)
+    verdict = hap.api.verify(
+        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend
+    )
     hap.terminal.emit(hap.report.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(
@@ -131,22 +143,25 @@ def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@_backend
 @click.argument("extra", nargs=-1)
-def run(plan_file: str, nproc: int | None, steps: int, extra: tuple[str, ...]) -> None:
+def run(
+    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
+) -> None:
     """Train by PLAN; what follows `--` is sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
     if nproc is None and hap.worker.started_as_rank():
-        hap.worker.run_as_rank(plan_file, steps, extra)
+        hap.worker.run_as_rank(plan_file, steps, extra, backend)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(hap.worker.machine_lines(made, plan_file, steps, extra))
+        click.echo(hap.worker.machine_lines(made, plan_file, steps, extra, backend))
         return
     with hap.terminal.training_progress(steps) as on_step:
-        hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step)
+        hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
 
 
 @_command

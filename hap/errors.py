@@ -59,5 +59,9 @@ class InfeasibleError(HapError):
     exit_code = 3
 
 
+class TooEntangledError(HapError):
+    """The exact search would need too large a table for this graph's space of programs."""
+
+
 class VerifyError(HapError):
     """The distributed program does not compute what one device computes."""

@@ -189,3 +189,18 @@ def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     b, h, length, d = x.shape
     return x.unsqueeze(2).expand(b, h, heads // h, length, d).reshape(b, heads, length, d)
+
+
+def channel_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Stands in a captured graph for ``dropout1d``, ``dropout2d`` and ``dropout3d`` of a batch.
+
+    A mask of a number per channel, by the operator that knows the mode at run time.
+    """
+    if not training:
+        return input
+    ones = torch.ones(
+        (*input.shape[:2], *(1 for _ in input.shape[2:])), dtype=input.dtype, device=input.device
+    )
+    return input * F.dropout(ones, p)

@@ -20,11 +20,13 @@ VIEWS = {
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
     "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
 }  # fmt: skip
-# Never merged: random values, and position numbers, which would tie the axes of all layers.
-DISTINCT = {
-    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default",
-    "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+RANDOM = {
+    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand.default",
+    "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",
+    "aten.randint.default", "aten.randint.low",
 }  # fmt: skip
+# Never merged: random values, and position numbers, which would tie the axes of all layers.
+DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.start_step"}
 
 
 class Builder:
@@ -49,6 +51,10 @@ class Builder:
             return (args[0],)
         if op in VIEWS:
             op, args = "aten.view.default", (self._through(args[0], VIEWS), results[0].shape)  # type: ignore[union-attr]
+        if op == "aten.cat.default":
+            args = (self._nonempty(args[0], results[0]), *args[1:])
+            if len(args[0]) == 1 and self._same(args[0][0], results[0]):
+                return (args[0][0],)
         if op in ("aten.t.default", "aten.transpose.int") and (base := self._undone(op, args)):
             return (base,)
         whole = {"aten.view.default", "aten.slice.Tensor", "aten.expand.default"}
@@ -70,6 +76,17 @@ class Builder:
         refs = tuple(None if r is None else Ref(r.name) for r in results)
         self._seen[key] = refs
         return refs
+
+    def _nonempty(self, refs: tuple[Ref, ...], result: Tensor | None) -> tuple[Ref, ...]:
+        """The arguments of a concatenation without empty ones, which may have any rank."""
+        kept = tuple(ref for ref in refs if self._tensors[ref.name].numel)
+        dtypes = {self._tensors[ref.name].dtype for ref in kept}
+        return kept if result is not None and result.dtype in dtypes else refs
+
+    def _same(self, ref: Ref, result: Tensor | None) -> bool:
+        """Has ``ref`` the shape and dtype of ``result``?"""
+        own = self._tensors[ref.name]
+        return result is not None and (own.shape, own.dtype) == (result.shape, result.dtype)
 
     def _through(self, ref: Ref, ops: set[str]) -> Ref:
         node = self._made.get(ref.name)

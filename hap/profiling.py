@@ -11,8 +11,9 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from hap.errors import HapError, InputError
 from hap.files import write_whole
 from hap.hierarchy import exists
 from hap.profiler import devices, exchange, links, measure
-from hap.profiler.probes import Arena, probes
+from hap.profiler.probes import Arena, Probe, probes
 from hap.profiler.samples import (
     ExchangeRecord,
     Header,
@@ -47,8 +48,9 @@ from hap.synthesizer.communication import Network
 Progress = Callable[[int, int, str], None]
 """Called with (records there, records wanted at most, what comes next)."""
 
-Spawn = Callable[..., list[Any]]
-"""Like :func:`hap.runtime.launch.spawn`."""
+Launch = Callable[..., Any]
+"""Called with a rank's function, ``args`` and ``on_report``, as
+:func:`hap.runtime.launch.spawn` is for a given number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,28 +85,25 @@ class Profile:
 
 def profile(
     settings: Settings,
-    nproc: int,
+    world_size: int,
     *,
-    launch: Spawn = spawn,
+    launch: Launch | None = None,
     progress: Progress = lambda done, total, what: None,
-    **options: Any,
 ) -> Profile:
-    """Start ``nproc`` ranks on this machine, have them measure, and write the cluster file.
+    """Start ranks, have them measure, and write the cluster file.
 
     Args:
-        launch: starts the ranks; ``options`` go to it, such as ``before_rank``.
+        launch: starts the ranks, such as the ``spawn`` of a testbed; by default they run on
+            this machine.
 
     Raises:
         InputError: the output cannot be written, or the samples there are of other ranks.
         HapError: a rank died, and which.
     """
-    check(settings, nproc)
-
-    def heard(rank: int, step: tuple[int, int, str]) -> None:
-        progress(*step)
-
-    options.setdefault("backend", "nccl" if torch.cuda.device_count() >= nproc else "gloo")
-    launch(measure_as_rank, nproc, args=(settings,), on_report=heard, **options)
+    check(settings, world_size)
+    backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+    launch = launch or partial(spawn, world_size=world_size, backend=backend)
+    launch(measure_as_rank, args=(settings,), on_report=lambda rank, step: progress(*step))
     return conclude(settings)
 
 
@@ -136,19 +135,17 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
     with Watch(rank, names) as watch:
         known = _shared(_known(settings, header) if rank == 0 else None)
         journal = Journal(settings.samples, header, resume=settings.resume) if rank == 0 else None
-        steps = _steps(settings, device, header, known)
-        total = next(steps)
-        assert isinstance(total, int)
-        done = 0
-        for item in steps:
+        work = _Work.of(settings, device, header)
+        done, total = 0, work.total
+        for item in work.steps(known):
             if isinstance(item, str):
                 watch.at(item)
                 if rank == 0:
                     progress(done, total, item)
                 continue
             done += 1
-            if journal and item is not None and item.key not in journal.records:  # type: ignore[union-attr]
-                journal.add(item)  # type: ignore[arg-type]
+            if journal and item is not None and item.key not in journal.records:
+                journal.add(item)
         if journal:
             journal.close()
             progress(total, total, "fitting")
@@ -189,34 +186,52 @@ def _shared(known: dict[str, Record] | None) -> dict[str, Record]:
     return found
 
 
-def _steps(
-    settings: Settings, device: torch.device, header: Header, known: dict[str, Record]
-) -> Iterator[Record | str | int | None]:
-    """First how many records there will be; then what comes next, and the record that came."""
-    size = len(header.ranks)
-    pace = measure.QUICK if settings.quick else measure.FULL
-    limits = exchange.QUICK if settings.quick else exchange.FULL
-    wanted = [p for p in probes(device) if p.quick or not settings.quick]
-    flat = ProcessGroupComm()
-    rings = _rings(flat, header) if size > 1 else []
-    yield len(wanted) + exchange.total(rings, size, limits)
-    arena = Arena(device)
-    for probe in wanted:
-        yield probe.name
-        record = known.get(f"op/{probe.name}")
-        if record is None:
-            dist.barrier()  # measured side by side, as a step is computed
-            mine = tuple(measure.seconds_per_call(probe.make(arena), device, pace))
-            seconds: list[Any] = [None] * size
-            dist.all_gather_object(seconds, mine)
-            record = OpRecord(name=probe.name, work=probe.work, seconds=tuple(seconds))
-        yield record
-    if size < 2:
-        return
-    before = {r.key: r for r in exchanges(known)}
-    for made in exchange.measure(rings, size, limits, device, before, flat):
-        yield made
-        yield f"{made.kind} {made.how}" if made else "the next size"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be measured, the same on all ranks."""
+
+    device: torch.device
+    ranks: int
+    pace: measure.Pace
+    limits: exchange.Range
+    wanted: Sequence[Probe]
+    rings: Sequence[exchange.Ring]
+    comm: ProcessGroupComm
+
+    @classmethod
+    def of(cls, settings: Settings, device: torch.device, header: Header) -> Self:
+        comm, size = ProcessGroupComm(), len(header.ranks)
+        return cls(
+            device=device, ranks=size, comm=comm,
+            pace=measure.QUICK if settings.quick else measure.FULL,
+            limits=exchange.QUICK if settings.quick else exchange.FULL,
+            wanted=[p for p in probes(device) if p.quick or not settings.quick],
+            rings=_rings(comm, header) if size > 1 else (),
+        )  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        """Records at most."""
+        return len(self.wanted) + exchange.total(self.rings, self.ranks, self.limits)
+
+    def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
+        """What comes next, and then its record, measured unless it is known."""
+        arena = Arena(self.device)
+        for probe in self.wanted:
+            yield probe.name
+            yield known.get(f"op/{probe.name}") or self._measured(probe, arena)
+        if self.ranks > 1:
+            before = {r.key: r for r in exchanges(known)}
+            yield from exchange.measure(
+                self.rings, self.ranks, self.limits, self.device, before, self.comm
+            )
+
+    def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
+        dist.barrier()  # side by side, as a step is computed
+        mine = tuple(measure.seconds_per_call(probe.make(arena), self.device, self.pace))
+        seconds: list[Any] = [None] * self.ranks
+        dist.all_gather_object(seconds, mine)
+        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(seconds))
 
 
 def _rings(flat: ProcessGroupComm, header: Header) -> list[exchange.Ring]:

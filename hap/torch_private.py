@@ -32,6 +32,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Has ``tensor`` a shape and no data?"""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What fake tensors raise when Python asks for data that they don't have."""
     from torch._subclasses import fake_tensor
@@ -59,8 +66,9 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     try:
         with (
             warnings.catch_warnings(),
-            dynamo.config.patch(ignore_logging_functions=loggers),
+            dynamo.config.patch(ignore_logging_functions=loggers, allow_rnn=True),
             _autocast_of_any_device(),
+            _without_hints(),
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
@@ -86,6 +94,42 @@ def _autocast_of_any_device() -> Iterator[None]:
         yield
     finally:
         AutocastModeVariable.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Two things that modules do for the sake of other ways to run them are passed over.
+
+    ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask itself
+    says as much. Audio models ask for the gradient of their input, which reaches no parameter, so
+    that reentrant checkpoints run.
+    """
+    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables.constant import ConstantVariable
+    from torch.nn.modules import transformer
+
+    owner: Any = builtin.BuiltinVariable
+    name = "call_setattr"  # until torch 2.12
+    if hasattr(builtin, "SetAttrBuiltinVariable"):
+        owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
+    detect, assign = transformer._detect_is_causal_mask, getattr(owner, name)
+
+    def given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    def set_attribute(self: Any, tx: Any, obj: Any, key: Any, value: Any) -> Any:
+        asks = obj.is_tensor() and key.as_python_constant() == "requires_grad"
+        if asks and value.as_python_constant() is True:
+            return ConstantVariable.create(None)
+        return assign(self, tx, obj, key, value)
+
+    transformer._detect_is_causal_mask = given
+    setattr(owner, name, set_attribute)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        setattr(owner, name, assign)
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
@@ -232,11 +276,14 @@ def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list
 
 
 class BoxedCode(fx.graph.CodeGen):
-    """Code of a graph whose function takes its inputs as one list, after ``ctx``, and empties it."""
+    """A graph's function that takes all inputs but the first as one list, and empties it.
 
-    def gen_fn_def(self, free_vars: list[str], annotation: str, **options: Any) -> str:
+    The method is not promised to keep its signature; 2.13 passes ``expanded_def`` by keyword.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
         ctx, *names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
-        lines = [f"def forward(self, {ctx}, given){annotation}:"]
+        lines = [f"def forward(self, {ctx}, given){maybe_return_annotation}:"]
         lines += [f"    {name} = given.pop()" for name in reversed(names)]
         return "\n".join(lines)
 
@@ -246,16 +293,18 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def checkpointed(node: fx.Node) -> int | None:
+def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
 
-    What the checkpoint's own policy says to save counts as outside of it.
+    With it, whether the checkpoint's own policy says to keep what the operator makes.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
     policy = node.meta.get("recompute")
+    if policy is None:
+        return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) if policy in again else None
+    return node.meta.get("ac_graph_id", 0), policy not in again
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):

@@ -161,7 +161,7 @@ class Case:
             )  # fmt: skip
             # The emitter's own step, without the modules around it: they take most of the time.
             given = [Context(EmulatedComm(world, rank)), *(parts[name][rank] for name in ins)]
-            results.append(dict(zip(outs, evaluate(emitter.alone(step), given), strict=True)))
+            results.append(dict(zip(outs, evaluate(emitter.single(step), given), strict=True)))
         return results
 
     def _split(self, name: str, p: Placement, units: int, shares: Shares) -> list[Tensor]:

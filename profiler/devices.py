@@ -9,7 +9,7 @@ from statistics import median
 
 from hap.cluster import ELEMENTWISE, PRODUCTS, Device
 from hap.profiler.fit import Sample, fit_device, predict
-from hap.profiler.samples import OpRecord, Rank
+from hap.profiler.samples import OpRecord, Rank, spread
 
 ALIKE = 0.05
 """Ranks whose speeds differ by less, or by less than their own spread, are one type."""
@@ -70,18 +70,13 @@ def _alike(ranks: Sequence[Rank], records: Sequence[OpRecord], a: int, b: int) -
     return abs(middle) <= max(ALIKE, 2 * error)
 
 
-def spread(seconds: Sequence[float]) -> float:
-    """Half the range of a few windows, relative to their median."""
-    return (max(seconds) - min(seconds)) / 2 / median(seconds)
-
-
 def _fitted(
     ranks: Sequence[Rank], records: Sequence[OpRecord], group: list[int], date: str
 ) -> Type:
     """One fit to the medians of all windows of a group's ranks."""
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
     samples = [
-        Sample(works=[record.work], seconds=median(seconds))
+        Sample(works=[record.work], seconds=median(seconds), noise=spread(seconds))
         for record, seconds in zip(records, windows, strict=True)
     ]
     memory = min(ranks[rank].memory_bytes for rank in group)

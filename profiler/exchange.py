@@ -21,6 +21,7 @@ from torch import Tensor
 from hap.cluster import IMPLEMENTATIONS
 from hap.hierarchy import exists, regular
 from hap.profiler.samples import MESSAGE, ExchangeRecord, exchange_key
+from hap.units import format_bytes
 
 WIDTH = 64
 """Elements of a row; shards are whole rows."""
@@ -85,28 +86,34 @@ def measure(
     device: torch.device,
     known: dict[str, ExchangeRecord],
     whole: Comm,
-) -> Iterator[ExchangeRecord | None]:
-    """Records in a fixed order, on all ranks; None for a size that was left out.
+) -> Iterator[str | ExchangeRecord | None]:
+    """In a fixed order, on all ranks: what comes next, and then its record.
+
+    None stands for the record of a size that was left out.
 
     Args:
         known: by key, records of an earlier run, which are not measured again.
         whole: the communicator of all the ranks.
     """
     for pair in _pairs(ranks):
-        yield from _grow(partial(_message, pair, limits, device, known, whole), limits)
+        one = partial(_message, pair, limits, device, known, whole)
+        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits)
     for ring in rings:
         for case in _cases(ring):
             one = partial(_collective, ring, *case, limits, device, known, whole)
-            yield from _grow(one, limits)
+            yield from _grow(" ".join(case), one, limits)
 
 
-def _grow(one: Callable[[int], ExchangeRecord], limits: Range) -> Iterator[ExchangeRecord | None]:
+def _grow(
+    what: str, one: Callable[[int], ExchangeRecord], limits: Range
+) -> Iterator[str | ExchangeRecord | None]:
     """Sizes from the smallest on, until the next would take too long."""
     before = None
     for nbytes in limits.sizes:
         if before and _over(before, nbytes, limits.longest_s):
             yield None
             continue
+        yield f"{what}, {format_bytes(nbytes)}"
         before = one(nbytes)
         yield before
 

@@ -20,15 +20,17 @@ import numpy as np
 from hap.cluster import Device, Link, Work
 
 _LAUNCH, _MEMORY = "launch_s", "memory_bytes_per_s"
+_NOISE = 0.05  # relative; an error that is larger is no noise
 _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What was run, and how long it took."""
+    """What was run, and how long it took; ``noise`` is how far repeats were off, relative."""
 
     works: Sequence[Work]
     seconds: float
+    noise: float = 0.0
 
 
 def predict(device: Device, works: Sequence[Work]) -> float:
@@ -83,7 +85,8 @@ def fit_device(
         present = device(slowness)
         return np.array([_row(sample, present, prior, names) for sample in samples])
 
-    slowness, last = _alternate(rows, free, ridge, rounds)
+    trust = _trust([sample.noise for sample in samples])
+    slowness, last = _alternate(rows, trust, free, ridge, rounds)
     # A figure that binds in no sample is the prior's, and says so.
     fitted = [name for name, ok in zip(names, free & last.any(axis=0), strict=True) if ok]
     figures = [f"flops_per_s.{name}" if name in dtypes else name for name in fitted]
@@ -97,6 +100,7 @@ def fit_links(
     *,
     prior: Sequence[Link],
     source: str,
+    noise: Sequence[float] | None = None,
     ridge: float = 0.003,
     rounds: int = 40,
 ) -> list[Link]:
@@ -108,6 +112,7 @@ def fit_links(
         seconds: What each sample took.
         prior: First guess of the links, which keeps what the samples say nothing about.
         source: Provenance of the links that were fitted.
+        noise: How far the repeats of each sample were off, relative.
 
     Raises:
         ValueError: No sample, or a time that is not positive.
@@ -133,12 +138,21 @@ def fit_links(
                 found[i, k] = rise / sample_s
         return found
 
-    slowness, _ = _alternate(rows, np.ones(2 * len(prior), dtype=bool), ridge, rounds, low=1e-3)
+    trust = _trust(noise or [0.0] * len(seconds))
+    free = np.ones(2 * len(prior), dtype=bool)
+    slowness, _ = _alternate(rows, trust, free, ridge, rounds, low=1e-3)
     return links(slowness)
+
+
+def _trust(noise: Sequence[float]) -> np.ndarray:
+    """Weights of the samples: one that was repeated with large differences says less."""
+    trust: np.ndarray = _NOISE / np.maximum(_NOISE, np.array(noise))
+    return trust
 
 
 def _alternate(
     rows: Callable[[np.ndarray], np.ndarray],
+    trust: np.ndarray,
     free: np.ndarray,
     ridge: float,
     rounds: int,
@@ -148,7 +162,7 @@ def _alternate(
     slowness = np.ones(len(free))
     for _ in range(rounds):
         # Damped: an operator near the roof's ridge would else flip sides for ever.
-        step = 0.5 * (slowness + _solve(rows(slowness), slowness, free, ridge, low))
+        step = 0.5 * (slowness + _solve(rows(slowness), trust, slowness, free, ridge, low))
         rests = np.allclose(step, slowness, rtol=1e-6)
         slowness = step
         if rests:
@@ -178,15 +192,19 @@ def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> lis
 
 
 def _solve(
-    rows: np.ndarray, slowness: np.ndarray, free: np.ndarray, ridge: float, low: float
+    rows: np.ndarray,
+    trust: np.ndarray,
+    slowness: np.ndarray,
+    free: np.ndarray,
+    ridge: float,
+    low: float,
 ) -> np.ndarray:
-    """min over x of sum |rows @ x - 1| + ridge * |x - 1|^2, one reweighted least-squares step.
+    """min over x of sum trust |rows @ x - 1| + ridge |x - 1|^2, one reweighted least-squares step.
 
     Absolute errors, because measured tables hold a few points that no physics explains. The
     slowness stays between ``low`` and its inverse, so that no rate turns negative.
     """
-    # The scale of 0.05 is where an error stops counting as noise.
-    weight = 1 / np.maximum(np.abs(rows @ slowness - 1), 0.05)
+    weight = trust / np.maximum(np.abs(rows @ slowness - 1), _NOISE)
     a = np.vstack([rows[:, free] * np.sqrt(weight)[:, None], np.sqrt(ridge) * np.eye(free.sum())])
     fixed = rows[:, ~free] @ slowness[~free]
     b = np.concatenate([(1 - fixed) * np.sqrt(weight), np.full(free.sum(), np.sqrt(ridge))])

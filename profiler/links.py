@@ -9,7 +9,7 @@ from statistics import median
 
 from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Collectives, Link
 from hap.profiler.fit import fit_links
-from hap.profiler.samples import MESSAGE, ExchangeRecord
+from hap.profiler.samples import MESSAGE, ExchangeRecord, spread
 
 Price = Callable[[Cluster, ExchangeRecord], float]
 """Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
@@ -65,7 +65,8 @@ def _line(records: Sequence[ExchangeRecord], date: str) -> Link:
     def price(links: Sequence[Link], i: int) -> float:
         return links[0].latency_s + sizes[i] / links[0].bandwidth_bytes_per_s
 
-    (link,) = fit_links(price, seconds, prior=[start], source="")
+    noise = [spread(r.seconds) for r in records]
+    (link,) = fit_links(price, seconds, prior=[start], source="", noise=noise)
     errors = [price([link], i) / s - 1 for i, s in enumerate(seconds)]
     return replace(link, source=told(date, records, errors))
 
@@ -80,7 +81,7 @@ def _slowest(links: Sequence[Link]) -> Link | None:
 
 def told(date: str, records: Sequence[ExchangeRecord], errors: Sequence[float]) -> str:
     """Provenance: when, how many samples, how far the fit is from them, and how they varied."""
-    varied = median((max(r.seconds) - min(r.seconds)) / 2 / median(r.seconds) for r in records)
+    varied = median(spread(r.seconds) for r in records)
     off = median(map(abs, errors))
     return f"measured {date}, n={len(records)}, fit off by {off:.0%}, spread {varied:.0%}"
 
@@ -127,7 +128,10 @@ def _fit(
         return price(seen(tuple(replace(link, source="") for link in links)), records[i])
 
     seconds = [median(r.seconds) for r in records]
-    fitted = fit_links(predicted, seconds, prior=[guess[name] for name in names], source="")
+    noise = [spread(r.seconds) for r in records]
+    fitted = fit_links(
+        predicted, seconds, prior=[guess[name] for name in names], source="", noise=noise
+    )
     residuals = [
         Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)
     ]

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_GROUPS = Path("/sys/fs/cgroup")
 _KEPT_FREE = 0.94
 """Part of a CUDA device's memory that a plan may use: the context and the allocator want some."""
 
@@ -82,14 +79,27 @@ def memory_bytes(device: torch.device, ranks_here: int) -> int:
     """What a plan may use of a device; the ranks of a machine share its main memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_FREE)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([whole // ranks_here, *_limits()])
+    page = os.sysconf("SC_PAGE_SIZE")
+    whole = page * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * page  # the interpreter, mostly
+    limits = [limit - held for limit in memory_limits(Path("/proc/self/cgroup").read_text())]
+    return max(1, min([whole, *limits]))
 
 
-def _limits() -> Sequence[int]:
-    """What this process's control group may use, where that is set."""
-    texts = (path.read_text().strip() for path in _CGROUP_LIMITS if path.exists())
-    return [int(text) for text in texts if text.isdecimal()]
+def memory_limits(memberships: str, groups: Path = _GROUPS) -> list[int]:
+    """Bytes that this process's control groups may hold, where that is limited.
+
+    Args:
+        memberships: the text of ``/proc/self/cgroup``.
+    """
+    found = []
+    for line in memberships.splitlines():
+        _, names, path = line.split(":", 2)
+        home = groups / names / path.lstrip("/")  # version 2 has no names
+        for file in (home / "memory.limit_in_bytes", home / "memory.max"):
+            text = file.read_text().strip() if file.exists() else ""
+            found += [int(text)] if text.isdecimal() else []
+    return found
 
 
 def kind_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from hap.cluster import Work
@@ -170,6 +171,12 @@ def _item(data: dict[str, Any]) -> Header | Record:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """How far a few repeats are off: their median distance from the median, relative to it."""
+    middle = median(seconds)
+    return median(abs(s - middle) for s in seconds) / middle
 
 
 def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:

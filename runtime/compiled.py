@@ -69,7 +69,7 @@ def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
             return Staged(module, library, device)
         module.graph.set_codegen(torch_private.BoxedCode())
         module.recompile()
-        return module.forward  # type: ignore[no-any-return]
+        return module.forward
 
     return Runnable(
         forward=function(emitted.forward), backward=function(emitted.backward),
@@ -181,7 +181,7 @@ class Staged:
         slots = {node: k for k, node in enumerate(graph.nodes)}
         self._size = len(slots)
         self._given = [slots[n] for n in graph.nodes if n.op == "placeholder"][1:]
-        self._results = [slots[n] for n in graph.output_node().args[0]]
+        self._results = [slots[n] for n in _results(graph)]
         self.stages = _stages(graph, slots, library)
 
     def __call__(self, ctx: Context, args: list[Any]) -> list[Any]:
@@ -207,11 +207,12 @@ def draw_masks_apart(graph: fx.Graph, device: torch.device) -> None:
             continue
         with graph.inserting_before(node):
             if node.target == "dropout":
-                x, p, *place = node.args[1:]
+                x, p, *place = _args(node)[1:]
                 mask = graph.call_method("mask", (ctx, node.meta["shape"], device, p, *place))
                 _replace_results(node, [_scaled(graph, ctx, x, mask, kept_scale(p), device), mask])
             elif node.target == "dropout_backward":
-                node.replace_all_uses_with(_scaled(graph, ctx, *node.args[1:], device))
+                x, mask, by = _args(node)[1:]
+                node.replace_all_uses_with(_scaled(graph, ctx, x, mask, by, device))
             else:
                 continue
         graph.erase_node(node)
@@ -226,8 +227,17 @@ def _scaled(
 
 def _replace_results(node: fx.Node, results: list[fx.Node]) -> None:
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[_args(user)[1]])
         user.graph.erase_node(user)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    results: Any = graph.output_node().args[0]
+    return list(results)
 
 
 def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> list[Stage]:
@@ -258,7 +268,7 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
         else:
             run.append(node)
     close()
-    return _with_last(found, {slots[n] for n in graph.output_node().args[0]})
+    return _with_last(found, {slots[n] for n in _results(graph)})
 
 
 def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Stage:

@@ -72,6 +72,34 @@ class Context:
             return x, mask
         return (x * mask).mul_(kept_scale(p)), mask
 
+    def draw(
+        self, kind: str, numbers: Sequence[float], shape: Sequence[int], site: str,
+        place: int | str, *, dtype: torch.dtype, device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """This rank's part of a random tensor; without dropout what :func:`fixed` says.
+
+        Args:
+            kind: ``rand``, ``randn``, ``bernoulli`` or ``randint``, with torch's ``numbers``.
+        """
+        x = torch.empty(shape, dtype=dtype, device=device)
+        if not self.dropping:
+            return x.fill_(fixed(kind, numbers))
+        generator = self._generator(device, site, place)
+        if kind == "rand":
+            return x.uniform_(generator=generator)
+        if kind == "randn":
+            return x.normal_(generator=generator)
+        if kind == "bernoulli":
+            return x.bernoulli_(numbers[0], generator=generator)
+        low, high = (0, *numbers)[-2:]
+        return x.random_(int(low), int(high), generator=generator)
+
+    def _generator(self, device: torch.device, site: str, place: int | str) -> torch.Generator:
+        key = f"{self.seed}/{self.step}/{site}/{place}".encode()
+        generator = torch.Generator(device=device)
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
+        return generator
+
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """The gradient of what :meth:`dropout` let through."""
         return (grad * mask).mul_(scale) if self._drops else grad
@@ -82,11 +110,8 @@ class Context:
         """The elements that dropout keeps: all of them, unless the module trains."""
         if not self._drops or p == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
-        key = f"{self.seed}/{self.step}/{site}/{place}".encode()
-        generator = torch.Generator(device=device)
-        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
         mask = torch.empty(shape, dtype=torch.bool, device=device)
-        return mask.bernoulli_(1 - p, generator=generator)
+        return mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
 
     def scale(self, factor: float, device: torch.device) -> Tensor:
         """What dropout multiplies the kept elements by, 1 unless the module trains. No dims."""
@@ -111,3 +136,12 @@ class Context:
 def kept_scale(p: float) -> float:
     """By how much dropout scales what it keeps."""
     return 1 / (1 - p) if p < 1 else 0.0
+
+
+def fixed(kind: str, numbers: Sequence[float]) -> float:
+    """What stands for random numbers where runs are compared: a value that they may have."""
+    if kind == "bernoulli":  # a mask that keeps p, scaled by 1/p: it lets everything through
+        return numbers[0]
+    if kind == "randint":
+        return (0, *numbers)[-2]
+    return 0.5

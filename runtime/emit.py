@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import losses, norms, ops  # noqa: F401  (register the logical operators)
+from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
+from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
@@ -56,6 +57,7 @@ class Emitter:
         device: where tensors made from nothing are put.
         widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
+        alone: no other rank takes part, so there is nothing to exchange.
     """
 
     graph: Graph
@@ -65,6 +67,7 @@ class Emitter:
     device: torch.device
     widen: bool = False
     offsets: Mapping[str, Offset] = field(default_factory=dict)
+    alone: bool = False
 
     def emit(self) -> Emitted:
         """Both graphs of this rank."""
@@ -124,7 +127,10 @@ class Emitter:
             if group[0].backward is not backward:
                 continue
             step = group[0]
-            if isinstance(step, Compute):
+            if self.alone and isinstance(step, Convert):
+                for s in (s for s in group if isinstance(s, Convert)):
+                    env[Value(s.tensor, s.dst)] = env[Value(s.tensor, s.src)]
+            elif isinstance(step, Compute):
                 if self._node(step).op.startswith(BETWEEN):
                     self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
                 else:
@@ -138,7 +144,7 @@ class Emitter:
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
-    def alone(self, step: Compute) -> fx.Graph:
+    def single(self, step: Compute) -> fx.Graph:
         """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
         out = fx.Graph()
         ctx = out.placeholder("ctx")
@@ -165,6 +171,8 @@ class Emitter:
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
             call = self._dropout(out, ctx, env, step, node)
+        elif node.op in RANDOM:
+            call = self._drawn(out, ctx, step, node)
         else:
             outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
@@ -278,16 +286,29 @@ class Emitter:
     def _dropout(
         self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute, node: Node
     ) -> fx.Node:
-        # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
+        site = (node.name, self._place(value))
+        call = out.call_method("dropout", (ctx, env[value], node.args[1], *site))
+        call.meta["shape"] = self._shape(value)
+        return call
+
+    def _drawn(self, out: fx.Graph, ctx: fx.Node, step: Compute, node: Node) -> fx.Node:
+        (value,) = self._made(step)
+        kind = node.op.split(".")[1].removesuffix("_like")
+        numbers = tuple(a for a in node.args if isinstance(a, int | float))
+        dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        site = (list(self._shape(value)), node.name, self._place(value))
+        return out.call_method("draw", (ctx, kind, numbers, *site), options)
+
+    def _place(self, value: Value) -> int | str:
+        """Random numbers differ between shards and agree between replicas: the place decides."""
         place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        call = out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
-        call.meta["shape"] = self._shape(value)
-        return call
+        return place
 
     def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""

@@ -103,7 +103,7 @@ def keep_memory() -> None:
     """Have this process keep the memory that it frees, as the allocator for GPUs does.
 
     By default glibc gives large blocks back to the kernel, which clears them page by page when
-    they are wanted again, in every step: a copy of 32 MiB then takes six times as long.
+    they are wanted again, in every step: a copy of 32 MiB then takes several times as long.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have no such setting

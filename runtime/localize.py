@@ -81,7 +81,7 @@ FACTORIES = frozenset(
         "arange.start",
         "arange.start_step",
     ]
-)
+) | {"hap.constant.default"}
 
 # Operators whose kernels read some input as if it were contiguous (seen on CPU, torch 2.13).
 CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})

@@ -249,7 +249,7 @@ def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) ->
     part = plan.part(rank)
     return Emitter(
         graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
-        widen=widen, offsets=part.offsets,
+        widen=widen, offsets=part.offsets, alone=plan.world_size == 1,
     ).emit()  # fmt: skip
 
 

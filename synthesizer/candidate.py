@@ -105,6 +105,11 @@ class Candidate:
         cost = self.price()
         return self.floor[0], estimate_s(cost.graph, self.program, cost)
 
+    @property
+    def in_turn(self) -> Rank:
+        """:attr:`rank` with nothing overlapped."""
+        return float(self.lacking_in_series.max()), self.serial.step_s
+
     @cached_property
     def floor(self) -> Rank:
         """What :attr:`estimate` is hardly ever below: the busier of computing and communicating."""

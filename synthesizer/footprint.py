@@ -1,7 +1,6 @@
 """What lies in each device's memory during a step, and what it is at the fullest moment.
 
-Counted from first definition to last use, what the backward reads of the forward until the
-backward ends; views share the storage of what they look at. Of a collective, or of several that
+Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
 are fused, all that goes in and all that comes out exists at once, from where it is issued to
 where it has ended (``until`` of :class:`hap.synthesizer.script.Lives`). Collectives run one after
 the other, so that of those under way the largest buffers count.

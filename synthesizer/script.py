@@ -157,11 +157,10 @@ class Lives:
 
         def use(value: Value, at: int, backward: bool) -> None:
             storage = root.setdefault(value, value)
-            # What the backward reads of the forward is kept until the whole backward has run.
-            kept = backward and storage in forward
-            if kept and self.kind.get(storage) == "temporary values":
+            saved = backward and storage in forward
+            if saved and self.kind.get(storage) == "temporary values":
                 self.kind[storage] = "saved activations"
-            last[storage] = end if kept else max(at, last.get(storage, 0))
+            last[storage] = max(at, last.get(storage, 0))
 
         def name(value: Value) -> str:
             if value.tensor in gradients:

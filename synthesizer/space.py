@@ -78,8 +78,21 @@ class Space:
         return found
 
 
-def build_space(graph: Graph) -> Space:
+NARROW = (
+    "all axes",
+    "no axes inside of layers, such as the width of a head",
+    "the axes of the batch alone",
+)
+"""How much of a graph's space :func:`build_space` leaves out, by degrees."""
+
+
+def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     """Rows, axes and holdings of a graph.
+
+    Args:
+        narrow: a degree of :data:`NARROW`, for graphs whose whole space is too wide for the exact
+            search. At 1, an axis must lie on a parameter or on the batch; at 2, on the first dim
+            of what the batch holds.
 
     Raises:
         UnsupportedOpError: an operator has no rule; the message names it, its line, and the
@@ -96,7 +109,7 @@ def build_space(graph: Graph) -> Space:
             r for r in known if not r.units or ties.tie(_dims(node, r), r.units)
         )
     unstorable = _tie_gradients(graph, ties)
-    axes = _working(graph, rows, ties.build(axis_names(graph)))
+    axes = _working(graph, rows, ties.build(axis_names(graph)), narrow)
     rows = {
         n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
         for n in graph.nodes
@@ -166,12 +179,19 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
     return refused
 
 
-def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes) -> Axes:
+def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
     """The axes that some product can be split on; all of them if there are no products."""
     useful = {
         axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
         for d in _dims(n, row)
     } or set(axes.axes)  # fmt: skip
+    if narrow:
+        roles = ("parameter", "input") if narrow == 1 else ("input",)
+        given = {i.tensor for i in graph.inputs if i.role in roles}
+        useful &= {
+            axis for (tensor, dim), axis in axes.of.items()
+            if tensor in given and (narrow == 1 or dim == 0)
+        }  # fmt: skip
     return Axes(
         axes={name: axis for name, axis in axes.axes.items() if name in useful},
         of={dim: name for dim, name in axes.of.items() if name in useful},

@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.axes import Axes, Shares
 from hap.cluster import Cluster
-from hap.errors import HapError
+from hap.errors import HapError, TooEntangledError
 from hap.graph import Graph
 from hap.placement import Placement, R
 from hap.program import Convert, Program
@@ -203,11 +203,11 @@ class Synthesizer:
         while high > low and held * per_byte * 2.0**high > MOST_S:
             high -= 1  # else costs would reach those of what may not be
         tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
-        best = fastest([best, tried])
+        best = min(best, tried, key=lambda c: c.in_turn)
         while not tried.lacking_in_series.any() and high - low > 1:
             middle = (low + high) // 2
             cheaper = self.cheapest(shares, np.where(short, per_byte * 2.0**middle, 0.0))
-            best = fastest([best, cheaper])
+            best = min(best, cheaper, key=lambda c: c.in_turn)
             fits = not cheaper.lacking_in_series.any()
             low, high = (low, middle) if fits else (middle, high)
         return best
@@ -219,7 +219,7 @@ class Synthesizer:
         try:
             outcome = problem.outcome(self._engine)
         except TooWide as error:
-            raise HapError(
+            raise TooEntangledError(
                 f"the graph is too entangled for the exact search: {error}",
                 hint="search with the engine astar, whose tables are bounded; and please report "
                 "the model",

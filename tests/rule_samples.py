@@ -7,6 +7,7 @@ because each once hid a wrong row somewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,12 @@ def i(high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape, generator=_random)
 
 
+def apart(high: int, *shape: int) -> Tensor:
+    """Integers in [0, high), no two alike: what is written twice is not defined."""
+    count = math.prod(shape)
+    return torch.randperm(high, generator=_random)[:count].reshape(shape)
+
+
 def b(*shape: int) -> Tensor:
     return i(2, *shape).bool()
 
@@ -65,6 +72,9 @@ add("new_ones.default", b(7), [3, 5], dtype=torch.int64)
 add("arange.default", 7, dtype=torch.int64)
 add("arange.start", 2, 7, dtype=torch.int64)
 add("arange.start_step", 2, 12, 2, dtype=torch.int64)
+
+add("hap.constant.default", [0.5, -1.5, 2.0, 0.1, 3.0, 7.0], [3, 2],
+    dtype=torch.float64, device=torch.device("cpu"))  # fmt: skip
 
 # --- pointwise ---
 
@@ -254,6 +264,13 @@ for _shape, _skip in (((7, 3), 1), ((7, 3), -100), ((5, 1, 11), 2), ((1, 3), -1)
     _lse, _ = SAMPLES[-1].run()
     _given = (f(*_shape[:-1]), f(*_shape[:-1]), _x, _target, _lse, _skip)
     add("hap.cross_entropy_backward.default", *_given)
+add("rand.default", [5, 7])
+add("rand_like.default", f(5, 7))
+add("randn.default", [5, 1, 7])
+add("randn_like.default", f(5, 7))
+add("bernoulli.p", f(11, 23), 0.3)
+add("randint.default", 99, [5, 7])
+add("randint.low", 2, 99, [5, 7])
 add("hap.by_mode.default", f(5, 3), f(5, 3))
 add("hap.in_training.default", f(5, 3))
 for _shape in ((5, 3, 7, 2), (11, 3), (1, 7, 5)):
@@ -298,6 +315,30 @@ add("index.Tensor", f(3, 11, 13, 2), [None, i(11, 5), i(13, 5)])
 add("index.Tensor", f(11, 3, 13, 2), [i(11, 7, 1), None, i(13, 5)])
 add("index.Tensor", i(9, 5, 3), [i(5, 7)])
 
+for _adds in (True, False):
+    add(
+        "index_put.default",
+        f(5, 11, 3),
+        [None, i(11, 7) if _adds else apart(11, 7)],
+        f(5, 7, 3),
+        _adds,
+    )
+    add("index_put.default", f(11, 13, 3), [apart(11, 7, 1), apart(13, 5)], f(7, 5, 3), _adds)
+    add("index_put.default", f(3, 11, 13, 2), [None, apart(11, 5), apart(13, 5)], f(3, 1, 2), _adds)
+    add(
+        "index_put.default",
+        f(11, 3, 13, 2),
+        [apart(11, 7, 1), None, apart(13, 5)],
+        f(7, 5, 3, 2),
+        _adds,
+    )
+    add("index_put.default", f(11, 3), [apart(11, 7)], f(), _adds)
+    add("index_put.default", f(5, 11, 3), [None, b(11)], f(3) if _adds else f(), _adds)
+add("scatter.src", f(5, 11, 3), 1, apart(11, 7).view(1, 7, 1).expand(5, 7, 3), f(5, 7, 3))
+add("scatter.src", f(5, 11), -1, i(11, 3, 1), f(3, 1))
+add("scatter.value", f(5, 11, 3), 1, i(11, 5, 7, 3), 0)
+add("scatter.value", f(5, 11, 3), 1, i(11, 5, 7, 3), 1.5)
+
 # --- views ---
 
 for _from, _to in (
@@ -329,6 +370,13 @@ add("slice_backward.default", f(5, 7, 3), [5, 11, 3], 1, 2, 9, 1)
 add("slice_backward.default", f(5, 3), [5, 3], 1, 0, 3, 1)
 add("flip.default", f(5, 3, 7), [-2])
 add("flip.default", f(5, 3, 7), [0, 2])
+each("triu.default tril.default", lambda: (f(2, 5, 7), 1))
+add("roll.default", f(5, 3, 7), [2], [-2])
+add("roll.default", f(5, 3, 7), [2, -1], [0, 2])
+add("roll.default", f(5, 3), [2])
+add("select_scatter.default", f(5, 3, 7), f(5, 7), -2, 1)
+add("slice_scatter.default", f(5, 11, 3), f(5, 4, 3), 1, 2, 9, 2)
+add("slice_scatter.default", i(9, 5, 3), i(9, 2, 3), 0, 0, 2)
 add("constant_pad_nd.default", f(5, 3, 7), [1, 2])
 add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 2, -1], 1.5)
 add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 1, -1])  # a shift: sizes stay

@@ -52,7 +52,7 @@ def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarr
                 storage[value] = storage[ins[0]] if view and ins else value
                 born.setdefault(storage[value], at)
     uses = [
-        (storage[v], until[at], group[0].backward)
+        (storage[v], until[at])
         for at, group in enumerate(groups)
         for step in group
         for side in touched(graph, step)[:2]
@@ -66,10 +66,7 @@ def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarr
     def lives(value: Value, at: int) -> bool:
         if born[value] > at:
             return False
-        late = [k for v, k, _ in uses if v == value]
-        forward = not groups[born[value]][0].backward
-        read = any(v == value and backward for v, _, backward in uses)
-        return value in ends or (forward and read) or max(late) >= at
+        return value in ends or max(k for v, k in uses if v == value) >= at
 
     def nbytes(value: Value) -> np.ndarray:
         return cost.local_bytes(graph.tensors[value.tensor], value.placement)

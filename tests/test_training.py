@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+import hap
+from hap.api import fake_batch
 from hap.batch import call, flatten, form_of, rebuild
 from hap.capture import capture
-from hap.errors import ModelError
+from hap.cluster import Cluster
+from hap.errors import InfeasibleError, InputError, ModelError
 from hap.plan import Plan
-from hap.runtime.collectives import Comm
+from hap.recompute import PRODUCTS, WAYS
+from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule
-from tests.random_plans import Case, make_case, random_plan
+from hap.synthesizer.space import build_space
+from hap.synthesizer.work import FLOPS
+from tests.random_plans import Case, adamw, make_case, random_plan, two_machines, verdict
 from tests.test_training_losses import PLANS, holds
 
 CPU = torch.device("cpu")
@@ -63,6 +75,14 @@ def on_ranks(case: Case, plan: Plan, act: Callable[[HapModule, Any], Any]) -> li
 def test_batch_norm_has_the_statistics_of_the_global_batch(options: dict[str, Any]) -> None:
     """Losses, gradients, and the running buffers after three steps."""
     holds(Images(**options), images())
+
+
+def test_gradients_that_vanish_are_taken_for_rounding() -> None:
+    """A bias before a batch norm has none: Adam would make a step of it, in float32 a whole one."""
+    case = make_case(Images(), images())
+    for world, seed in PLANS:
+        found = verdict(case, random_plan(case, world, seed), dtype="float32")
+        assert found.ok, [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
 
 
 def test_batch_norm_in_eval_mode_uses_the_running_statistics() -> None:
@@ -210,12 +230,33 @@ def test_what_is_checkpointed_is_made_again_and_not_kept() -> None:
         assert {n.name for n in copies} <= graph.backward
 
 
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+
+def test_a_checkpoint_may_say_what_to_keep() -> None:
+    graph = capture(Selective(()), X)
+    wide = [t for t in graph.saved if graph.tensors[t].shape == (ROWS, 24)]
+    assert len(wide) == 3 and all(graph.producer[t].op == "aten.addmm.default" for t in wide)
+    assert {n.op for n in graph.nodes if n.name.endswith("_redone")} == {"aten.gelu.default"}
+    holds(Selective(()), X)
+
+
 def test_a_checkpoint_lowers_the_peak_that_is_run() -> None:
     """Bytes that the emitted forward hands to the backward."""
 
     def saved(again: tuple[int, ...]) -> int:
         case = make_case(Blocks(again), X)
-        module = HapModule(random_plan(case, 1, 0), case.model, _alone(), CPU)
+        module = HapModule(random_plan(case, 1, 0), case.model, LocalComm(), CPU)
         kept = {t.data_ptr(): t for t in module(X).grad_fn.saved_tensors}
         known = {p.data_ptr() for p in module.parameters()} | {X.data_ptr()}
         return sum(t.numel() for at, t in kept.items() if at not in known)
@@ -224,19 +265,13 @@ def test_a_checkpoint_lowers_the_peak_that_is_run() -> None:
     assert nothing < 0.5 * everything
 
 
-def _alone() -> Comm:
-    from hap.runtime.collectives import LocalComm
-
-    return LocalComm()
-
-
 def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
     """With the same masks, the gradients are those without the checkpoint."""
     found = []
     for again in ((), (0, 2)):
         torch.manual_seed(0)
         case = make_case(Blocks(again, p=0.4), X)
-        module = HapModule(random_plan(case, 1, 0), case.model, _alone(), CPU, seed=5)
+        module = HapModule(random_plan(case, 1, 0), case.model, LocalComm(), CPU, seed=5)
         loss = module(X)
         loss.backward()
         gradients = {n: p.grad for n, p in module.named_parameters()}
@@ -246,6 +281,66 @@ def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
     for name, slope in slopes.items():
         torch.testing.assert_close(slope, others[name])
     holds(Blocks((0, 2), p=0.4), X)
+
+
+# --- random numbers ------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout of channels, stochastic depth, noise, and times drawn per row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.linear = nn.Conv2d(3, 40, 3), nn.Dropout2d(0.3), nn.Linear(40, 6)
+        self.times = nn.Embedding(9, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(self.drop(self.conv(x)).mean((2, 3)))
+        h = h + h.tanh() * (0.8 + torch.rand(h.shape[0], 1)).floor() / 0.8
+        h = h + 0.1 * torch.randn_like(h) + self.times(torch.randint(9, (h.shape[0],)))
+        return F.cross_entropy(h, y)
+
+
+def test_noise_of_every_kind_verifies_when_it_is_held_still() -> None:
+    holds(Noisy(), images())
+
+
+def test_noise_is_decided_by_the_seed_and_the_step() -> None:
+    """And the loss is the same on all ranks."""
+    case = make_case(Noisy(), images())
+    plan = random_plan(case, 3, 1)
+
+    def losses(seed: int) -> list[list[float]]:
+        def run(comm: Comm) -> list[float]:
+            module = HapModule(plan, case.model, comm, CPU, seed=seed)
+            batch = plan.local_batch(case.batch, comm.rank)
+            return [call(module, batch).item() for _ in range(3)]
+
+        return run_ranks(3, run)
+
+    first, again, other = losses(4), losses(4), losses(5)
+    assert first == again != other
+    assert all(seen == pytest.approx(first[0], rel=1e-5) for seen in first)
+    assert len(set(first[0])) == 3
+
+
+def test_dropped_channels_are_dropped_whole_and_as_often_as_asked() -> None:
+    class Lone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (F.dropout2d(x * self.scale, 0.3) * x).sum()
+
+    x = torch.randn(40, 50, 3, 2)
+    case = make_case(Lone(), x)
+    module = HapModule(random_plan(case, 1, 0), case.model, LocalComm(), CPU)
+    energy = x.square().sum().item()
+    kept = [module(x).item() / energy for _ in range(5)]
+    assert all(abs(share - 1) < 0.1 for share in kept) and len(set(kept)) == 5
+    module.eval()
+    assert module(x).item() == pytest.approx(energy, rel=1e-5)
 
 
 # --- what goes in and what comes out -------------------------------------------------------
@@ -370,3 +465,53 @@ def test_an_output_without_a_loss_says_what_to_return(
     with pytest.raises(ModelError, match=message) as error:
         capture(Returns(wrap), X)
     assert "a tuple that begins with it" in error.value.hint
+
+
+# --- recomputation that the plan chooses ---------------------------------------------------
+
+
+def rows_of_blocks() -> Tensor:
+    return torch.randn(4096, 6)
+
+
+def with_memory(nbytes: int) -> Cluster:
+    cluster = two_machines(2)
+    devices = tuple(replace(d, memory_bytes=nbytes) for d in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
+    peaks = {}
+    for way in ("", *WAYS):
+        plan = hap.plan(Blocks(()), rows_of_blocks(), two_machines(2), recompute=way)
+        peaks[way] = max(rank.peak_bytes for rank in plan.prediction.ranks)
+        assert plan.recipe.recompute == way
+    assert peaks["blocks"] < 0.9 * peaks["cheap"] < 0.81 * peaks[""]
+    for way, larger in (("cheap", ""), ("blocks", "cheap")):
+        cluster = with_memory((peaks[way] + peaks[larger]) // 2)
+        plan = hap.plan(Blocks(()), rows_of_blocks(), cluster)
+        assert plan.recipe.recompute == way
+        plan.check_model(capture(Blocks(()), fake_batch(plan), recompute=plan.recipe.recompute))
+        assert Plan.from_json(plan.to_json()).recipe == plan.recipe
+    with pytest.raises(InfeasibleError):
+        hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["cheap"]), recompute="")
+    with pytest.raises(InfeasibleError):
+        hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["blocks"] // 4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chosen_recomputation_trains_the_same(way: str) -> None:
+    model = Blocks((1,), p=0.3)
+    space = build_space(capture(model, X, recompute=way))
+    case = Case(model=model, batch=X, loss=None, optimizer=adamw, space=space)
+    for world, seed in PLANS:
+        assert verdict(case, random_plan(case, world, seed)).ok
+
+
+def test_products_are_those_that_are_priced_as_products() -> None:
+    assert {op for op in FLOPS if "backward" not in op} == PRODUCTS
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(InputError, match="recompute 'all'"):
+        hap.plan(Blocks(()), X, two_machines(2), recompute="all")

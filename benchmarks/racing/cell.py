@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,6 @@ from benchmarks.racing.memory import traced
 from hap.model_file import ModelFile
 from hap.runtime.launch import report
 
-PATIENCE = datetime.timedelta(minutes=5)
-"""How long ranks wait for one that takes a step; the longest steps take half a minute."""
-
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
 
@@ -40,6 +38,7 @@ class Task:
         warm_up: Rounds that are not counted.
         budget_s: No further round begins after so many seconds of rounds, once ``least`` of
             them have been counted.
+        patience_s: How long ranks wait for one that is still building or stepping.
     """
 
     file: ModelFile
@@ -51,6 +50,7 @@ class Task:
     warm_up: int
     least: int
     budget_s: float
+    patience_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,14 @@ class Said:
     """A report to the parent.
 
     ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
-    rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank) or
-    ``stepped`` (``losses`` of one, ``seconds``; ``counted`` unless it is warm-up).
+    rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
+    ``ready`` (this rank, with its ``pid``: all are built) or ``stepped`` (``losses`` of one,
+    ``seconds``; ``counted`` unless it is warm-up).
     """
 
     what: str
-    name: str
+    name: str = ""
+    pid: int = 0
     text: str = ""
     losses: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
@@ -88,6 +90,7 @@ def race_rank(task: Task) -> None:
             alive[name] = found
     gc.collect()
     gc.freeze()  # the collector has all contenders to look through otherwise, in the midst of steps
+    report(Said(what="ready", pid=os.getpid()))
     begun = time.monotonic()
     for number in range(task.warm_up + task.rounds):
         names = list(alive)
@@ -105,7 +108,7 @@ class _Course:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._control = dist.new_group(timeout=PATIENCE)
+        self._control = dist.new_group(timeout=datetime.timedelta(seconds=task.patience_s))
         self._first = dist.get_rank() == 0
         self._batches = global_batches(task.file, TRACED + task.warm_up + task.rounds)
 

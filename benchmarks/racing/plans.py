@@ -38,8 +38,7 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
     """
     file = load_model_file(spec)
     kind = examine(file.optimizer or default_optimizer)
-    model, batch = api._fake_build(file, lambda text: None)
-    graph = capture(model, batch, file.loss)
+    graph = capture(file.model(), file.batch(), file.loss)
     space = build_space(graph)
     found: Candidate = next(m for m in METHODS if m.name == method).plan(
         space, cluster, kind.states

@@ -103,15 +103,9 @@ def _cell(data: dict[str, Any]) -> Cell:
 
 def judge_losses(entry: Entry, reference: Sequence[float], tolerance: float) -> None:
     """Make an entry void whose losses are not those of one device, to a relative tolerance."""
-    pairs = zip(entry.losses, reference, strict=False)
-    worst, step = max(
-        ((abs(a - b) / max(abs(b), 1e-12), k) for k, (a, b) in enumerate(pairs)),
-        default=(0.0, 0),
-    )
-    if not worst <= tolerance and not entry.void:  # not a number is wrong, too
-        entry.void = (
-            f"loss {entry.losses[step]:.6f} in step {step + 1}, one device {reference[step]:.6f}"
-        )
+    for step, (loss, right) in enumerate(zip(entry.losses, reference, strict=False), 1):
+        if not abs(loss - right) <= tolerance * abs(right):  # not a number is wrong, too
+            entry.void = entry.void or f"loss {loss:.6f} in step {step}, one device {right:.6f}"
 
 
 def judge_memory(entry: Entry, memory_bytes: Sequence[int], names: Sequence[str]) -> None:

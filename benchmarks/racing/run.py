@@ -33,15 +33,17 @@ def run_cell(
     """The entries of all contenders of a task, in its order.
 
     A contender that ends the ranks, or leaves them waiting, is void; the cell then starts again
-    with the others, and all seconds are from that last start.
+    with the others, and all seconds are from that last start. Speeds are limited once all of
+    them are built.
     """
     void: dict[str, str] = {}
-    while True:
-        names = tuple(name for name in task.names if name not in void)
-        hearing = _Hearing(names, heard)
+    while names := tuple(name for name in task.names if name not in void):
+        hearing = _Hearing(names, bed.limit, heard)
         try:
-            bed.spawn(race_rank, (replace(task, names=names),), on_report=hearing,
-                      timeout_s=timeout_s)  # fmt: skip
+            bed.spawn(
+                race_rank, (replace(task, names=names),), on_report=hearing,
+                timeout_s=timeout_s, limited=False,
+            )  # fmt: skip
         except HapError as error:
             if hearing.running is None:
                 raise
@@ -52,20 +54,26 @@ def run_cell(
         for name in hearing.dropped:  # another rank's report may come after that of the first
             found[name].void = hearing.failed[name]
         return [found.get(name) or Entry(name=name, void=void[name]) for name in task.names]
+    return [Entry(name=name, void=why) for name, why in void.items()]
 
 
 class _Hearing:
     """Gathers entries from reports."""
 
-    def __init__(self, names: Sequence[str], heard: Heard) -> None:
+    def __init__(
+        self, names: Sequence[str], limit: Callable[[int, int], None], heard: Heard
+    ) -> None:
         self.entries = {name: Entry(name=name) for name in names}
         self.running: str | None = None
         self.failed: dict[str, str] = {}
         self.dropped: list[str] = []
-        self._heard = heard
+        self._limit, self._heard = limit, heard
 
     def __call__(self, rank: int, said: Any) -> None:
         assert isinstance(said, Said)
+        if said.what == "ready":
+            self._limit(rank, said.pid)
+            return
         entry = self.entries[said.name]
         match said.what:
             case "begun":

@@ -145,7 +145,9 @@ def _plot(path: Path, cells: Sequence[Cell]) -> None:
         axis.set_title(cluster)
     axes.flat[0].set_ylabel("step over ours")
     figure.legend(
-        *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names)
+        *axes.flat[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(len(names), 4),
     )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

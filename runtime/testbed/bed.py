@@ -173,20 +173,26 @@ class Testbed(Where):
         *,
         on_report: Callable[[int, Any], None] | None = None,
         timeout_s: float | None = None,
+        limited: bool = True,
     ) -> list[T]:
         """Run ``target(*args)`` on every host, as :func:`hap.runtime.launch.spawn` does.
 
-        Speeds are limited from the moment at which all of a rank's imports are done.
+        Speeds are limited from the moment at which all of a rank's imports are done; or if not
+        ``limited`` then from :meth:`limit` on, for one who has much to prepare before it counts.
         """
         return spawn(
             target,
             len(self.hosts),
             args=args,
-            before_rank=self._up().place,
+            before_rank=self._up().place if limited else None,
             on_report=on_report,
             timeout_s=timeout_s,
             where=self,
         )
+
+    def limit(self, rank: int, pid: int) -> None:
+        """Limit the speed of a rank's process from now on."""
+        self._up().place(rank, pid)
 
     def run(self, command: Sequence[str], *, on_line: Callable[[str], None] = print) -> int:
         """Run a command on every host, with torchrun's variables; limited from its start.

@@ -50,8 +50,8 @@ _MOST_TRAIN_BYTES = 65_536
 _TRAIN_OF_BURST = 0.9
 # The bucket counts frames of 1514 bytes, and a cluster file means the 1448 that carry data.
 _FRAME_OF_DATA = 1514 / 1448
-_QUEUE_S = 0.1  # what waits at a link before packets are lost
-_LEAST_QUEUE_BYTES = 1 << 20
+_QUEUE_S = 0.02  # what waits at a link before packets are lost; ACKs wait as well
+_LEAST_QUEUE_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,11 @@ numbers: a term of the result. How an operator is told to find nothing is writte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hap.graph import Tensor
 from hap.placement import L
-from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
 
 
 @rule("aten.embedding.default")
@@ -58,24 +61,66 @@ def _index(call: Call) -> list[Row]:
     """
     x = call.ins[0]
     given = call.arg(1)
-    at = [d for d, index in enumerate(given) if index is not None]
     if any(t.dtype == "bool" for t in call.ins[1:]):
         return equation(
             call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)]
         )
+    kept, indices, picked = _picked(x, given, list(call.ins[1:]))
+    return equation(call, [kept, *indices], [picked], linear=[{0}] if "float" in x.dtype else [])
+
+
+def _picked(
+    x: Tensor, given: Sequence[object], numbers: Sequence[Tensor]
+) -> tuple[list[str | None], list[list[str | None]], list[str | None]]:
+    """Letters of ``x``, of the numbers, and of ``x[given]``; dims that are looked up in have none."""
+    at = [d for d, index in enumerate(given) if index is not None]
     start = at[0] if at[-1] - at[0] == len(at) - 1 else 0
     kept = letters(x, fixed=at)
-    rank = len(call.out.shape) - (len(x.shape) - len(at))
-    picked = [
-        f"i{k}" if s > 1 else None for k, s in enumerate(call.out.shape[start : start + rank])
-    ]
+    rank = max(len(t.shape) for t in numbers)
     indices = [
         [None if s == 1 else f"i{k + rank - len(t.shape)}" for k, s in enumerate(t.shape)]
-        for t in call.ins[1:]
+        for t in numbers
     ]
+    known = {letter for index in indices for letter in index}
+    found = [f"i{k}" if f"i{k}" in known else None for k in range(rank)]
     rest = [letter for d, letter in enumerate(kept) if d not in at]
-    out = [*rest[:start], *picked, *rest[start:]]
-    return equation(call, [kept, *indices], [out], linear=[{0}] if "float" in x.dtype else [])
+    return kept, indices, [*rest[:start], *found, *rest[start:]]
+
+
+@rule("aten.index_put.default")
+def _index_put(call: Call) -> list[Row]:
+    """The gradient of ``x[i, j]``: what is added falls into the dims that were looked up in."""
+    x, *numbers, values = call.ins
+    if numbers[0].dtype == "bool":  # a choice per element: a value per true one has no shape
+        at = next(d for d, index in enumerate(call.arg(1)) if index is not None)
+        all_letters = letters(x)
+        chosen = all_letters[at : at + len(numbers[0].shape)]
+        return equation(
+            call, [all_letters, chosen, broadcast(values, x)], [all_letters], linear=[{0, 2}]
+        )
+    kept, indices, picked = _picked(x, call.arg(1), numbers)
+    adds = bool(call.arg(3, "accumulate", False))
+    if not adds:  # numbers stand for places that are overwritten: a rank must know all of them
+        indices = [[None] * len(index) for index in indices]
+        picked = [x if x in kept else None for x in picked]
+    shift = len(picked) - len(values.shape)
+    given = [None if s == 1 else picked[d + shift] for d, s in enumerate(values.shape)]
+    everything = {0, len(call.ins) - 1}
+    return equation(
+        call, [kept, *indices, given], [kept], linear=[everything], additive={0} if adds else set()
+    )
+
+
+@rule("aten.scatter.src", "aten.scatter.value")
+def _scatter(call: Call) -> list[Row]:
+    # What is written takes the place of what was there: the dim must be whole.
+    x, index, *source = call.ins
+    dim = call.dim(1, x)
+    shapes = zip(x.shape, index.shape, *(t.shape for t in source), strict=True)
+    same = {d for d, sizes in enumerate(shapes) if len(set(sizes)) == 1}
+    rest = letters(x, fixed=set(range(len(x.shape))) - same | {dim})
+    joint = [{0, 2}] if source else [{0}] if call.arg(3) == 0 else []
+    return equation(call, [rest, rest, *(rest for _ in source)], [rest], linear=joint)
 
 
 @rule("aten.scatter_add.default")

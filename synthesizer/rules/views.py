@@ -97,13 +97,15 @@ def _expand(call: Call) -> list[Row]:
 
 
 @rule("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default",
-      "aten.constant_pad_nd.default")  # fmt: skip
+      "aten.roll.default", "aten.constant_pad_nd.default")  # fmt: skip
 def _within(call: Call) -> list[Row]:
     """Dims that keep their size are untouched: slicing and padding change the others'."""
     (x,) = call.ins
     changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
     if call.node.op == "aten.flip.default":
         changed = {d % len(x.shape) for d in call.arg(1)}
+    if call.node.op == "aten.roll.default":  # without dims, all elements in one row
+        changed = {d % len(x.shape) for d in call.arg(2, "dims", ()) or range(len(x.shape))}
     if call.node.op == "aten.constant_pad_nd.default":  # (1, -1) shifts, and keeps the size
         pads = call.arg(1)
         changed = {len(x.shape) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
@@ -111,6 +113,14 @@ def _within(call: Call) -> list[Row]:
     shifts = call.node.op == "aten.constant_pad_nd.default" and call.arg(2, "value", 0) != 0
     linear = [{0}] if not shifts and "float" in x.dtype else []
     return equation(call, [given], [given], linear=linear)
+
+
+@rule("aten.triu.default", "aten.tril.default")
+def _triangle(call: Call) -> list[Row]:
+    """What is kept depends on the places in the last two dims."""
+    (x,) = call.ins
+    given = letters(x, fixed=range(len(x.shape) - 2, len(x.shape)))
+    return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
 
 
 @rule("aten.select.int", "aten.unbind.int")
@@ -127,6 +137,17 @@ def _select_backward(call: Call) -> list[Row]:
     dim = call.dim(2, call.out)
     given = letters(call.out, fixed=(dim,))
     return equation(call, [given[:dim] + given[dim + 1 :]], [given], linear=[{0}])
+
+
+@rule("aten.select_scatter.default", "aten.slice_scatter.default")
+def _overwrite(call: Call) -> list[Row]:
+    """A part of one dim gives way to the second argument."""
+    x, _ = call.ins
+    dim = call.dim(2, x)
+    given = letters(x, fixed=(dim,))
+    one = call.node.op == "aten.select_scatter.default"
+    part = given[:dim] + given[dim + 1 :] if one else given
+    return equation(call, [given, part], [given], linear=[{0, 1}])
 
 
 @rule("aten.split.Tensor", "aten.split_with_sizes.default")

@@ -1,0 +1,240 @@
+"""Which models can be planned and verified? The table of :mod:`benchmarks.zoo`, one by one.
+
+    python -m benchmarks.coverage                    verify the tiny ones, plan the full sizes
+    python -m benchmarks.coverage --only bert t5     these alone
+    python -m benchmarks.coverage --verify           the tiny ones only; --plan: the full ones only
+    python -m benchmarks.coverage --again            also what the results hold already
+    python -m benchmarks.coverage --write-docs       write docs/models.md from the results
+
+*Verify*: a plan of the planner's for a random cluster of unlike devices, and a random plan with
+random shares for each of 2 to 5 ranks, emulated and compared with one device in float64.
+*Plan*: the published size, without memory for its weights, on ``benchmarks/clusters/unlike8.yaml``.
+
+Each architecture runs in a process of its own, so that one failure, or a crash, is one entry's.
+Results are kept in ``benchmarks/data/coverage.json`` as they come; what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "data" / "coverage.json"
+DOCS = HERE.parent / "docs" / "models.md"
+CLUSTER = HERE / "clusters" / "unlike8.yaml"
+WORLDS = (2, 3, 4, 5)
+LIMIT_S = 60.0
+"""Seconds that planning a full size should take at most."""
+TIMEOUT_S = 900.0
+
+Found = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures; default: all")
+    parser.add_argument("--verify", action="store_true", help="tiny sizes alone")
+    parser.add_argument("--plan", action="store_true", help="full sizes alone")
+    parser.add_argument("--again", action="store_true", help="run what has a result already")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/models.md")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "WHAT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        name, what = options.one
+        print(json.dumps(STAGES[what](name)))
+        return
+    results = read()
+    chosen = options.only or list(entries())
+    for what in STAGES:
+        if getattr(options, what) or not (options.verify or options.plan or options.write_docs):
+            for name in chosen:
+                _update(results, name, what, options.again)
+    print(counts(results))
+    if options.write_docs:
+        from benchmarks.coverage_document import document
+
+        DOCS.write_text(document(results))
+        print(f"wrote {DOCS}")
+
+
+def entries() -> dict[str, Any]:
+    from benchmarks.zoo import ZOO
+
+    return {entry.name: entry for entry in ZOO}
+
+
+def read() -> dict[str, Found]:
+    """The results so far: architecture -> stage -> what was found."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def _update(results: dict[str, Found], name: str, what: str, again: bool) -> None:
+    if not again and results.get(name, {}).get(what, {}).get("ok"):
+        return
+    found = _in_a_process(name, what)
+    results.setdefault(name, {})[what] = found
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    print(f"{name:16} {what:7} {'ok' if found['ok'] else 'no':3} {summary(found)}", flush=True)
+
+
+def _in_a_process(name: str, what: str) -> Found:
+    words = [sys.executable, "-m", "benchmarks.coverage", "--one", name, what]
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "reason": f"not done after {TIMEOUT_S:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return {"ok": False, "reason": f"the process ended with {done.returncode}: {last}"}
+    found: Found = json.loads(lines[-1])
+    return found
+
+
+def verify(name: str) -> Found:
+    """The tiny size under plans that make sense and plans that make none."""
+    import hap
+    from hap.errors import HapError
+    from tests.random_plans import make_case, verdict
+
+    start = time.process_time()
+    entry = entries()[name]
+    try:
+        case = make_case(*built(entry.tiny), entry.loss)
+        rng = random.Random(name)
+        plans = {f"{world} ranks": by_chance(case, world) for world in WORLDS}
+        cluster = unlike(rng.choice(WORLDS), rng)
+        plans[f"planned for {cluster.world_size} unlike ranks"] = hap.plan(
+            case.model, case.batch, cluster, loss=entry.loss, all_devices=True
+        )
+        worst = 0.0
+        for which, plan in plans.items():
+            seen = verdict(case, plan)
+            if not seen.ok:
+                return {"ok": False, "reason": f"{which}: differs first in {seen.first_bad}"}
+            worst = max(worst, *(row.error for row in seen.rows))
+    except HapError as error:
+        return _refused(error)
+    return {
+        "ok": True, "nodes": len(case.graph.nodes), "plans": len(plans), "error": worst,
+        "operators": sorted({node.op for node in case.graph.nodes}),
+        "cpu_s": round(time.process_time() - start, 1),
+    }  # fmt: skip
+
+
+def plan(name: str) -> Found:
+    """The full size on eight unlike devices, as ``hap plan`` would."""
+    import hap
+    from hap import torch_private
+    from hap.errors import HapError
+
+    entry = entries()[name]
+    wall, processor = time.perf_counter(), time.process_time()
+    try:
+        with torch_private.fake_mode():
+            model, batch = entry.full()
+        made = hap.plan(model, batch, CLUSTER, loss=entry.loss)
+    except HapError as error:
+        return _refused(error)
+    return {
+        "ok": True, "nodes": len(made.graph.nodes),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "operators": sorted({node.op for node in made.graph.nodes}),
+        "step_s": made.prediction.step_s,
+        "wall_s": round(time.perf_counter() - wall, 1),
+        "cpu_s": round(time.process_time() - processor, 1),
+    }  # fmt: skip
+
+
+STAGES: dict[str, Callable[[str], Found]] = {"verify": verify, "plan": plan}
+
+
+def _refused(error: Exception) -> Found:
+    text = str(error).replace(str(HERE.parent) + "/", "")
+    text = text.replace("\n", " ").partition(" hint:")[0]
+    where, found, rest = text.partition("site-packages/")
+    return {"ok": False, "reason": rest if found else where}
+
+
+def by_chance(case: Any, world: int) -> Any:
+    """A random plan, of a narrower space where the whole one is too wide to search."""
+    from hap.synthesizer.exact import TooWide
+    from hap.synthesizer.space import NARROW, build_space
+    from tests.random_plans import random_plan
+
+    for narrow in range(len(NARROW)):
+        space = build_space(case.graph, narrow=narrow) if narrow else case.space
+        with contextlib.suppress(TooWide):
+            return random_plan(dataclasses.replace(case, space=space), world, seed=world)
+    raise AssertionError("no space is narrow enough")
+
+
+def built(make: Callable[[], Any]) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return make()
+
+
+def unlike(world: int, rng: random.Random) -> Any:
+    """A cluster of ``world`` devices of two kinds, one a machine, behind a random link."""
+    from hap.cluster import Cluster, Device, Link
+
+    fast = rng.randrange(1, world)
+    factors = [rng.choice((1.5, 2.0, 4.0))] * fast + [1.0] * (world - fast)
+    devices = tuple(
+        Device(
+            name=f"node:{rank}", kind="cpu", node="ab"[factor == 1.0], memory_bytes=2**30,
+            launch_s=1e-7, flops_per_s={"float32": factor * 1e9},
+            memory_bytes_per_s=factor * 1e8,
+        )
+        for rank, factor in enumerate(factors)
+    )  # fmt: skip
+    link = Link(10 ** rng.uniform(8, 10), 1e-6)
+    return Cluster("random", devices, {"a": link, "b": link}, link)
+
+
+def summary(found: Found) -> str:
+    """A result in a few words."""
+    if not found["ok"]:
+        return str(found["reason"])
+    if "wall_s" in found:
+        return f"{found['nodes']} operators planned in {found['wall_s']} s"
+    return f"{found['nodes']} operators, {found['plans']} plans, error {found['error']:.0e}, {found['cpu_s']} s"
+
+
+def counts(results: dict[str, Found]) -> str:
+    """How many of the table verify and plan."""
+    known = entries()
+    done = {
+        what: [n for n in known if results.get(n, {}).get(what, {}).get("ok")] for what in STAGES
+    }
+    quick = [n for n in done["plan"] if results[n]["plan"]["wall_s"] <= LIMIT_S]
+    operators = {
+        op
+        for n in known
+        for what in STAGES
+        for op in results.get(n, {}).get(what, {}).get("operators", ())
+    }
+    return (
+        f"{len(known)} architectures: {len(done['verify'])} verified, {len(done['plan'])} planned, "
+        f"{len(quick)} of them within {LIMIT_S:.0f} s; {len(operators)} operators"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Tensors that a forward makes from Python data: ``torch.tensor([0, 2])``.
+
+``hap::constant`` keeps the numbers in the graph, where a trace would keep a tensor beside it.
+Numbers are kept as Python has them, or as the dtype holds them that was asked for: at double
+precision 0.1 is not float32's 0.1.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hap.errors import ModelError
+
+LARGEST = 1 << 16
+"""Elements of the largest constant that is written into a graph."""
+
+
+@torch.library.custom_op("hap::constant", mutates_args=())
+def _constant(
+    values: Sequence[float], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The numbers, in row-major order, as a tensor of ``shape``."""
+    return torch.tensor(values, dtype=torch.float64).to(device, dtype).reshape(list(shape))
+
+
+@_constant.register_fake
+def _(values, shape, *, dtype, device):  # type: ignore[no-untyped-def]
+    return torch.empty(list(shape), dtype=dtype, device=device)
+
+
+def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Stands in a captured graph for ``torch.tensor``."""
+    shape = _shape(data)
+    if shape is None:  # not numbers alone
+        return torch.tensor(data, dtype=dtype, **options)
+    numbers = _flat(data)
+    if dtype is not None and dtype.is_floating_point:
+        numbers = [_rounded(n, dtype) for n in numbers]
+    if dtype is None:
+        kinds = {type(n) for n in numbers}
+        whole = torch.bool if kinds == {bool} else torch.int64
+        dtype = whole if kinds and float not in kinds else torch.get_default_dtype()
+    if len(numbers) > LARGEST:
+        raise too_large(len(numbers))
+    if not numbers:
+        return torch.empty(shape, dtype=dtype)
+    if numbers.count(numbers[0]) == len(numbers):
+        return torch.full(shape, numbers[0], dtype=dtype)
+    made: Tensor = torch.ops.hap.constant(
+        [float(n) for n in numbers], shape, dtype=dtype, device=torch.device("cpu")
+    )
+    return made
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """The number as the dtype that was asked for holds it."""
+    code = {torch.float32: "f", torch.float16: "e"}.get(dtype, "d")
+    rounded: float = struct.unpack(code, struct.pack(code, number))[0]
+    return rounded
+
+
+def too_large(count: int, where: str = "") -> ModelError:
+    return ModelError(
+        f"the forward makes a tensor of {count} elements from Python data",
+        where=where,
+        hint="make it once in __init__ and keep it with register_buffer",
+    )
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    """The shape of nested lists of numbers; None if they are none."""
+    if isinstance(data, bool | int | float):
+        return ()
+    if not isinstance(data, list | tuple):
+        return None
+    inner = {_shape(part) for part in data} or {()}
+    only = inner.pop()
+    return None if inner or only is None else (len(data), *only)
+
+
+def _flat(data: Any) -> list[Any]:
+    return [n for part in data for n in _flat(part)] if isinstance(data, list | tuple) else [data]

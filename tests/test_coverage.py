@@ -1,0 +1,133 @@
+"""The architectures of benchmarks.zoo: captured, and under random plans equal to one device.
+
+``python -m benchmarks.coverage`` does more of it: all world sizes, and the full sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import hap
+from benchmarks import coverage
+from benchmarks.coverage import by_chance, entries, plan, unlike, verify
+from benchmarks.coverage_document import document
+from hap.errors import ModelError
+from tests.random_plans import make_case, two_machines, verdict
+
+FAST = ("distilbert", "qwen2", "resnet", "dlrm")
+SLOW = [name for name in entries() if name not in FAST]
+
+
+def check(name: str) -> None:
+    entry = entries()[name]
+    case = make_case(*coverage.built(entry.tiny), entry.loss)
+    world = 2 + sum(map(ord, name)) % 4
+    seen = verdict(case, by_chance(case, world))
+    assert seen.ok, (world, seen.first_bad)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_random_plan_computes_what_one_device_does(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_architecture_computes_what_one_device_does(name: str) -> None:
+    check(name)
+
+
+def test_names_are_unique_and_the_families_are_all_there() -> None:
+    families = Counter(entry.family for entry in entries().values())
+    assert len(entries()) == families.total() >= 35
+    assert set(families) >= {
+        "encoder", "decoder", "encoder-decoder", "shared layers", "vision", "audio", "contrastive",
+        "mixture of experts", "torch",
+    }  # fmt: skip
+
+
+class Sizes(nn.Module):
+    """A masked language model whose sizes divide by nothing: 12 heads, a large odd vocabulary."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, 24)
+        self.q, self.k, self.v = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.words(text)
+        q, k, v = (
+            layer(x).unflatten(-1, (12, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        x = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        logits = x @ self.words.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), text.flatten())
+
+
+@pytest.mark.parametrize("words", [30522, 50265])
+def test_sizes_need_not_divide(words: int) -> None:
+    """8 ranks share 12 heads, an odd vocabulary, and a batch of 3 rows."""
+    torch.manual_seed(0)
+    case = make_case(Sizes(words), torch.randint(words, (3, 5)))
+    assert {axis.units for axis in case.space.axes.axes.values()} >= {words, 12, 3}
+    plan = by_chance(case, 8)
+    assert verdict(case, plan).ok
+    made = hap.plan(case.model, case.batch, two_machines(8), allow_idle=True, all_devices=True)
+    assert verdict(case, made).ok
+
+
+def test_what_depends_on_data_is_refused_by_name() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, expert in enumerate(self.experts):
+                chosen = torch.nonzero(x[:, 0] > k).flatten()
+                x = x.index_add(0, chosen, expert(x[chosen]))
+            return x.sum()
+
+    with pytest.raises(ModelError, match="can't be captured as one graph"):
+        make_case(Experts(), torch.randn(6, 4))
+
+
+def test_results_become_a_table() -> None:
+    results = {
+        "bert": {
+            "verify": {"ok": True, "error": 3e-14, "nodes": 9, "operators": ["aten.mm.default"]},
+            "plan": {"ok": True, "nodes": 900, "parameters": 109_500_000, "wall_s": 12.4,
+                     "cpu_s": 11.0, "operators": ["aten.mm.default", "aten.exp.default"]},
+        },
+        "t5": {"verify": {"ok": False, "reason": "t5.py:7: no rule"}},
+    }  # fmt: skip
+    text = document(results)
+    assert "1 verified, 1 planned, 1 of them within 60 s; 2 operators" in text
+    assert "| bert | absolute positions, tied vocabulary | 3e-14 | 109.5 M | 900 | 12 s (11) |" in text
+    assert "- t5, verify: t5.py:7: no rule" in text
+    assert all(f"| {name} |" in text for name in entries())
+
+
+def test_an_unlike_cluster_has_two_kinds() -> None:
+    import random
+
+    for world in range(2, 6):
+        cluster = unlike(world, random.Random(world))
+        assert cluster.world_size == world
+        assert len(cluster.types()) == 2
+
+
+def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = entries()["graph"]
+    monkeypatch.setattr(coverage, "WORLDS", (2,))
+    found = verify("graph")
+    assert found["ok"] and found["plans"] == 2 and found["error"] < 1e-9
+    small = coverage.dataclasses.replace(entry, full=entry.tiny, tiny=entry.tiny)
+    monkeypatch.setattr(coverage, "entries", lambda: {"graph": small})
+    monkeypatch.setattr(coverage, "CLUSTER", two_machines(2))
+    found = plan("graph")
+    assert found["ok"] and found["parameters"] > 0 and found["step_s"] > 0
