@@ -53,7 +53,8 @@ def _calls(op: str, model: str | None) -> list[Call]:
     if model is None:
         return calls_of(op)
     file = load_model_file(model)
-    graph = capture(*api.build_without_data(file, lambda text: None), file.loss)
+    model_and_batch = api.build_without_data(file, lambda text: None)
+    graph = capture(*model_and_batch, file.loss, autocast=file.autocast)
     calls = calls_in(graph, op)
     if not calls:
         own = [o for o in dict.fromkeys(n.op for n in graph.nodes) if o not in RULES]

@@ -191,7 +191,9 @@ def joint_graph(
                 role, target = name(end.grad_of)
                 return ("gradient" if role == "parameter" else "unused"), target
             case d.InputMutationAOTOutput():
-                return "buffer", name(end.mutated_input)[1]
+                role, target = name(end.mutated_input)
+                # What is written into the batch is seen by the rest of the step alone.
+                return ("unused" if role == "input" else "buffer"), target
         raise AssertionError(f"unknown end of a joint graph: {end!r}")
 
     with contextlib.ExitStack() as stack:

@@ -131,7 +131,8 @@ def observe_reference(
     step = Step(twin, batch, loss)
     tensors = tuple(flatten(batch).values())
     with reference_mode(next(twin.parameters()).dtype == torch.float64):
-        return _observe(twin, lambda: step(*tensors), optimizer)
+        # The forward may write into its batch, and every step begins with the same one.
+        return _observe(twin, lambda: step(*(t.clone() for t in tensors)), optimizer)
 
 
 @contextlib.contextmanager

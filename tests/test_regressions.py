@@ -13,6 +13,8 @@ from tests.fuzz.check import Outcome, check
 from tests.fuzz.recipe import Machine, Recipe
 from tests.random_plans import make_case, random_plan
 
+RIGHT = (Outcome.CLEAN, Outcome.DISCOVERED)
+
 TWO = (Machine("a", 1e9), Machine("a", 1e9))
 
 
@@ -53,6 +55,14 @@ def test_every_collective_that_a_rank_issues_is_waited_for(seed: int) -> None:
 def _waited(node: fx.Node) -> bool:
     """Is a result waited for, or one that another collective makes of it?"""
     return node.target == "wait" or any(map(_waited, node.users))
+
+
+def test_a_batch_that_the_forward_writes_into_is_written_within_the_step_alone() -> None:
+    recipe = Recipe(
+        params={"p0": (4, 3)}, inputs={"x0": ((5, 4), "float")}, devices=TWO,
+        lines=("v0 = x0[:, 1:]", "v0.mul_(0.5)", "loss = (x0 @ self.p0).mean()", "return loss"),
+    )  # fmt: skip
+    assert check(recipe) in RIGHT
 
 
 def test_dropout_of_an_input_has_no_noise_in_the_reference() -> None:

@@ -116,6 +116,34 @@ def layer_norm(s: Scope) -> None:
 
 
 @operator
+def batch_norm(s: Scope) -> None:
+    v = s.value(lambda t: t.dim() in (2, 3, 4) and t.numel() > 2 * t.shape[1])
+    channels = s.shape(v)[1]
+    affine = f"{s.param(channels)}, {s.param(channels)}" if s.chance() else "None, None"
+    s.add(f"F.batch_norm({v}, None, None, {affine}, training=True, eps=0.1)")
+
+
+@operator
+def group_norm(s: Scope) -> None:
+    v = s.value(lambda t: t.dim() >= 2 and t[0].numel() > 2 * t.shape[1])
+    channels = s.shape(v)[1]
+    groups = s.one([g for g in (1, 2, 3, channels) if channels % g == 0])
+    affine = f"{s.param(channels)}, {s.param(channels)}" if s.chance() else "None, None"
+    s.add(f"F.group_norm({v}, {groups}, {affine}, eps=0.1)")
+
+
+@operator
+def pool(s: Scope) -> None:
+    v = s.value(lambda t: t.dim() == 4)
+    if min(s.shape(v)[2:]) < 2:
+        raise NotApplicable
+    kind = s.one(
+        ("F.max_pool2d({}, 2)", "F.avg_pool2d({}, 2)", "F.adaptive_avg_pool2d({}, (2, 1))")
+    )
+    s.add(kind.format(v))
+
+
+@operator
 def rms_norm(s: Scope) -> None:
     v = s.value(_at_least(1))
     weight = s.param(s.shape(v)[-1])
@@ -135,6 +163,20 @@ def reduced(s: Scope) -> None:
     kind = s.one(("sum", "mean", "amax", "amin", "logsumexp"))
     dims = {s.dim(v) % len(s.shape(v)) for _ in range(s.draw(st.integers(1, 2)))}
     s.add(f"{v}.{kind}({tuple(sorted(dims))}{keep})")
+
+
+@operator
+def ordered(s: Scope) -> None:
+    v = s.value(_at_least(1))
+    d = s.dim(v)
+    s.add(s.one((f"{v}.sort({d})[0]", f"{v}.topk(1, {d})[0]", f"{v}.max({d})[0]", f"{v}.prod({d})",
+                 f"{v}.cumprod({d})", f"{v}.norm(dim={d})")))  # fmt: skip
+
+
+@operator
+def triangle(s: Scope) -> None:
+    v = s.value(_at_least(2))
+    s.add(f"{v}.{s.one(('tril', 'triu'))}({s.draw(st.integers(-1, 1))})")
 
 
 @operator
