@@ -45,7 +45,9 @@ the forward depends on random numbers that Python reads; set them to 0 and False
 def document(results: Mapping[str, Found]) -> str:
     known = entries()
     parts = [
-        INTRODUCTION.format(tolerance="1e-9", zoo="benchmarks/zoo/native.py", counts=counts(dict(results)))
+        INTRODUCTION.format(
+            tolerance="1e-9", zoo="benchmarks/zoo/native.py", counts=counts(dict(results))
+        )
     ]
     for family in dict.fromkeys(entry.family for entry in known.values()):
         rows = [
@@ -54,7 +56,11 @@ def document(results: Mapping[str, Found]) -> str:
             if entry.family == family
         ]
         head = "| model | what it brings | verified | parameters | operators | planned |"
-        parts.append(f"## {family[0].upper()}{family[1:]}\n\n{head}\n|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        parts.append(
+            f"## {family[0].upper()}{family[1:]}\n\n{head}\n|---|---|---|---|---|---|\n"
+            + "\n".join(rows)
+            + "\n"
+        )
     reasons = list(_reasons(results))
     if reasons:
         parts.append("## What failed\n\n" + "\n".join(reasons) + "\n")
@@ -69,7 +75,11 @@ def _row(entry: Any, found: Found) -> str:
         f"{verified['error']:.0e}" if verified.get("ok") else "no" if verified else "",
         f"{planned['parameters'] / 1e6:.1f} M" if planned.get("ok") else "",
         f"{planned['nodes']}" if planned.get("ok") else "",
-        f"{planned['wall_s']:.0f} s ({planned['cpu_s']:.0f})" if planned.get("ok") else "no" if planned else "",
+        f"{planned['wall_s']:.0f} s ({planned['cpu_s']:.0f})"
+        if planned.get("ok")
+        else "no"
+        if planned
+        else "",
     ]
     return f"| {' | '.join(cells)} |"
 

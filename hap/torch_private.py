@@ -86,7 +86,8 @@ def _without_hints() -> Iterator[None]:
     from torch._dynamo.variables.constant import ConstantVariable
     from torch.nn.modules import transformer
 
-    owner, name = builtin.BuiltinVariable, "call_setattr"  # until torch 2.12
+    owner: Any = builtin.BuiltinVariable
+    name = "call_setattr"  # until torch 2.12
     if hasattr(builtin, "SetAttrBuiltinVariable"):
         owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
     detect, assign = transformer._detect_is_causal_mask, getattr(owner, name)

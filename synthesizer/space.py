@@ -167,9 +167,7 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
     return refused
 
 
-def _working(
-    graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int
-) -> Axes:
+def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
     """The axes that some product can be split on; all of them if there are no products."""
     useful = {
         axes.of[d] for n in graph.nodes if n.op in PRODUCTS for row in rows[n.name]

@@ -374,10 +374,22 @@ add("index.Tensor", f(11, 3, 13, 2), [i(11, 7, 1), None, i(13, 5)])
 add("index.Tensor", i(9, 5, 3), [i(5, 7)])
 
 for _adds in (True, False):
-    add("index_put.default", f(5, 11, 3), [None, i(11, 7) if _adds else apart(11, 7)], f(5, 7, 3), _adds)
+    add(
+        "index_put.default",
+        f(5, 11, 3),
+        [None, i(11, 7) if _adds else apart(11, 7)],
+        f(5, 7, 3),
+        _adds,
+    )
     add("index_put.default", f(11, 13, 3), [apart(11, 7, 1), apart(13, 5)], f(7, 5, 3), _adds)
     add("index_put.default", f(3, 11, 13, 2), [None, apart(11, 5), apart(13, 5)], f(3, 1, 2), _adds)
-    add("index_put.default", f(11, 3, 13, 2), [apart(11, 7, 1), None, apart(13, 5)], f(7, 5, 3, 2), _adds)
+    add(
+        "index_put.default",
+        f(11, 3, 13, 2),
+        [apart(11, 7, 1), None, apart(13, 5)],
+        f(7, 5, 3, 2),
+        _adds,
+    )
     add("index_put.default", f(11, 3), [apart(11, 7)], f(), _adds)
     add("index_put.default", f(5, 11, 3), [None, b(11)], f(3) if _adds else f(), _adds)
 add("scatter.src", f(5, 11, 3), 1, apart(11, 7).view(1, 7, 1).expand(5, 7, 3), f(5, 7, 3))

@@ -105,9 +105,7 @@ class GraphNetwork(nn.Module):
     def __init__(self, features: int, width: int, layers: int, classes: int) -> None:
         super().__init__()
         sizes = [features, *[width] * layers]
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
         self.source, self.sink = nn.Linear(width, 1), nn.Linear(width, 1)
         self.head = nn.Linear(width, classes)
 
@@ -120,7 +118,9 @@ class GraphNetwork(nn.Module):
         return F.cross_entropy(self.head((weights @ x).mean(-2)), labels)
 
 
-def translator(words: int, width: int, heads: int, layers: int, ffn: int, text: tuple[int, int]) -> Built:
+def translator(
+    words: int, width: int, heads: int, layers: int, ffn: int, text: tuple[int, int]
+) -> Built:
     rows, length = text
     source, target = torch.randint(words, (rows, length)), torch.randint(words, (rows, length - 2))
     model = Translator(words, width, heads, layers, ffn)

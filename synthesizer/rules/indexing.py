@@ -66,9 +66,7 @@ def _index(call: Call) -> list[Row]:
             call, [[None] * len(t.shape) for t in call.ins], [[None] * len(call.out.shape)]
         )
     kept, indices, picked = _picked(x, given, list(call.ins[1:]))
-    return equation(
-        call, [kept, *indices], [picked], linear=[{0}] if "float" in x.dtype else []
-    )
+    return equation(call, [kept, *indices], [picked], linear=[{0}] if "float" in x.dtype else [])
 
 
 def _picked(
