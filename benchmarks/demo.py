@@ -17,13 +17,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from benchmarks.ddp import EvenDDP
-from benchmarks.emulated import cpu_quotas
+from benchmarks.contenders.base import Setting
+from benchmarks.contenders.even_ddp import EvenDDP
 from hap import api
 from hap.model_file import load_model_file, model_file_of
 from hap.plan import Plan
 from hap.report import plan_screen
 from hap.runtime.launch import report, spawn
+from hap.runtime.testbed.quotas import cpu_quotas
 from hap.terminal import console, emit
 
 HERE = Path(__file__).parent
@@ -89,7 +90,7 @@ def _rank(path: str, steps: int) -> None:
     plan = Plan.load(path)
     file = model_file_of(plan)
     trainer = api.Trainer(plan, file)
-    ddp = EvenDDP(load_model_file(f"{file.path}:{file.function}"))
+    ddp = EvenDDP(Setting(file=load_model_file(f"{file.path}:{file.function}")))
     batches = trainer.batches()
     for number in range(1, steps + 1):
         batch = next(batches)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.demo import FRACTIONS
-from benchmarks.emulated import cpu_quotas
 from hap.runtime.launch import spawn
+from hap.runtime.testbed.quotas import cpu_quotas
 from hap.units import format_bandwidth, format_seconds
 
 SIZES = (1 << 10, 1 << 24)

@@ -1,13 +1,14 @@
 """What does the runtime itself cost? A planned step on one rank against the plain eager step.
 
-    python -m benchmarks.one_rank             --rounds 9 by default
-    python -m benchmarks.one_rank --quick     tiny models: does it run at all?
+    python -m benchmarks.one_rank                      --rounds 9 by default
+    python -m benchmarks.one_rank --backend inductor   compiled ranks against torch.compile
+    python -m benchmarks.one_rank --quick              tiny models: does it run at all?
 
 A cluster of one device leaves nothing to exchange, so all that differs from eager PyTorch is
-what capturing and emitting did to the step. Both contenders take turns in one process, each
+what capturing and emitting did to the step. The contenders take turns in one process, each
 going first in every other round; a step is forward, backward and optimizer, on one thread. The
 seconds are processor time, which other programs on the machine disturb less than wall time; the
-ratio is the median of the ratios within one round.
+ratio is the median of the ratios within one round. ``--backend`` may be given twice.
 
 Each case has a process of its own, whose allocator keeps freed memory, as the one for GPUs
 does. By glibc's default each block of 32 MiB or more is returned and mapped anew, page by page,
@@ -37,13 +38,16 @@ from torch import nn
 
 import hap
 from benchmarks.models import bert, gpt2, mlp, vgg19, vit
-from hap.api import call
-from hap.capture import Step, flatten
+from hap.batch import call, flatten
+from hap.capture import Step
 from hap.optimizer import MakeOptimizer, default_optimizer
 from hap.units import format_seconds
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-TARGET = 1.05
+TARGET = 1.03
+PAIRS = {"eager": ("planned", "eager"), "inductor": ("planned, inductor", "torch.compile")}
+"""Per backend: what a planned step is called, and what it is compared with."""
+
 SHORTEST_S = 0.05
 WARM_UP = 2
 
@@ -61,16 +65,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Processor seconds per step of each round, and both losses of the first step."""
+    """Per contender: the processor seconds per step of each round, and the first step's loss."""
 
     name: str
-    planned_s: list[float]
-    eager_s: list[float]
-    first_losses: list[float]
+    seconds: dict[str, list[float]]
+    first_losses: dict[str, float]
 
     @property
-    def ratio(self) -> float:
-        return statistics.median(p / e for p, e in zip(self.planned_s, self.eager_s, strict=True))
+    def backends(self) -> list[str]:
+        return [backend for backend, pair in PAIRS.items() if pair[0] in self.seconds]
+
+    def ratios(self, backend: str) -> list[float]:
+        """Planned over plain, in each round."""
+        ours, theirs = (self.seconds[name] for name in PAIRS[backend])
+        return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+    def ratio(self, backend: str) -> float:
+        return statistics.median(self.ratios(backend))
 
 
 VIT = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024}
@@ -78,6 +89,8 @@ VGG = {"stages": ((32,) * 2, (64,) * 2, (128,) * 2), "pooled": 4, "hidden": 512}
 GPT2 = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 64}
 
 CASES = (
+    Case(name="mlp", model=lambda: mlp.build(512, 2048, 4, dropout=0.0),
+         batch=lambda: mlp.inputs(256, 512), loss=mlp.loss),
     Case(name="mlp, dropout", model=lambda: mlp.build(512, 2048, 4, dropout=0.1),
          batch=lambda: mlp.inputs(256, 512), loss=mlp.loss),
     Case(name="bert", model=bert.small, batch=bert.small_batch, optimizer=bert.optimizer),
@@ -106,14 +119,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models only")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--default-malloc", action="store_true", help="leave the allocator be")
+    parser.add_argument("--backend", action="append", choices=list(PAIRS))
+    parser.add_argument("--only", action="append", help="this model, not all; may be repeated")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # race this one, print its figures
     options = parser.parse_args(arguments)
     cases = QUICK if options.quick else CASES
+    pairs = options.backend or ["eager"]
     if options.case:
         case = next(c for c in cases if c.name == options.case)
-        print(json.dumps(asdict(race(case, options.rounds))))
+        print(json.dumps(asdict(race(case, options.rounds, pairs))))
         return
+    cases = [c for c in cases if not options.only or c.name in options.only]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -122,12 +139,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in cases:
             progress.update(task, description=case.name)
             flags = ["--case", case.name, "--rounds", str(options.rounds)]
+            flags += [f"--backend={backend}" for backend in pairs]
             flags += ["--quick"] if options.quick else []
             results.append(in_process(flags, {} if options.default_malloc else KEEP_MEMORY))
             progress.advance(task)
     console.print(table(results))
     if options.json:
-        figures = [asdict(result) | {"ratio": result.ratio} for result in results]
+        figures = [
+            asdict(r) | {"ratios": {backend: r.ratio(backend) for backend in pairs}}
+            for r in results
+        ]
         options.json.write_text(json.dumps(figures, indent=1))
 
 
@@ -140,36 +161,44 @@ def in_process(flags: list[str], environment: dict[str, str]) -> Result:
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def race(case: Case, rounds: int) -> Result:
-    """Both contenders from the same weights on the same batch, taking turns."""
+def race(case: Case, rounds: int, pairs: Sequence[str]) -> Result:
+    """All contenders from the same weights on the same batch, taking turns."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    planned, eager = contenders(case)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    losses = [planned(), eager()]
+    steps = contenders(case, pairs)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {name: step() for name, step in steps.items()}
     for number in range(1, WARM_UP + rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
+        for name in list(steps) if number % 2 else list(steps)[::-1]:
             start = time.process_time()
-            (planned, eager)[which]()
+            steps[name]()
             took = time.process_time() - start
             if number >= WARM_UP:
-                seconds[which].append(took)
-    return Result(
-        name=case.name, planned_s=seconds[0], eager_s=seconds[1], first_losses=losses
-    )  # fmt: skip
+                seconds[name].append(took)
+    return Result(name=case.name, seconds=seconds, first_losses=losses)
 
 
-def contenders(case: Case) -> tuple[Callable[[], float], Callable[[], float]]:
-    """The planned and the eager training step, each with parameters of its own."""
+def contenders(case: Case, pairs: Sequence[str]) -> dict[str, Callable[[], float]]:
+    """The training steps to compare, by name: of each pair the planned and the plain one."""
     model, batch = case.model(), case.batch()
     plan = hap.plan(model, batch, "local:1", loss=case.loss, optimizer=case.optimizer)
     mine = plan.local_batch(batch, 0)
-    eager = Step(copy.deepcopy(model), batch, case.loss)
-    planned = hap.compile(model, plan, loss=case.loss)
-    return (
-        trainer(planned, lambda: call(planned, mine), case.optimizer),
-        trainer(eager, lambda: eager(*flatten(batch).values()), case.optimizer),
-    )
+
+    def planned(backend: str) -> Callable[[], float]:
+        module = hap.compile(model, plan, loss=case.loss, backend=backend)
+        return trainer(module, lambda: call(module, mine), case.optimizer)
+
+    def plain(backend: str) -> Callable[[], float]:
+        module: nn.Module = Step(copy.deepcopy(model), batch, case.loss)
+        if backend == "inductor":
+            module = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+        return trainer(module, lambda: module(*flatten(batch).values()), case.optimizer)
+
+    steps = {}
+    for backend in pairs:
+        ours, theirs = PAIRS[backend]
+        steps[ours], steps[theirs] = planned(backend), plain(backend)
+    return steps
 
 
 def trainer(
@@ -189,27 +218,29 @@ def trainer(
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Medians and ratios against the target."""
+    """Medians and ratios against the target, a line for each pair."""
     out = Table(box=None, title="one training step on one rank", title_justify="left")
-    for name in ("model", "planned", "eager", "ratio", "lowest", "highest"):
-        out.add_column(name, justify="left" if name == "model" else "right")
+    for name in ("model", "backend", "planned", "plain", "ratio", "lowest", "highest"):
+        out.add_column(name, justify="left" if name in ("model", "backend") else "right")
     out.add_column("first losses")
     out.add_column(f"target {TARGET:g}")
     for r in results:
-        ratios = sorted(p / e for p, e in zip(r.planned_s, r.eager_s, strict=True))
-        out.add_row(
-            r.name, format_seconds(statistics.median(r.planned_s)),
-            format_seconds(statistics.median(r.eager_s)), f"{r.ratio:.3f}",
-            f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}", "{:.6f} {:.6f}".format(*r.first_losses),
-            _verdict(r),
-        )  # fmt: skip
+        for backend in r.backends:
+            ratios = sorted(r.ratios(backend))
+            ours, theirs = PAIRS[backend]
+            out.add_row(
+                r.name, backend, format_seconds(statistics.median(r.seconds[ours])),
+                format_seconds(statistics.median(r.seconds[theirs])), f"{r.ratio(backend):.3f}",
+                f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}",
+                f"{r.first_losses[ours]:.6f} {r.first_losses[theirs]:.6f}", _verdict(r, backend),
+            )  # fmt: skip
     return out
 
 
-def _verdict(r: Result) -> str:
-    if statistics.median(r.eager_s) < SHORTEST_S:
+def _verdict(r: Result, backend: str) -> str:
+    if statistics.median(r.seconds[PAIRS[backend][1]]) < SHORTEST_S:
         return "too short a step to say"
-    return "met" if r.ratio <= TARGET else "[bold red]missed[/]"
+    return "met" if r.ratio(backend) <= TARGET else "[bold red]missed[/]"
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Published(PaperCost):
 
     def _count(self, node: Node) -> float:
         kind = FLOPS.get(node.op, ("",))[0]
-        if kind == "conv":
+        if kind.startswith("conv"):
             backward = "backward" in node.op
             x, weight = (self.graph.tensors[i] for i in node.inputs[backward : backward + 2])
             return 3.0 * (1 + backward) * weight.shape[0] * x.numel

@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hap import api as api
     from hap import model_file as model_file
+    from hap import optim as optim
+    from hap import profile_report as profile_report
+    from hap import profiling as profiling
     from hap import report as report
+    from hap import rules_text as rules_text
     from hap import simulation as simulation
     from hap import terminal as terminal
+    from hap import testbed as testbed
     from hap import worker as worker
-    from hap.api import clip_grad_norm_, compile, plan, verify
+    from hap.api import GradScaler, clip_grad_norm_, compile, plan, verify
     from hap.cluster import Cluster, load_cluster
     from hap.errors import (
         ClusterError,
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cluster",
     "ClusterError",
+    "GradScaler",
     "HapError",
     "InfeasibleError",
     "InputError",
@@ -58,7 +64,7 @@ __all__ = [
 ]
 
 _NAMES: Final = {
-    "api": ("plan", "compile", "verify", "clip_grad_norm_"),
+    "api": ("plan", "compile", "verify", "clip_grad_norm_", "GradScaler"),
     "plan": ("Plan",),
     "cluster": ("Cluster", "load_cluster"),
     "runtime.data": ("RankBatchSampler",),
@@ -68,9 +74,14 @@ _HOME: Final = {name: module for module, names in _NAMES.items() for name in nam
 _MODULES: Final = (
     "api",
     "model_file",
+    "profile_report",
+    "profiling",
+    "optim",
     "report",
+    "rules_text",
     "simulation",
     "terminal",
+    "testbed",
     "worker",
 )  # heavy: for the command line
 

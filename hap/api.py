@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hap import torch_private
 from hap.axes import Shares
 from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
-from hap.errors import InputError, ModelError, TooEntangledError
+from hap.discover import with_rules
+from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
 from hap.graph import Graph
 from hap.mesh import Inside
 from hap.model_file import ModelFile, load_model_file, model_file_of
-from hap.optimizer import MakeOptimizer, default_optimizer, examine
-from hap.plan import Plan, Source
+from hap.optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
+from hap.plan import Plan, Recipe, Source
 from hap.program import Program
+from hap.recompute import WAYS
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.launch import init_from_env, spawn
-from hap.runtime.module import HapModule, clip_grad_norm_, emit
+from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import Choice, Wishes, choose
 from hap.synthesizer.space import NARROW, build_space
 
-__all__ = ["clip_grad_norm_", "code", "compile", "plan", "plan_file", "train", "verify"]
+__all__ = [
+    "GradScaler",
+    "clip_grad_norm_",
+    "code",
+    "compile",
+    "plan",
+    "plan_file",
+    "train",
+    "verify",
+]
 
 Progress = Callable[[str], None]
 
@@ -40,12 +52,14 @@ Progress = Callable[[str], None]
 class Options(TypedDict, total=False):
     """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
 
+    recompute: str | None
     allow_idle: bool
     all_devices: bool
     mesh: bool | None
     compare: bool
     engine: str
     prove: int
+    discover: bool
 
 
 def plan(
@@ -55,12 +69,16 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
+    autocast: str = "",
+    recompute: str | None = None,
     allow_idle: bool = False,
     prove: int = 0,
     all_devices: bool = False,
     mesh: bool | None = None,
     compare: bool = False,
     engine: str = "exact",
+    rules: Mapping[str, Sequence[str]] | None = None,
+    discover: bool = False,
     source: Source | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
@@ -73,7 +91,13 @@ def plan(
         batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
         cluster: a cluster, or what :func:`hap.load_cluster` reads.
         loss: ``loss(output, batch)``, if the module's output is no loss.
-        optimizer: makes the optimizer, whose states take memory.
+        optimizer: makes the optimizer, whose states take memory; see
+            :data:`hap.optimizer.MakeOptimizer`.
+        autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
+            precision.
+        recompute: which activations the backward makes again in place of keeping them, of
+            :data:`hap.recompute.WAYS`, or none (``""``); default: none, unless no program
+            fits in memory without.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
@@ -81,22 +105,50 @@ def plan(
         engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
+        rules: of operators that the table lacks, as lines: see docs/rules.md.
+        discover: find the rows of operators that have no rule by running them.
 
     Raises:
-        InputError: there is no such engine.
+        InputError: there is no such engine, dtype or way to recompute.
         ModelError, ClusterError: the input can't be used.
         UnsupportedOpError: an operator has no rule.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    kind = examine(optimizer)
     wishes = Wishes(all_devices=all_devices, mesh=mesh, compare=compare, engine=engine, prove=prove)
     _check_batch(batch, cluster, allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
-    graph = capture(module, batch, loss)
-    progress("stating the rules")
-    chosen = _chosen(graph, cluster, kind.states, wishes, progress)
+    kind = examine(optimizer, module)
+
+    def captured(recompute: str) -> Graph:
+        graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        if rules or discover:
+            graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
+        return graph
+
+    def choice(graph: Graph) -> Choice:
+        progress("stating the rules")
+        return _chosen(graph, cluster, kind.states, wishes, progress)
+
+    graph = captured(recompute or "")
+    try:
+        chosen = choice(graph)
+    except InfeasibleError:
+        if recompute is not None:
+            raise
+        known = {graph.digest}
+        for recompute in WAYS:
+            progress(f"no program fits: making activations again in the backward ({recompute})")
+            graph = captured(recompute)
+            if graph.digest in known:
+                continue
+            known.add(graph.digest)
+            with contextlib.suppress(InfeasibleError):
+                chosen = choice(graph)
+                break
+        else:
+            raise
     program, shares, inside = _programs(chosen)
     kept = chosen.cluster
     idle = tuple(
@@ -107,7 +159,9 @@ def plan(
         source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction,
+        prediction=chosen.prediction, recipe=Recipe(
+            batch=form_of(batch), autocast=autocast, recompute=recompute or ""
+        ),
     )  # fmt: skip
 
 
@@ -127,7 +181,7 @@ def _chosen(
 
 def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:
     """The program and its shares; on two mesh axes those between machines, and what is inside."""
-    program = chosen.pair.program
+    program = chosen.pair.scheduled.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:
         return program, shares, None
@@ -145,14 +199,15 @@ def plan_file(
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     Wishes(engine=options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
-    model, batch = _fake_build(file, progress)
+    model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        source=Source(path=str(file.path), function=file.function), progress=progress, **options,
+        autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
+        rules=file.rules, progress=progress, **options,
     )  # fmt: skip
 
 
-def _fake_build(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
+def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
     """Model and batch without data; for real where the file's code reads tensor values."""
     try:
         with torch_private.fake_mode():
@@ -184,6 +239,7 @@ def compile(
     device: torch.device | None = None,
     seed: int = 0,
     check: bool = True,
+    backend: str = "eager",
 ) -> HapModule:
     """This rank's part of the model, to be trained like any module.
 
@@ -196,9 +252,12 @@ def compile(
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         check: capture the model again and compare it with the plan.
+        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
+            happens in the first step, and takes from seconds to minutes.
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does.
+        InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
@@ -206,19 +265,29 @@ def compile(
         nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     if check:
-        plan.check_model(capture(model, fake_batch(plan.graph), loss))
-    return HapModule(plan, model, comm, device, seed=seed)
+        plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
+    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
 
 
-def fake_batch(graph: Graph) -> Batch:
-    """A batch without data, of the shapes and the form that a graph was captured with."""
+def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
+    """The graph of a model, captured as the plan's was."""
+    return capture(
+        model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
+    )
+
+
+def fake_batch(plan: Plan) -> Batch:
+    """A batch without data, of the shapes and the form that a plan was made for."""
     with torch_private.fake_mode():
         entries = {
             i.target: torch.empty(
-                graph.tensors[i.tensor].shape, dtype=getattr(torch, graph.tensors[i.tensor].dtype)
+                plan.graph.tensors[i.tensor].shape,
+                dtype=getattr(torch, plan.graph.tensors[i.tensor].dtype),
             )
-            for i in graph.role("input")
+            for i in plan.graph.role("input")
         }
+    if plan.recipe.batch is not None:
+        return rebuild(plan.recipe.batch, entries)
     if "*" in entries:
         return entries["*"]
     positional = all(name.isdigit() for name in entries)
@@ -232,6 +301,7 @@ def verify(
     processes: bool = False,
     dtype: str = "float64",
     seed: int = 0,
+    backend: str = "eager",
 ) -> Verdict:
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
@@ -239,28 +309,30 @@ def verify(
         file: the model file; default: the one that the plan was made from.
         processes: run real gloo processes instead of emulating the ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
+        backend: what runs the ranks' graphs, as in :func:`compile`.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
-    plan.check_model(capture(model, batch, file.loss))
+    plan.check_model(_captured_again(plan, model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
-        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype)
+        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend)
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        return spawn(_observe_rank, world_size, args=(plan.to_json(), _spec(file), dtype, seed))
+        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        return spawn(_observe_rank, world_size, args=args)
 
     return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int) -> Observed:
+def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
     """What one real process of ``verify`` sees."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
-        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype
+        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend
     )
     return observer(ProcessGroupComm())
 
@@ -283,7 +355,9 @@ class Trainer:
         PlanError: the model file is not the one that was planned, or the world size differs.
     """
 
-    def __init__(self, plan: Plan, file: ModelFile | None = None) -> None:
+    def __init__(
+        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
+    ) -> None:
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
         self._file = file or model_file_of(plan)
@@ -291,9 +365,13 @@ class Trainer:
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         model = self._file.model()
-        self.module = compile(model, plan, loss=self._file.loss, seed=self._file.seed)
+        self.module = compile(
+            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
+        )
         make = self._file.optimizer or default_optimizer
-        self._optimizer = make([p for p in self.module.parameters() if p.requires_grad])
+        self._optimizer = make_optimizer(make, self.module)
+        half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
+        self._scaler = GradScaler(self.module, enabled=half)
 
     def batches(self) -> Iterator[Batch]:
         """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
@@ -304,9 +382,10 @@ class Trainer:
         """Train on this rank's part of a global batch; returns the global loss."""
         self._optimizer.zero_grad()
         loss = call(self.module, self._plan.local_batch(batch, self._rank))
-        loss.backward()
-        self._optimizer.step()
-        return loss.item()
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return loss.item()  # type: ignore[no-any-return]
 
 
 def train(
@@ -315,13 +394,15 @@ def train(
     *,
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
+    backend: str = "eager",
 ) -> list[float]:
     """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
 
     Args:
+        backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
-    trainer = Trainer(plan, file)
+    trainer = Trainer(plan, file, backend=backend)
     losses = []
     for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
         start = time.perf_counter()

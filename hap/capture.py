@@ -27,7 +27,7 @@ from hap.decompositions import DECOMPOSED
 from hap.errors import InputError, ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.peephole import Builder
-from hap.recompute import recomputed
+from hap.recompute import WAYS, Region, chosen, recomputed
 from hap.twins import with_twins
 
 aten = torch.ops.aten
@@ -79,13 +79,13 @@ def capture(
         batch: the global batch, likewise; only shapes and dtypes are looked at.
         loss: ``loss(output, batch)``, if the module's output is not a loss itself.
         autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
-        recompute: more that is made again in the backward, a name of :data:`RECOMPUTE`.
+        recompute: what else is made again in the backward, of :data:`hap.recompute.WAYS`.
 
     Raises:
         ModelError: the forward is no scalar loss, or depends on data; the error has the line.
         InputError: an unknown ``autocast`` or ``recompute``.
     """
-    check_autocast(autocast)
+    check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
     with mode, _no_collector():
@@ -99,7 +99,12 @@ def capture(
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
-    return _convert(joint, step, tuple(flatten(batch)))
+    graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    if recompute:  # a checkpoint inside of a block adds nothing
+        own = chosen(graph, recompute)
+        last = max((region.number for region in own.values()), default=-1)
+        regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
+    return with_twins(recomputed(graph, regions))
 
 
 def _name_logical(traced: fx.GraphModule) -> None:
@@ -115,6 +120,9 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.cross_entropy: losses.cross_entropy,
     F.batch_norm: norms.batch_norm,
     torch.tensor: constants.tensor,
+    F.dropout1d: ops.channel_dropout,
+    F.dropout2d: ops.channel_dropout,
+    F.dropout3d: ops.channel_dropout,
 }
 """Functions of torch that are captured as logical operators."""
 
@@ -122,10 +130,13 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
 AUTOCAST = ("bfloat16", "float16")
 
 
-def check_autocast(dtype: str) -> None:
-    """Raise ``InputError`` unless ``dtype`` is empty or one that autocast can use."""
-    if dtype and dtype not in AUTOCAST:
-        raise InputError(f"autocast {dtype!r}", hint=f"use one of {', '.join(AUTOCAST)}")
+def check_recipe(autocast: str, recompute: str) -> None:
+    """Raise ``InputError`` unless both are empty or known."""
+    for name, given, known in (
+        ("autocast", autocast, AUTOCAST), ("recompute", recompute, WAYS),
+    ):  # fmt: skip
+        if given and given not in known:
+            raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
 
 
 def _not_one_graph(reason: str, where: str) -> ModelError:
@@ -241,7 +252,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
         aten.binary_cross_entropy_with_logits, aten.binary_cross_entropy,
         aten.binary_cross_entropy_backward, aten.soft_margin_loss, aten.soft_margin_loss_backward,
-        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm,
+        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
     **DECOMPOSED,
@@ -263,11 +274,14 @@ convolution's bias gradient, which needs no input channel, becomes an operator o
 _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
 
 
-def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]) -> Graph:
+def _convert(
+    joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
+) -> tuple[Graph, dict[str, Region]]:
+    """The graph, and the checkpoints that its nodes run in."""
     build = Builder()
     names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
-    regions: dict[str, int] = {}  # node -> the checkpoint that it runs in
+    regions: dict[str, Region] = {}  # node -> the checkpoint that it runs in
     inputs = []
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
@@ -325,16 +339,15 @@ def _convert(joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...
             module=_module(node),
         )
         values[node] = refs if many else refs[0]
-        if (region := torch_private.checkpointed(node)) is not None:
-            regions.setdefault(node.name, region)
+        if found := torch_private.checkpointed(node):
+            regions.setdefault(node.name, Region(*found))
     ends: Any = joint.graph.output_node().args[0]
     outputs = [
         Output(tensor=values[n].name, role=role, target=names.get(target, target))
         for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
-    graph = build.graph(inputs=tuple(inputs), outputs=tuple(outputs))
-    return with_twins(recomputed(graph, regions))
+    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
 
 
 def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:

@@ -1,4 +1,5 @@
-"""The command line: ``hap plan``, ``hap verify``, ``hap run``, ``hap show``, ``hap simulate``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
+``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -29,8 +30,10 @@ def main() -> None:
     """Plan, prove and run one training step across unlike GPUs."""
 
 
-def _command(function: Callable[..., None]) -> click.Command:
-    """A command of ``main`` that tells errors in two lines; with -v, their traceback too."""
+def _command(
+    function: Callable[..., None], group: click.Group = main, name: str | None = None
+) -> click.Command:
+    """A command of ``group`` that tells errors in two lines; with -v, their traceback too."""
 
     @functools.wraps(function)
     def told(*, verbose: bool, **given: Any) -> None:
@@ -45,7 +48,8 @@ def _command(function: Callable[..., None]) -> click.Command:
     told = click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")(
         told
     )
-    return main.command(no_args_is_help=True)(told)
+    asks = any(isinstance(p, click.Argument) for p in getattr(told, "__click_params__", ()))
+    return group.command(name, no_args_is_help=asks)(told)
 
 
 @_command
@@ -77,6 +81,11 @@ def _command(function: Callable[..., None]) -> click.Command:
     metavar="N",
     help="Spend N more searches on a better lower bound of the step.",
 )
+@click.option(
+    "--discover",
+    is_flag=True,
+    help="Find out by running them how operators without a rule may be split.",
+)
 def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent
@@ -93,6 +102,15 @@ def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -
         hap.terminal.emit(hap.report.plan_screen(made, output, compare=options["compare"]))
 
 
+_backend = click.option(
+    "--backend",
+    type=click.Choice(["eager", "inductor"]),
+    default="eager",
+    show_default=True,
+    help="inductor: compile what each rank runs between collectives, in the first step.",
+)
+
+
 @_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--processes", is_flag=True, help="A process per rank, instead of all in one.")
@@ -104,11 +122,14 @@ def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -
     help="What to compute in; float64 tells rounding from mistakes.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
-def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
+@_backend
+def verify(plan_file: str, processes: bool, dtype: str, seed: int, backend: str) -> None:
     """Compare PLAN with one device: same loss, same gradients?"""
     made = hap.Plan.load(plan_file)
     model_file = hap.model_file.model_file_of(made)
-    verdict = hap.api.verify(made, model_file, processes=processes, dtype=dtype, seed=seed)
+    verdict = hap.api.verify(
+        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend
+    )
     hap.terminal.emit(hap.report.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(
@@ -122,22 +143,57 @@ def verify(plan_file: str, processes: bool, dtype: str, seed: int) -> None:
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@_backend
 @click.argument("extra", nargs=-1)
-def run(plan_file: str, nproc: int | None, steps: int, extra: tuple[str, ...]) -> None:
+def run(
+    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
+) -> None:
     """Train by PLAN; what follows `--` is sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
     if nproc is None and hap.worker.started_as_rank():
-        hap.worker.run_as_rank(plan_file, steps, extra)
+        hap.worker.run_as_rank(plan_file, steps, extra, backend)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(hap.worker.machine_lines(made, plan_file, steps, extra))
+        click.echo(hap.worker.machine_lines(made, plan_file, steps, extra, backend))
         return
     with hap.terminal.training_progress(steps) as on_step:
-        hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step)
+        hap.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
+
+
+@_command
+@click.option(
+    "-o",
+    "--output",
+    default="cluster.yaml",
+    show_default=True,
+    help="The cluster file; samples are kept beside it.",
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
+@click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
+@click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
+@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+def profile(output: str, nproc: int | None, nodes: str | None, quick: bool, resume: bool) -> None:
+    """Measure devices and links, and write a cluster file.
+
+    Under torchrun or srun this process is one rank; --nproc starts ranks here.
+    """
+    names = tuple(nodes.split(",")) if nodes else ()
+    made = hap.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
+    start = time.perf_counter()
+    with hap.terminal.profiling_progress() as progress:
+        if hap.worker.started_as_rank() and nproc is None:
+            found = hap.profiling.run_as_rank(made, progress)
+        elif nproc is None:
+            raise InputError("no ranks to measure", hint="give --nproc, or start with torchrun")
+        else:
+            found = hap.profiling.profile(made, nproc, progress=progress)
+    if found is not None:
+        hap.terminal.emit(hap.profile_report.profile_screen(found, output))
+        _note(f"measured in {time.perf_counter() - start:.0f} s, written to {output}")
 
 
 @_command
@@ -161,11 +217,11 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
 @_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
-@click.option("--overlap", is_flag=True, help="As if communication ran beside computing.")
+@click.option("--in-turn", is_flag=True, help="As if computing waited for each collective.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
-def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) -> None:
+def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
-    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=overlap)
+    made = hap.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
     if trace is not None:
         hap.simulation.write_trace(made, trace)
         _note(f"written to {trace}")
@@ -173,6 +229,65 @@ def simulate(plan_file: str, trace: str | None, overlap: bool, as_json: bool) ->
         click.echo(json.dumps(hap.simulation.simulation_json(made), indent=1))
     else:
         hap.terminal.emit(hap.simulation.simulation_screen(made))
+
+
+@main.group(no_args_is_help=True)
+def rules() -> None:
+    """The rules that say how operators may be split: list, show and discover them."""
+
+
+@functools.partial(_command, group=rules, name="list")
+def list_rules() -> None:
+    """List the operators that have a rule."""
+    click.echo("\n".join(hap.rules_text.known()))
+
+
+@functools.partial(_command, group=rules, name="show")
+@click.argument("op")
+@click.option("--model", help="Take the calls of this model file.")
+def show_rule(op: str, model: str | None) -> None:
+    """Show the rows of OP, aten.mm.default for example, on small sizes."""
+    click.echo(hap.rules_text.rows_text(op, model))
+
+
+@functools.partial(_command, group=rules, name="discover")
+@click.argument("op")
+@click.option("--model", help="Take the calls of this model file; it may define OP itself.")
+def discover_rule(op: str, model: str | None) -> None:
+    """Find the rows of OP by running it on split inputs.
+
+    Each input is replicated, cut along each dim, or a sum of terms; the rows that are kept made
+    up the whole result for all sizes, values and cuts that were tried.
+    """
+    click.echo(hap.rules_text.discovered_text(op, model))
+
+
+@_command
+@click.argument("cluster", required=False)
+@click.option("--cores", type=float, help="Cores for all ranks together.  [default: all]")
+@click.option(
+    "--links",
+    default="scaled",
+    show_default=True,
+    metavar="[scaled|as-written|unlimited]",
+    help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
+)
+@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def testbed(
+    cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
+) -> None:
+    """Run the command after `--` on emulated hosts, one for each device of CLUSTER.
+
+    Speeds, links and memory are limited as the file says, all slower by one factor. Without a
+    command, show the hosts.
+    """
+    if clean:
+        click.echo("\n".join(hap.testbed.clean()) or "nothing was left behind")
+    elif cluster is None:
+        raise InputError("no cluster", hint="give a cluster file, then -- and a command")
+    else:
+        raise SystemExit(hap.testbed.emulate(cluster, cores, links, command))
 
 
 def _note(text: str) -> None:

@@ -31,10 +31,26 @@ _STAND_IN: Final[Mapping[str, str]] = {
 }
 
 
+PRODUCTS: Final = ("matmul", "conv", "conv_backward", "attention", "attention_backward")
+"""Kinds of work that run on the units for matrix products, at the rate of their dtype."""
+
+ELEMENTWISE: Final = ("math", "tanh", "reduce", "pool", "random", "update")
+"""Kinds of work that may take longer than their memory traffic: functions such as ``exp``, sums,
+pooling, random masks and the optimizer's step. They count elements; see
+:mod:`hap.synthesizer.work`."""
+
+# A kind without an efficiency of its own runs like its more general one.
+_GENERAL: Final[Mapping[str, str]] = {
+    "conv_backward": "conv",
+    "attention_backward": "attention",
+    "tanh": "math",
+}
+
+
 class Work(NamedTuple):
     """One operator's work, or that of one local shard of it."""
 
-    kind: str  # 'matmul' | 'conv' | 'attention' | 'memory'
+    kind: str  # one of PRODUCTS or ELEMENTWISE, or 'memory'
     dtype: str  # 'float32', 'float16', 'bfloat16', 'float64', 'int64', ...
     flops: float  # a multiplication and an addition count as two
     bytes: float  # read from and written to the device's memory
@@ -53,7 +69,8 @@ class Device:
         memory_bytes_per_s: Achieved rate of operators that only move data.
         launch_s: Constant cost of one operator.
         efficiency: Rate of another kind of work, as a fraction of ``flops_per_s``; for example
-            ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs at the full rate.
+            ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs like its more general
+            one, or at the full rate: elementwise work then takes what its memory traffic does.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -88,8 +105,12 @@ class Device:
 
     def rate(self, kind: str, dtype: str) -> float:
         """Achieved FLOP/s of a kind of work in a dtype."""
+        if kind in ELEMENTWISE and dtype != "float64":
+            dtype = "float32"  # on the ordinary units, whatever tensor cores do
         while dtype not in self.flops_per_s:
             dtype = _STAND_IN.get(dtype, "float32")
+        if kind not in self.efficiency:
+            kind = _GENERAL.get(kind, kind)
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
 
     def seconds(self, work: Work) -> float:
@@ -130,6 +151,22 @@ class Link:
             raise ClusterError(f"a link's latency is {self.latency_s} s")
 
 
+IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "all_gather": ("padded", "grouped", "hierarchical"),
+    "reduce_scatter": ("padded", "grouped", "hierarchical"),
+    "all_reduce": ("one shot", "two step", "hierarchical"),
+    "all_reduce_lse": ("terms gathered", "two reductions"),
+    "all_to_all": ("exact", "gathered", "hierarchical"),
+}
+"""Collective -> the ways in which the runtime can do it."""
+
+LEVELS: Final = ("inside", "between")
+"""Between the devices of one machine, and between machines."""
+
+Collectives = Mapping[str, Mapping[str, Mapping[str, Link]]]
+"""Collective -> implementation -> level -> the links as that implementation sees them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """All the devices in rank order, and how they are joined.
@@ -139,12 +176,15 @@ class Cluster:
         devices: One per rank.
         intra: Node -> the link between two devices of that node.
         inter: Each node's adapter: what leaves or enters the node shares it.
+        collectives: Measured figures of single implementations, in place of the links'. What
+            is absent costs what the links say.
     """
 
     name: str
     devices: tuple[Device, ...]
     intra: Mapping[str, Link] = field(hash=False)
     inter: Link
+    collectives: Collectives = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -155,6 +195,23 @@ class Cluster:
         missing = [node for node in self.nodes if node not in self.intra]
         if missing:
             raise ClusterError(f"node {missing[0]} has no inner link")
+        for kind, ways in self.collectives.items():
+            for how, levels in ways.items():
+                if how not in IMPLEMENTATIONS.get(kind, ()) or not set(levels) <= set(LEVELS):
+                    raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")
+
+    def seen_by(self, kind: str, implementation: str) -> Self:
+        """The cluster with the links as one implementation of a collective sees them."""
+        levels = self.collectives.get(kind, {}).get(implementation, {})
+        if not levels:
+            return self
+        inside = levels.get("inside")
+        return replace(
+            self,
+            intra=dict.fromkeys(self.intra, inside) if inside else self.intra,
+            inter=levels.get("between", self.inter),
+            collectives={},
+        )
 
     @property
     def world_size(self) -> int:
@@ -216,19 +273,34 @@ class Cluster:
         del content["name"]
         for device in content["devices"]:
             del device["source"]
-        for link in (*content["intra"].values(), content["inter"]):
+        measured = [
+            link
+            for ways in content.get("collectives", {}).values()
+            for levels in ways.values()
+            for link in levels.values()
+        ]
+        for link in (*content["intra"].values(), content["inter"], *measured):
             del link["source"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; :meth:`from_dict` is its inverse."""
-        return {
+        plain: dict[str, Any] = {
             "name": self.name,
             "devices": [_plain(device) for device in self.devices],
             "intra": {node: _plain(link) for node, link in self.intra.items()},
             "inter": _plain(self.inter),
         }
+        if self.collectives:
+            plain["collectives"] = {
+                kind: {
+                    how: {level: _plain(link) for level, link in levels.items()}
+                    for how, levels in ways.items()
+                }
+                for kind, ways in self.collectives.items()
+            }
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -243,6 +315,13 @@ class Cluster:
                 devices=tuple(Device(**device) for device in data["devices"]),
                 intra={node: Link(**link) for node, link in data["intra"].items()},
                 inter=Link(**data["inter"]),
+                collectives={
+                    kind: {
+                        how: {level: Link(**link) for level, link in levels.items()}
+                        for how, levels in ways.items()
+                    }
+                    for kind, ways in data.get("collectives", {}).items()
+                },
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ClusterError(

@@ -16,13 +16,23 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from hap.catalogue import find, nearest
-from hap.cluster import Cluster, Device, Link
+from hap.cluster import (
+    ELEMENTWISE,
+    IMPLEMENTATIONS,
+    LEVELS,
+    PRODUCTS,
+    Cluster,
+    Collectives,
+    Device,
+    Link,
+)
 from hap.errors import ClusterError
 from hap.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.units import parse
 
 _FIGURES: Final = ("memory", "flops", "memory_bandwidth", "launch", "efficiency", "source")
 _DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_EFFICIENCIES: Final = (*PRODUCTS[1:], *ELEMENTWISE)
 _BETWEEN_LATENCY_S: Final = 30e-6
 
 
@@ -66,7 +76,7 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
             where=f"{file}:{mark.line + 1}" if mark else file,
             hint="check indentation, colons and quotes on this line and the one above",
         ) from error
-    top = _Section(data, f"{file}:1", file, ("name", "nodes", "links"))
+    top = _Section(data, f"{file}:1", file, ("name", "nodes", "links", "collectives"))
     links = top.section("links", ("between", "inside"))
     nodes = [
         _node(
@@ -98,7 +108,25 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
         devices=devices,
         intra=intra,
         inter=_between(links, top, intra),
+        collectives=_collectives(top),
     )
+
+
+def _collectives(top: _Section) -> Collectives:
+    """Measured links per collective, implementation and level."""
+    every = top.section("collectives", tuple(IMPLEMENTATIONS))
+    found = {}
+    for kind in every.data:
+        ways = every.section(kind, IMPLEMENTATIONS[kind])
+        found[str(kind)] = {
+            str(how): {
+                str(level): _link(levels, level, 0.0)
+                for levels in (ways.section(how, LEVELS),)
+                for level in levels.data
+            }
+            for how in ways.data
+        }
+    return found
 
 
 def _between(links: _Section, top: _Section, intra: Mapping[str, Link]) -> Link:
@@ -227,7 +255,12 @@ def _figures(device: Device, given: _Section) -> Device:
 
     def note(key: str, figure: str) -> None:
         place = given.where(key)
-        source[figure] = f"{given.data['source']} ({place})" if "source" in given.data else place
+        told = given.data.get("source")
+        if isinstance(told, Mapping):  # a text per key
+            told = given.section("source", tuple(k for k in _FIGURES if k != "source")).data.get(
+                key
+            )
+        source[figure] = f"{told} ({place})" if told else place
 
     for key, figure, dimension in (
         ("memory", "memory_bytes", "bytes"),
@@ -239,8 +272,8 @@ def _figures(device: Device, given: _Section) -> Device:
             changes[figure] = round(value) if key == "memory" else value
             note(key, figure)
     if "efficiency" in given.data:
-        part = given.section("efficiency", ("attention", "conv"))
-        own = {kind: part.number(kind) for kind in part.data}
+        part = given.section("efficiency", _EFFICIENCIES)
+        own = {str(kind): part.number(kind) for kind in part.data}
         changes["efficiency"] = {**device.efficiency, **own}
         note("efficiency", "efficiency")
     if "flops" in given.data:

@@ -111,12 +111,17 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A checked single-assignment program; see the module's docstring."""
+    """A checked single-assignment program; see the module's docstring.
+
+    ``rules`` holds what is known of operators without a rule in the table: see
+    :mod:`hap.synthesizer.rules.written`. It is no part of the program, nor of its digest.
+    """
 
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     tensors: Mapping[str, Tensor] = field(repr=False)
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.check()
@@ -233,7 +238,8 @@ class Graph:
             plain = [n.name, n.op, _pack(n.args), _pack(n.kwargs), list(n.outputs)]
             return [*plain, n.source, n.module] if sources else plain
 
-        return {
+        rules = {key: list(lines) for key, lines in self.rules.items()} if sources else {}
+        return ({"rules": rules} if rules else {}) | {
             "inputs": [[i.tensor, i.role, i.target] for i in self.inputs],
             "nodes": [node(n) for n in self.nodes],
             "outputs": [[o.tensor, o.role, o.target] for o in self.outputs],
@@ -254,6 +260,7 @@ class Graph:
                 name: Tensor(name=name, shape=tuple(shape), dtype=dtype)
                 for name, (shape, dtype) in data["tensors"].items()
             },
+            rules={key: tuple(lines) for key, lines in data.get("rules", {}).items()},
         )  # fmt: skip
 
 

@@ -143,4 +143,6 @@ def cross_entropy(
         loss = losses.sum()
     else:
         loss = losses.sum() / weights.sum()
+    if torch.is_autocast_enabled("cpu"):  # where torch's own loss is in single precision
+        return loss
     return loss.to(input.dtype)

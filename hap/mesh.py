@@ -184,7 +184,10 @@ class _Divider:
             Output(tensor=self._names[Value(o.tensor, p)], role=o.role, target=o.target)
             for o, p in zip(self._graph.outputs, self._program.outputs, strict=True)
         )
-        joint = Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors)
+        joint = Graph(
+            inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors,
+            rules=self._graph.rules,
+        )  # fmt: skip
         # What only the backward reads of the parameters is no longer converted at the start.
         return replace(joint, nodes=tuple(sorted(nodes, key=lambda n: n.name in joint.backward)))
 

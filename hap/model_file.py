@@ -13,8 +13,8 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,9 @@ import torch
 from torch import nn
 
 from hap import torch_private
+from hap.capture import AUTOCAST
 from hap.errors import HapError, ModelError, PlanError
+from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
 
 
@@ -41,9 +43,12 @@ class ModelFile:
         model: Makes the ``nn.Module``.
         batch: Makes one global batch: a tensor, a tuple, or a dict.
         loss: ``loss(output, batch)`` -> scalar; None if the forward returns the loss.
-        optimizer: Parameters -> ``torch.optim.Optimizer``.
+        optimizer: Parameters -> ``torch.optim.Optimizer``; see
+            :data:`hap.optimizer.MakeOptimizer`.
+        autocast: The dtype of automatic mixed precision, or nothing.
         batches: Makes an iterator over global batches.
         seed: Of torch's generators, before anything random is made.
+        rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.written`.
     """
 
     path: str
@@ -51,9 +56,11 @@ class ModelFile:
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
     loss: Callable[[Any, Any], torch.Tensor] | None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    optimizer: MakeOptimizer | None
+    autocast: str
     batches: Callable[[], Iterator[Any]] | None
     seed: int
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
         return load_model_file, (f"{self.path}:{self.function}",)  # each process loads it anew
@@ -85,6 +92,13 @@ def load_model_file(spec: str) -> ModelFile:
     if not isinstance(seed, int):
         raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
 
+    rules = find("rules") or {}
+    if not isinstance(rules, dict) or not all(_is_rule(r) for r in rules.items()):
+        raise ModelError(
+            f"`rules` is {rules!r}", where=path,
+            hint='it must be a dict of operators and their lines: {"my.op": ["ab, b -> ab"]}',
+        )  # fmt: skip
+
     def guarded(value: Any, called: str, returns: type = object) -> Any:
         found = function(value, called)
         return None if found is None else _guard(found, called, returns, path)
@@ -96,9 +110,31 @@ def load_model_file(spec: str) -> ModelFile:
         batch=guarded(find("batch"), "batch"),
         loss=function(find("loss"), "loss"),
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
+        autocast=_autocast(find("autocast"), path),
         batches=guarded(find("batches"), "batches"),
         seed=seed,
+        rules={
+            op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
+        },
     )
+
+
+def _is_rule(entry: tuple[object, object]) -> bool:
+    op, lines = entry
+    listed = [lines] if isinstance(lines, str) else lines
+    return isinstance(op, str) and isinstance(listed, list | tuple) and all(
+        isinstance(line, str) for line in listed
+    )  # fmt: skip
+
+
+def _autocast(value: Any, path: str) -> str:
+    """``bfloat16`` or ``float16``, given as text or as a dtype; nothing for ``None``."""
+    name = str(value or "").removeprefix("torch.")
+    if name and name not in AUTOCAST:
+        raise ModelError(
+            f"`autocast` is {value!r}", where=path, hint=f"use one of {', '.join(AUTOCAST)}"
+        )
+    return name
 
 
 def model_file_of(plan: Plan) -> ModelFile:

@@ -180,5 +180,6 @@ def batch_norm(
             mean = torch.ops.hap.by_mode(mean, before[0].to(mean.dtype))
             var = torch.ops.hap.by_mode(var, before[1].to(var.dtype))
         invstd = (var + eps).rsqrt()
-    out = _Normalized.apply(input, mean, invstd, scale, shift, count)  # type: ignore[no-untyped-call]
-    return out  # type: ignore[no-any-return]
+    return _Normalized.apply(  # type: ignore[no-untyped-call, no-any-return]
+        input, mean, invstd, scale, shift, count
+    )

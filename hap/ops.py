@@ -34,7 +34,7 @@ def sdpa(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
         )
-        return _fresh(out), lse
+        return _fresh(out), lse.contiguous()
     if kernel == "cuda":
         bias = _additive(mask, q)
         bias = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
@@ -44,7 +44,7 @@ def sdpa(
         return _fresh(out), lse[..., : q.shape[-2]].contiguous()
     scores = _scores(q, k, mask, causal, scale)
     lse = scores.logsumexp(-1)
-    return torch.exp(scores - lse.unsqueeze(-1)) @ v, lse.to(_lse_dtype(q))
+    return _fresh(torch.exp(scores - lse.unsqueeze(-1)) @ v), lse.to(_lse_dtype(q))
 
 
 @torch.library.custom_op("hap::sdpa_backward", mutates_args=())
@@ -54,7 +54,8 @@ def sdpa_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``q``, ``k`` and ``v``; ``mask`` gets none."""
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (_fresh(torch.zeros_like(x)) for x in (q, k, v))
+        return dq, dk, dv
     grad, q, k, v, out = map(_rows, (grad, q, k, v, out))
     kernel = _kernel(q, v)
     if kernel == "cpu":
@@ -116,7 +117,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def _fresh(out: Tensor) -> Tensor:
-    # The layout that the kernels write and that models undo at once with a transpose.
+    # The layout that the kernels write and that models undo at once with a transpose. Compiled
+    # code relies on it: strides must be those that are said for fake tensors below.
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -133,7 +135,7 @@ def _(q, k, v, mask, causal, scale):  # type: ignore[no-untyped-def]
 
 @sdpa_backward.register_fake
 def _(grad, q, k, v, mask, out, lse, causal, scale):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+    return tuple(_fresh(torch.empty_like(x)) for x in (q, k, v))
 
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -162,6 +164,10 @@ def scaled_dot_product_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (_repeat_heads(x, query.shape[-3]) for x in (key, value))
+    if torch.is_autocast_enabled("cpu"):  # as torch's own function is; a custom op isn't
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = (_lowered(x, half) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _lowered(attn_mask, half)
     trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() == 4 and dropout_p == 0.0 and not trained:
         out: Tensor = torch.ops.hap.sdpa(query, key, value, attn_mask, is_causal, scale)[0]
@@ -176,6 +182,25 @@ def scaled_dot_product_attention(
     return torch.matmul(F.dropout(scores.softmax(-1), dropout_p), value)
 
 
+def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     b, h, length, d = x.shape
     return x.unsqueeze(2).expand(b, h, heads // h, length, d).reshape(b, heads, length, d)
+
+
+def channel_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Stands in a captured graph for ``dropout1d``, ``dropout2d`` and ``dropout3d`` of a batch.
+
+    A mask of a number per channel, by the operator that knows the mode at run time.
+    """
+    if not training:
+        return input
+    ones = torch.ones(
+        (*input.shape[:2], *(1 for _ in input.shape[2:])), dtype=input.dtype, device=input.device
+    )
+    return input * F.dropout(ones, p)

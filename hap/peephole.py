@@ -20,11 +20,13 @@ VIEWS = {
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
     "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
 }  # fmt: skip
-# Never merged: random values, and position numbers, which would tie the axes of all layers.
-DISTINCT = {
-    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default",
-    "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+RANDOM = {
+    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand.default",
+    "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",
+    "aten.randint.default", "aten.randint.low",
 }  # fmt: skip
+# Never merged: random values, and position numbers, which would tie the axes of all layers.
+DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.start_step"}
 
 
 class Builder:

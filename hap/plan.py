@@ -24,7 +24,7 @@ from hap.graph import Graph
 from hap.mesh import Inside, Mesh, Part, divide, offsets
 from hap.program import Program, Value
 
-FORMAT = 2
+FORMAT = 3
 """Version of the plan file; raised when an older reader would misunderstand a newer file."""
 
 
@@ -116,11 +116,12 @@ class Bound:
 class Prediction:
     """What the cost model says of a plan. Times are seconds of one training step.
 
-    ``bounds`` is empty in plans of older versions.
+    ``hidden_s`` of communicating is beside computing of the busiest rank.
     """
 
     step_s: float
     communicate_s: float
+    hidden_s: float
     ranks: tuple[Rank, ...]
     collectives: tuple[Collective, ...]
     alternatives: tuple[Alternative, ...]
@@ -396,6 +397,7 @@ class Plan:
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
+            hidden_s=p["hidden_s"],
             ranks=tuple(Rank(**r) for r in p["ranks"]),
             collectives=tuple(Collective(**c) for c in p["collectives"]),
             alternatives=tuple(Alternative(**a) for a in p["alternatives"]),

@@ -47,13 +47,18 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Turn ``tensor@src`` into ``tensor@dst``; ``implementation`` names how, where it matters."""
+    """Turn ``tensor@src`` into ``tensor@dst``; ``implementation`` names how, where it matters.
+
+    A collective is issued where it stands and waited for by the first instruction that reads
+    its result. Neighbours run as one if their ``bucket`` is the same.
+    """
 
     tensor: str
     src: Placement
     dst: Placement
     implementation: str
     backward: bool
+    bucket: int = 0
 
     @property
     def kind(self) -> str:
@@ -119,7 +124,7 @@ class Program:
         return {}
 
     def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
-        """The instructions in order, neighbouring collectives of one kind run as one.
+        """The instructions in order, neighbouring collectives of one kind and bucket run as one.
 
         Fused collectives pay for one start instead of many. What is fused is decided here, by
         the program alone, so that all ranks fuse alike.
@@ -143,7 +148,8 @@ class Program:
             if step.kind not in FUSIBLE:
                 return object()
             dtype = graph.tensors[step.tensor].dtype
-            return step.kind, step.implementation if named else "", step.backward, dtype
+            how = step.implementation if named else ""
+            return step.kind, how, step.backward, dtype, step.bucket
 
         lengths = [len(list(group)) for _, group in itertools.groupby(self.instructions, key)]
         ends = list(itertools.accumulate(lengths))
@@ -238,17 +244,18 @@ class Program:
 
 def _pack(step: Instruction) -> list[Any]:
     if isinstance(step, Convert):
-        return ["convert", step.tensor, str(step.src), str(step.dst), step.implementation, step.backward]  # fmt: skip
+        sides = [str(step.src), str(step.dst)]
+        return ["convert", step.tensor, *sides, step.implementation, step.backward, step.bucket]
     outs = [None if p is None else str(p) for p in step.outs]
     return ["compute", step.node, [str(p) for p in step.ins], outs, step.backward]
 
 
 def _unpack(data: list[Any]) -> Instruction:
     match data:
-        case ["convert", tensor, src, dst, implementation, backward]:
+        case ["convert", tensor, src, dst, implementation, backward, bucket]:
             return Convert(
                 tensor=tensor, src=Placement.parse(src), dst=Placement.parse(dst),
-                implementation=implementation, backward=backward,
+                implementation=implementation, backward=backward, bucket=bucket,
             )  # fmt: skip
         case ["compute", node, ins, outs, backward]:
             return Compute(

@@ -8,15 +8,49 @@ as a rewriting of the graph, so that the search places and prices the copies lik
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from hap.graph import Graph, Node, Ref, Tensor, reading
-from hap.peephole import DISTINCT
+from hap.peephole import RANDOM
 
 DROPOUT = "aten.native_dropout.default"
 
+PRODUCTS = frozenset({
+    "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default",
+    "hap.sdpa.default",
+})  # fmt: skip
+"""Operators of the forward whose arithmetic takes longer than reading what they made."""
 
-def recomputed(graph: Graph, regions: Mapping[str, int]) -> Graph:
+WAYS = ("cheap", "blocks")
+"""What :func:`chosen` may be asked for, the least to make again first."""
+
+
+class Region(NamedTuple):
+    """The region of a node, and whether what the node makes is kept all the same."""
+
+    number: int
+    kept: bool = False
+
+
+def chosen(graph: Graph, way: str) -> dict[str, Region]:
+    """Regions of the forward by the numbered blocks of its modules, such as ``layers.3``.
+
+    Of ``blocks``, only what enters a block is kept. Of ``cheap``, so are the results of all
+    products, and what is made again is memory traffic alone.
+    """
+    numbers: dict[str, int] = {}
+    found = {}
+    for node in graph.nodes:
+        block = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", node.module)
+        if block:
+            number = numbers.setdefault(block[0], len(numbers))
+            found[node.name] = Region(number, way == "cheap" and node.op in PRODUCTS)
+    return found
+
+
+def recomputed(graph: Graph, regions: Mapping[str, Region]) -> Graph:
     """The graph whose backward makes again what it reads from inside of a region.
 
     Random values are no function of their inputs: a mask is kept, and what was dropped out is
@@ -42,7 +76,7 @@ def recomputed(graph: Graph, regions: Mapping[str, int]) -> Graph:
 class _Copies:
     """Makes the copies of tensors, and of what they are made of, as they are asked for."""
 
-    def __init__(self, graph: Graph, regions: Mapping[str, int]) -> None:
+    def __init__(self, graph: Graph, regions: Mapping[str, Region]) -> None:
         self.tensors = dict(graph.tensors)
         self._graph = graph
         self._regions = {n: r for n, r in regions.items() if n not in graph.backward}
@@ -57,13 +91,12 @@ class _Copies:
 
     def _stays_inside(self, node: Node, out: str) -> bool:
         """Is it read in its own region and the backward alone?"""
-        if node.op in DISTINCT and not self._has_mask(node, out):
+        if node.op in RANDOM and not self._has_mask(node, out):
             return False
         region = self._regions[node.name]
-        return all(
-            user.name in self._graph.backward or self._regions.get(user.name) == region
-            for user in self._graph.consumers[out]
-        )
+        users = [u.name for u in self._graph.consumers[out] if u.name not in self._graph.backward]
+        beside = [self._regions[name].number for name in users if name in self._regions]
+        return not region.kept and beside == [region.number] * len(users)
 
     @staticmethod
     def _has_mask(node: Node, out: str) -> bool:

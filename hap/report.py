@@ -18,7 +18,7 @@ from hap.axes import Shares
 from hap.cluster import Link
 from hap.mesh import is_mesh_op, origin
 from hap.placement import R
-from hap.plan import Collective, Plan
+from hap.plan import Collective, Plan, Prediction
 from hap.program import Compute, Value
 from hap.synthesizer.work import node_work
 from hap.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table
@@ -112,6 +112,15 @@ def _model(plan: Plan) -> RenderableType:
         rest = sum(n for _, n in undivided[_OPERATORS:])
         more = f", and {rest} others" if rest else ""
         text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
+    written = [op for op in plan.graph.rules if "(" not in op]
+    found = Counter(key.partition("(")[0] for key in plan.graph.rules if "(" in key)
+    if written:
+        text.append(f"\nrules of the model's own: {', '.join(written)}")
+    if found:
+        ops = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
+        text.append(
+            f"\nrows discovered by running: {ops}; hap rules discover tells which", style="yellow"
+        )
     return text
 
 
@@ -193,8 +202,7 @@ def _devices(plan: Plan) -> RenderableType:
 
 def _step(plan: Plan) -> RenderableType:
     p = plan.prediction
-    computing, communicating = p.step_s - p.communicate_s, p.communicate_s
-    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(computing, communicating))]
+    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(p))]
     for other in p.alternatives:
         time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
         known = time if other.step_s else ("-", "-")  # no such program: the note says why
@@ -245,10 +253,13 @@ def _figures(
     )
 
 
-def _split(computing_s: float, communicating_s: float) -> str:
-    return (
-        f"{format_seconds(computing_s)} computing + {format_seconds(communicating_s)} communicating"
+def _split(p: Prediction) -> str:
+    """Computing and waiting of the busiest rank, and what is communicated beside it or not."""
+    computing_s = p.step_s - p.communicate_s + p.hidden_s
+    text = (
+        f"{format_seconds(computing_s)} computing + {format_seconds(p.communicate_s)} communicating"
     )
+    return f"{text}, {format_seconds(p.hidden_s)} of it beside" if p.hidden_s else text
 
 
 def _communication(plan: Plan) -> RenderableType:

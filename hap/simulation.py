@@ -41,11 +41,11 @@ class Simulation:
     memory: tuple[Curve, ...]
 
 
-def simulate_plan(plan: Plan, *, overlap: bool = False) -> Simulation:
+def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
     """Simulate one training step.
 
     Args:
-        overlap: let collectives run beside computing, which the runtime does not do.
+        overlap: collectives run beside computing, as the runtime has them; else in turn.
 
     Raises:
         PlanError: the plan names no number of optimizer states, or an unknown implementation.
@@ -190,9 +190,9 @@ def simulation_json(made: Simulation) -> dict[str, Any]:
 def simulation_screen(made: Simulation) -> RenderableType:
     """How each rank spends the step, when its memory is fullest, and what takes most time."""
     how = (
-        "communication beside computing, which the runtime does not do"
+        "communication beside computing"
         if made.run.overlap
-        else "communication and computing in turn, as the runtime does them"
+        else "communication and computing in turn, which the runtime does not do"
     )
     sections = (
         ("Step", Text(f"{_time(made.run.step_s)}, {how}")),

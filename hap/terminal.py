@@ -114,3 +114,29 @@ def training_progress(steps: int) -> Iterator[OnStep]:
 
 def step_line(step: int, loss: float, seconds: float) -> str:
     return f"step {step}  loss {loss:.6g}  {format_seconds(seconds)}"
+
+
+@contextlib.contextmanager
+def profiling_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Shows how far measuring has come: a bar on a terminal, else a line for every tenth."""
+    out = console()
+    if not out.is_terminal:
+        told = -1
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal told
+            if done * 10 // max(total, 1) > told:
+                told = done * 10 // max(total, 1)
+                print(f"{done} of {total} samples, next {what}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
+    with Progress(*columns, console=out) as bar:
+        task = bar.add_task("measuring", total=None, at="starting the ranks")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, at=what)

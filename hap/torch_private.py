@@ -6,7 +6,9 @@ Checked on torch 2.13.0 (2.11 and 2.12 have the same names).
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
         with (
             warnings.catch_warnings(),
             dynamo.config.patch(ignore_logging_functions=loggers, allow_rnn=True),
+            _autocast_of_any_device(),
             _without_hints(),
         ):
             warnings.simplefilter("ignore")
@@ -72,6 +75,25 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     except capture_errors() as error:
         raise GraphBreak(error) from error
     return captured
+
+
+@contextlib.contextmanager
+def _autocast_of_any_device() -> Iterator[None]:
+    """While the fakes are traced, which all lie on the CPU, ``autocast("cuda")`` casts them, too."""
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+
+    original = AutocastModeVariable.__init__
+
+    def on_cpu(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+        device, dtype, *rest = target_values
+        dtype = dtype or torch.get_autocast_dtype(device)
+        original(self, ["cpu", dtype, *rest], *args, **kwargs)
+
+    AutocastModeVariable.__init__ = on_cpu  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AutocastModeVariable.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -185,13 +207,111 @@ def joint_graph(
     )
 
 
-def checkpointed(node: fx.Node) -> int | None:
+_UNSPLITTABLE = {
+    torch.Tag.nondeterministic_seeded: "it draws random numbers",
+    torch.Tag.dynamic_output_shape: "the shapes of its results depend on the data",
+    torch.Tag.data_dependent_output: "its result is a number that depends on the data",
+}
+
+
+def unsplittable(op: Any) -> str:
+    """Why no row can describe an operator, as far as it says so itself; else nothing."""
+    if op._schema.is_mutable:
+        return "it writes into its inputs"
+    if not any("Tensor" in str(r.type) for r in op._schema.returns):
+        return "it returns no tensor, so all it does is a side effect"
+    return next((why for tag, why in _UNSPLITTABLE.items() if tag in op.tags), "")
+
+
+def takes_tensor(argument: Any) -> bool:
+    """Is an argument of a schema one tensor that must be given?"""
+    return str(argument.type) == "Tensor"
+
+
+def plain_example(argument: Any) -> Any:
+    """A value for an argument of a schema that is no tensor: a dim, a factor, a flag."""
+    text = str(argument.type)
+    if text.startswith("Optional"):
+        return None
+    simple = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": False}
+    return simple.get(text, [1])
+
+
+def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
+    """What TorchInductor needs for a device and does not find here: (what lacks, what to do)."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type != "cpu" and not has_triton():
+        return "Triton is not installed, or does not know this one", "pip install triton"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler", "install g++ (apt install g++) or set CXX"
+    return None
+
+
+_compiling = threading.Lock()  # emulated ranks are threads, and inductor keeps state of its own
+
+
+def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """A graph of operators compiled for inputs of the shapes and strides of ``args``.
+
+    What it returns takes the inputs as one list, which it empties to free each in time. So does
+    the function that ``aot_module_simplified`` wraps in its ``forward``, whose own arguments
+    live until it returns (2.13).
+    """
+    from torch._inductor import compile
+
+    with _compiling, torch.no_grad():
+        twin = copy.deepcopy(module)  # inductor rewrites what it is given
+        compiled: Any = compile(twin, list(args))
+    while compiled.__code__.co_name != "forward":
+        compiled = compiled.__wrapped__
+    boxed: Callable[[list[Any]], Any] = compiled.__wrapped__
+    return boxed
+
+
+class BoxedCode(fx.graph.CodeGen):
+    """A graph's function that takes all inputs but the first as one list, and empties it.
+
+    The method is not promised to keep its signature; 2.13 passes ``expanded_def`` by keyword.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        ctx, *names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        lines = [f"def forward(self, {ctx}, given){maybe_return_annotation}:"]
+        lines += [f"    {name} = given.pop()" for name in reversed(names)]
+        return "\n".join(lines)
+
+
+def keeps_graph() -> bool:
+    """Asked during a backward: may it be run a second time?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
 
-    What the checkpoint's own policy says to save counts as outside of it.
+    With it, whether the checkpoint's own policy says to keep what the operator makes.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
     policy = node.meta.get("recompute")
+    if policy is None:
+        return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) if policy in again else None
+    return node.meta.get("ac_graph_id", 0), policy not in again
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """A gradient scaler whose finding of infinities is told to :meth:`agreed`."""
+
+    def agreed(self, found: torch.Tensor) -> torch.Tensor:
+        """More than zero where any rank's ``found`` is; to be defined by what derives from it."""
+        raise NotImplementedError
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        return {device: self.agreed(value) for device, value in found.items()}

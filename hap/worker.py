@@ -22,7 +22,7 @@ def started_as_rank() -> bool:
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
-def run_as_rank(path: str, steps: int, extra: tuple[str, ...]) -> None:
+def run_as_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
     """Train as the rank that the environment names; rank 0 prints the steps.
 
     Raises:
@@ -33,12 +33,15 @@ def run_as_rank(path: str, steps: int, extra: tuple[str, ...]) -> None:
     world = init_from_env()
     try:
         check_world_size(plan, world.size)
-        _train(plan, steps, extra, _print_step)
+        _train(plan, steps, extra, _print_step, backend)
     finally:
         dist.destroy_process_group()
 
 
-def run_here(path: str, nproc: int, steps: int, extra: tuple[str, ...], on_step: OnStep) -> None:
+def run_here(
+    path: str, nproc: int, steps: int, extra: tuple[str, ...], on_step: OnStep,
+    backend: str = "eager",
+) -> None:  # fmt: skip
     """Train with ``nproc`` ranks on this machine, on a GPU each if it has so many, else on CPUs.
 
     Raises:
@@ -49,17 +52,17 @@ def run_here(path: str, nproc: int, steps: int, extra: tuple[str, ...], on_step:
     plan = Plan.load(path)
     check_world_size(plan, nproc)
     model_file_of(plan)  # a mistake in it is told here, once, and not by a rank
-    backend = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
+    group = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
 
     def heard(rank: int, step: Any) -> None:
         on_step(*step)
 
-    spawn(train_rank, nproc, args=(path, steps, extra), backend=backend, on_report=heard)
+    spawn(train_rank, nproc, args=(path, steps, extra, backend), backend=group, on_report=heard)
 
 
-def train_rank(path: str, steps: int, extra: tuple[str, ...]) -> None:
+def train_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
     """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
-    _train(Plan.load(path), steps, extra, lambda *step: report(step))
+    _train(Plan.load(path), steps, extra, lambda *step: report(step), backend)
 
 
 def check_world_size(plan: Plan, size: int) -> None:
@@ -70,18 +73,22 @@ def check_world_size(plan: Plan, size: int) -> None:
         )
 
 
-def machine_lines(plan: Plan, path: str, steps: int, extra: tuple[str, ...]) -> str:
+def machine_lines(
+    plan: Plan, path: str, steps: int, extra: tuple[str, ...], backend: str = "eager"
+) -> str:
     """The torchrun and srun lines that run a plan on the machines of its cluster."""
-    command = ["hap", "run", path, "--steps", str(steps), *(("--", *extra) if extra else ())]
+    command = ["hap", "run", path, "--steps", str(steps)]
+    command += ["--backend", backend] if backend != "eager" else []
+    command += ["--", *extra] if extra else []
     nodes = [(node, len(plan.cluster.ranks(node))) for node in plan.cluster.nodes]
     return launch_lines(command, nodes)
 
 
-def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep) -> None:
+def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep, backend: str) -> None:
     sys.argv = [plan.source.path, *extra]  # what the model file may read
     first = dist.get_rank() == 0
     told = on_step if first else _ignore
-    api.train(plan, model_file_of(plan), steps=steps, on_step=told)
+    api.train(plan, model_file_of(plan), steps=steps, on_step=told, backend=backend)
 
 
 def _print_step(step: int, loss: float, seconds: float) -> None:

@@ -5,26 +5,32 @@ The roofline ``launch + max(flops / rate, bytes / bandwidth)`` is linear in ``1 
 memory. So :func:`fit_device` alternates: label the operators with the present figures (:func:`_row`), solve the
 linear problem (:func:`_solve`), until the labels rest. The unknowns are relative to the prior's figures, so
 that one small ridge pulls them all alike: what no sample touches keeps the prior's value.
+
+The same holds for what a collective costs on links, as a function of their latencies and the
+inverses of their bandwidths (:func:`fit_links`): a maximum of sums is linear where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.cluster import Device, Work
+from hap.cluster import Device, Link, Work
 
 _LAUNCH, _MEMORY = "launch_s", "memory_bytes_per_s"
+_NOISE = 0.05  # relative; an error that is larger is no noise
+_STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What was run, and how long it took."""
+    """What was run, and how long it took; ``noise`` is how far repeats were off, relative."""
 
     works: Sequence[Work]
     seconds: float
+    noise: float = 0.0
 
 
 def predict(device: Device, works: Sequence[Work]) -> float:
@@ -43,6 +49,7 @@ def fit_device(
     prior: Device,
     source: str,
     launch: bool = False,
+    kinds: Sequence[str] = (),
     ridge: float = 0.03,
     rounds: int = 60,
 ) -> Device:
@@ -53,6 +60,8 @@ def fit_device(
         prior: First guess; keeps the figures that the samples say nothing about.
         source: Provenance of the figures that were fitted.
         launch: Fit the cost of a launch too; only where the samples' clock saw it.
+        kinds: Kinds of work whose efficiency is fitted too; the prior must have one for each.
+            A kind is sampled in one dtype.
         ridge: Weight of the prior against one sample's relative error; larger trusts it more.
         rounds: Upper bound on the alternations.
 
@@ -65,21 +74,100 @@ def fit_device(
     if not samples or any(not sample.seconds > 0 for sample in samples):
         raise ValueError("a fit needs samples, each with a positive time")
     dtypes = sorted({w.dtype for s in samples for w in s.works if w.flops} & set(prior.flops_per_s))
-    names = [*dtypes, _MEMORY, _LAUNCH]
-    free = np.array([*[True] * len(dtypes), True, launch])
-    device, slowness = prior, np.ones(len(names))
-    for _ in range(rounds):
-        rows = np.array([_row(sample, device, prior, names) for sample in samples])
-        # Damped: an operator near the roof's ridge would else flip sides for ever.
-        step = 0.5 * (slowness + _solve(rows, slowness, free, ridge))
-        device = _scaled(prior, dict(zip(names, map(float, step), strict=True)))
-        if np.allclose(step, slowness, rtol=1e-6):
-            break
-        slowness = step
+    names = [*dtypes, _MEMORY, _LAUNCH, *kinds]
+    free = np.array([*[True] * len(dtypes), True, launch, *[True] * len(kinds)])
+    dtype_of = {w.kind: w.dtype for s in samples for w in s.works if w.kind in kinds}
+
+    def device(slowness: np.ndarray) -> Device:
+        return _scaled(prior, dict(zip(names, map(float, slowness), strict=True)), dtype_of)
+
+    def rows(slowness: np.ndarray) -> np.ndarray:
+        present = device(slowness)
+        return np.array([_row(sample, present, prior, names) for sample in samples])
+
+    trust = _trust([sample.noise for sample in samples])
+    slowness, last = _alternate(rows, trust, free, ridge, rounds)
     # A figure that binds in no sample is the prior's, and says so.
-    fitted = [name for name, ok in zip(names, free & rows.any(axis=0), strict=True) if ok]
+    fitted = [name for name, ok in zip(names, free & last.any(axis=0), strict=True) if ok]
     figures = [f"flops_per_s.{name}" if name in dtypes else name for name in fitted]
-    return replace(device, source={**prior.source, **dict.fromkeys(figures, source)})
+    figures = ["efficiency" if name in kinds else name for name in figures]
+    return replace(device(slowness), source={**prior.source, **dict.fromkeys(figures, source)})
+
+
+def fit_links(
+    price: Callable[[Sequence[Link], int], float],
+    seconds: Sequence[float],
+    *,
+    prior: Sequence[Link],
+    source: str,
+    noise: Sequence[float] | None = None,
+    ridge: float = 0.003,
+    rounds: int = 40,
+) -> list[Link]:
+    """Fits latencies and bandwidths of links to what collectives took on them.
+
+    Args:
+        price: Seconds of a sample, by its index, on given links; a maximum, minimum or sum of
+            terms that are latencies and inverse bandwidths times constants.
+        seconds: What each sample took.
+        prior: First guess of the links, which keeps what the samples say nothing about.
+        source: Provenance of the links that were fitted.
+        noise: How far the repeats of each sample were off, relative.
+
+    Raises:
+        ValueError: No sample, or a time that is not positive.
+    """
+    if not seconds or any(not s > 0 for s in seconds):
+        raise ValueError("a fit needs samples, each with a positive time")
+
+    def links(slowness: np.ndarray) -> list[Link]:
+        return [
+            Link(link.bandwidth_bytes_per_s / x[1], link.latency_s * x[0], source)
+            for link, x in zip(prior, slowness.reshape(-1, 2).tolist(), strict=True)
+        ]
+
+    def rows(slowness: np.ndarray) -> np.ndarray:
+        # The price is homogeneous, so it is the sum of its derivatives times the figures.
+        found = np.zeros((len(seconds), len(slowness)))
+        for i, sample_s in enumerate(seconds):
+            here = price(links(slowness), i)
+            for k in range(len(slowness)):
+                more = slowness.copy()
+                more[k] *= 1 + _STEP
+                rise = (price(links(more), i) - here) / (_STEP * slowness[k])
+                found[i, k] = rise / sample_s
+        return found
+
+    trust = _trust(noise or [0.0] * len(seconds))
+    free = np.ones(2 * len(prior), dtype=bool)
+    slowness, _ = _alternate(rows, trust, free, ridge, rounds, low=1e-3)
+    return links(slowness)
+
+
+def _trust(noise: Sequence[float]) -> np.ndarray:
+    """Weights of the samples: one that was repeated with large differences says less."""
+    trust: np.ndarray = _NOISE / np.maximum(_NOISE, np.array(noise))
+    return trust
+
+
+def _alternate(
+    rows: Callable[[np.ndarray], np.ndarray],
+    trust: np.ndarray,
+    free: np.ndarray,
+    ridge: float,
+    rounds: int,
+    low: float = 0.05,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(slowness, its rows): linearise at the present slowness and solve, until it rests."""
+    slowness = np.ones(len(free))
+    for _ in range(rounds):
+        # Damped: an operator near the roof's ridge would else flip sides for ever.
+        step = 0.5 * (slowness + _solve(rows(slowness), trust, slowness, free, ridge, low))
+        rests = np.allclose(step, slowness, rtol=1e-6)
+        slowness = step
+        if rests:
+            break
+    return slowness, rows(slowness)
 
 
 def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> list[float]:
@@ -96,33 +184,47 @@ def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> lis
         if work.flops / device.rate(work.kind, work.dtype) > memory_s:
             # A dtype without a rate of its own shares that of float32.
             dtype = work.dtype if work.dtype in share else "float32"
-            share[dtype] += work.flops / prior.rate(work.kind, work.dtype)
+            figure = work.kind if work.kind in share else dtype
+            share[figure] += work.flops / prior.rate(work.kind, work.dtype)
         else:
             share[_MEMORY] += work.bytes / prior.memory_bytes_per_s
     return [share[name] / sample.seconds for name in names]
 
 
-def _solve(rows: np.ndarray, slowness: np.ndarray, free: np.ndarray, ridge: float) -> np.ndarray:
-    """min over x of sum |rows @ x - 1| + ridge * |x - 1|^2, one reweighted least-squares step.
+def _solve(
+    rows: np.ndarray,
+    trust: np.ndarray,
+    slowness: np.ndarray,
+    free: np.ndarray,
+    ridge: float,
+    low: float,
+) -> np.ndarray:
+    """min over x of sum trust |rows @ x - 1| + ridge |x - 1|^2, one reweighted least-squares step.
 
     Absolute errors, because measured tables hold a few points that no physics explains. The
-    slowness stays within a factor 20 of the prior, so that no rate turns negative.
+    slowness stays between ``low`` and its inverse, so that no rate turns negative.
     """
-    # The scale of 0.05 is where an error stops counting as noise.
-    weight = 1 / np.maximum(np.abs(rows @ slowness - 1), 0.05)
+    weight = trust / np.maximum(np.abs(rows @ slowness - 1), _NOISE)
     a = np.vstack([rows[:, free] * np.sqrt(weight)[:, None], np.sqrt(ridge) * np.eye(free.sum())])
     fixed = rows[:, ~free] @ slowness[~free]
     b = np.concatenate([(1 - fixed) * np.sqrt(weight), np.full(free.sum(), np.sqrt(ridge))])
     solved = slowness.copy()
-    solved[free] = np.clip(np.linalg.lstsq(a, b, rcond=None)[0], 0.05, 20.0)
+    solved[free] = np.clip(np.linalg.lstsq(a, b, rcond=None)[0], low, 1 / low)
     return solved
 
 
-def _scaled(prior: Device, slowness: dict[str, float]) -> Device:
+def _scaled(prior: Device, slowness: dict[str, float], dtype_of: dict[str, str]) -> Device:
     rates = {dtype: rate / slowness.get(dtype, 1.0) for dtype, rate in prior.flops_per_s.items()}
+    # A kind's own rate is what is fitted; its efficiency is relative to that of products.
+    efficiency = {
+        kind: part * slowness.get(dtype, 1.0) / slowness[kind]
+        for kind, dtype in dtype_of.items()
+        for part in (prior.efficiency[kind],)
+    }
     return replace(
         prior,
         flops_per_s=rates,
         memory_bytes_per_s=prior.memory_bytes_per_s / slowness[_MEMORY],
         launch_s=prior.launch_s * slowness[_LAUNCH],
+        efficiency={**prior.efficiency, **efficiency},
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hap.runtime.collectives import Comm
+from hap.runtime.overlap import InlineLane, Lane, Pending
 
 
 class Context:
@@ -20,13 +21,17 @@ class Context:
     repeated. Masks do depend on how the plan cuts the tensor.
     """
 
-    def __init__(self, comm: Comm, seed: int = 0, *, across: Comm | None = None) -> None:
+    def __init__(
+        self, comm: Comm, seed: int = 0, *, across: Comm | None = None, lane: Lane | None = None
+    ) -> None:
         self.comm = comm
+        self._lane = lane or InlineLane()
         self.across = across or comm
         """Between machines, where the plan has two mesh axes."""
         self.seed = seed
         self.step = 0
         self.training = True
+        self._scales: dict[tuple[float, torch.device], Tensor] = {}
         self.dropping = True
         """Off, dropout lets everything through in training, too: to compare with one device."""
         self.all_gather = comm.all_gather
@@ -38,6 +43,14 @@ class Context:
         self.reduce_scatter_many = comm.reduce_scatter_many
         self.all_reduce_many = comm.all_reduce_many
         self.all_reduce_lse_many = comm.all_reduce_lse_many
+
+    def issue(self, kind: str, *args: Any) -> Pending:
+        """Start a collective, by the name of its method; computing goes on meanwhile."""
+        return self._lane.issue(getattr(self, kind), *args)
+
+    def wait(self, pending: Pending) -> Tensor:
+        """The result of what :meth:`issue` started."""
+        return self._lane.wait(pending)
 
     def between(self, kind: str, *args: Any) -> Any:
         """A collective between machines, by the name of its method."""
@@ -54,18 +67,58 @@ class Context:
 
     def dropout(self, x: Tensor, p: float, site: str, place: int | str) -> Sequence[Tensor]:
         """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
+        mask = self.mask(x.shape, x.device, p, site, place)
         if not self._drops or p == 0:
-            return x, torch.ones_like(x, dtype=torch.bool)
+            return x, mask
+        return (x * mask).mul_(kept_scale(p)), mask
+
+    def draw(
+        self, kind: str, numbers: Sequence[float], shape: Sequence[int], site: str,
+        place: int | str, *, dtype: torch.dtype, device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """This rank's part of a random tensor; without dropout what :func:`fixed` says.
+
+        Args:
+            kind: ``rand``, ``randn``, ``bernoulli`` or ``randint``, with torch's ``numbers``.
+        """
+        x = torch.empty(shape, dtype=dtype, device=device)
+        if not self.dropping:
+            return x.fill_(fixed(kind, numbers))
+        generator = self._generator(device, site, place)
+        if kind == "rand":
+            return x.uniform_(generator=generator)
+        if kind == "randn":
+            return x.normal_(generator=generator)
+        if kind == "bernoulli":
+            return x.bernoulli_(numbers[0], generator=generator)
+        low, high = (0, *numbers)[-2:]
+        return x.random_(int(low), int(high), generator=generator)
+
+    def _generator(self, device: torch.device, site: str, place: int | str) -> torch.Generator:
         key = f"{self.seed}/{self.step}/{site}/{place}".encode()
-        generator = torch.Generator(device=x.device)
+        generator = torch.Generator(device=device)
         generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        mask.bernoulli_(1 - p, generator=generator)
-        return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
+        return generator
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """The gradient of what :meth:`dropout` let through."""
         return (grad * mask).mul_(scale) if self._drops else grad
+
+    def mask(
+        self, shape: Sequence[int], device: torch.device, p: float, site: str, place: int | str
+    ) -> Tensor:
+        """The elements that dropout keeps: all of them, unless the module trains."""
+        if not self._drops or p == 0:
+            return torch.ones(shape, dtype=torch.bool, device=device)
+        mask = torch.empty(shape, dtype=torch.bool, device=device)
+        return mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
+
+    def scale(self, factor: float, device: torch.device) -> Tensor:
+        """What dropout multiplies the kept elements by, 1 unless the module trains. No dims."""
+        factor = factor if self._drops else 1.0
+        if (factor, device) not in self._scales:
+            self._scales[factor, device] = torch.tensor(factor, device=device)
+        return self._scales[factor, device]
 
     @property
     def _drops(self) -> bool:
@@ -78,3 +131,17 @@ class Context:
     def in_training(self, x: Tensor) -> Tensor:
         """See :func:`hap.norms.in_training`."""
         return x if self.training else torch.zeros_like(x)
+
+
+def kept_scale(p: float) -> float:
+    """By how much dropout scales what it keeps."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+def fixed(kind: str, numbers: Sequence[float]) -> float:
+    """What stands for random numbers where runs are compared: a value that they may have."""
+    if kind == "bernoulli":  # a mask that keeps p, scaled by 1/p: it lets everything through
+        return numbers[0]
+    if kind == "randint":
+        return (0, *numbers)[-2]
+    return 0.5

@@ -1,5 +1,8 @@
 """Plan -> one ``torch.fx.GraphModule`` pair per rank: local shapes, explicit collectives.
 
+Collectives are issued where the program has them (:mod:`hap.runtime.overlap`), and waited for
+where their results are first read.
+
 The forward takes the rank's context, parameters, buffers and batch, and returns the loss,
 the new buffers, and what the backward needs; the backward takes those and the gradient of
 the loss, and returns a gradient per parameter. Which instruction belongs where is written
@@ -21,10 +24,11 @@ from hap import constants, losses, norms, ops  # noqa: F401  (register the logic
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
 from hap.mesh import AGAIN, Offset
+from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
-from hap.runtime.localize import CONTIGUOUS, FACTORIES, LOOKUPS, localize
+from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
 
 
@@ -53,6 +57,7 @@ class Emitter:
         device: where tensors made from nothing are put.
         widen: emit all floats as float64, to verify a plan beyond float32's rounding.
         offsets: where the machine's shards begin, on a mesh of two axes.
+        alone: no other rank takes part, so there is nothing to exchange.
     """
 
     graph: Graph
@@ -62,6 +67,7 @@ class Emitter:
     device: torch.device
     widen: bool = False
     offsets: Mapping[str, Offset] = field(default_factory=dict)
+    alone: bool = False
 
     def emit(self) -> Emitted:
         """Both graphs of this rank."""
@@ -114,32 +120,45 @@ class Emitter:
     ) -> fx.GraphModule:
         out = fx.Graph()
         ctx = out.placeholder("ctx")
-        env: dict[Value, fx.Node] = {}
+        env = _Values(out, ctx)
         for value in given:
             env[value] = out.placeholder(_name(value))
         for group in self.program.groups(self.graph):
             if group[0].backward is not backward:
                 continue
             step = group[0]
-            if isinstance(step, Compute):
+            if self.alone and isinstance(step, Convert):
+                for s in (s for s in group if isinstance(s, Convert)):
+                    env[Value(s.tensor, s.dst)] = env[Value(s.tensor, s.src)]
+            elif isinstance(step, Compute):
                 if self._node(step).op.startswith(BETWEEN):
                     self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
                 else:
                     self._compute(out, ctx, env, step)
             elif len(group) == 1:
-                env[Value(step.tensor, step.dst)] = self._convert(out, ctx, env, step)
+                self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
+        env.finish()
         out.output(tuple(env[value] for value in results))
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
+    def single(self, step: Compute) -> fx.Graph:
+        """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
+        out = fx.Graph()
+        ctx = out.placeholder("ctx")
+        env = _Values(out, ctx)
+        for value in dict.fromkeys(self._used(step)):
+            env[value] = out.placeholder(_name(value))
+        self._compute(out, ctx, env, step)
+        out.output(tuple(env[value] for value in self._made(step)))
+        return out
+
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
 
-    def _compute(
-        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute
-    ) -> None:
+    def _compute(self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute) -> None:
         node = self._node(step)
         if self._without_share(step):
             # A partial argument is a bias that one rank alone adds, whatever its share.
@@ -147,11 +166,13 @@ class Emitter:
             for value in self._made(step):
                 empty = self._zeros(out, value)
                 made = self._add_bias(out, env, value, empty, bias[0]) if bias else empty
-                env[value] = self._mark(made, value)
+                env[value] = _named(made, value)
             return
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
             call = self._dropout(out, ctx, env, step, node)
+        elif node.op in RANDOM:
+            call = self._drawn(out, ctx, step, node)
         else:
             outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
@@ -161,7 +182,7 @@ class Emitter:
 
             def tensor(ref: Ref) -> fx.Node:
                 local = env[Value(ref.name, next(placed))]
-                dense = node.op in CONTIGUOUS
+                dense = reads_contiguous(node.op)
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)
@@ -181,7 +202,7 @@ class Emitter:
             if name and p:
                 value = Value(name, p)
                 part = out.call_function(operator.getitem, (call, k)) if many else call
-                env[value] = self._mark(part, value)
+                env[value] = _named(part, value)
 
     def _span(self, step: Compute, node: Node) -> Span | None:
         """This rank's numbers, if the operator looks up in a dim that is split here."""
@@ -236,7 +257,7 @@ class Emitter:
         return not whole and any(0 in self._shape(v) for v in values)
 
     def _add_bias(
-        self, out: fx.Graph, env: dict[Value, fx.Node], result: Value, zeros: fx.Node, bias: Value
+        self, out: fx.Graph, env: _Values, result: Value, zeros: fx.Node, bias: Value
     ) -> fx.Node:
         shape, rank = self._shape(bias), len(self._shape(result))
         if rank > 2 and len(shape) == 1:  # a convolution's: along the channels
@@ -251,11 +272,6 @@ class Emitter:
         fill = -math.inf if value.placement == L else 0
         return out.call_function(torch.full, (list(self._shape(value)), fill), options)
 
-    def _mark(self, node: fx.Node, value: Value) -> fx.Node:
-        node.name = _name(value)
-        node.meta["value"] = value
-        return node
-
     def _plain(self, arg: Any) -> Any:
         if isinstance(arg, Dtype):
             return self._dtype(arg.name)
@@ -268,85 +284,136 @@ class Emitter:
         return found
 
     def _dropout(
-        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], step: Compute, node: Node
+        self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute, node: Node
     ) -> fx.Node:
-        # Masks must differ between shards and agree between replicas: the place decides.
         value = Value(node.inputs[0], step.ins[0])
+        site = (node.name, self._place(value))
+        call = out.call_method("dropout", (ctx, env[value], node.args[1], *site))
+        call.meta["shape"] = self._shape(value)
+        return call
+
+    def _drawn(self, out: fx.Graph, ctx: fx.Node, step: Compute, node: Node) -> fx.Node:
+        (value,) = self._made(step)
+        kind = node.op.split(".")[1].removesuffix("_like")
+        numbers = tuple(a for a in node.args if isinstance(a, int | float))
+        dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
+        options: dict[str, Any] = {"dtype": dtype, "device": self.device}
+        site = (list(self._shape(value)), node.name, self._place(value))
+        return out.call_method("draw", (ctx, kind, numbers, *site), options)
+
+    def _place(self, value: Value) -> int | str:
+        """Random numbers differ between shards and agree between replicas: the place decides."""
         place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
         if value.tensor in self.offsets:
             place = f"{self.offsets[value.tensor].start}/{place}"
-        return out.call_method("dropout", (ctx, env[value], node.args[1], node.name, place))
+        return place
 
-    def _cross(
-        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Compute]
-    ) -> None:
+    def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""
         nodes = [self._node(s) for s in steps]
         kind = nodes[0].op.removeprefix(BETWEEN)
-        xs = [env[Value(n.inputs[0], s.ins[0])] for n, s in zip(nodes, steps, strict=True)]
+        read = [Value(n.inputs[0], s.ins[0]) for n, s in zip(nodes, steps, strict=True)]
         made = [v for s in steps for v in self._made(s)]
         plain = [n.args[1:] for n in nodes]
         if kind in LOCAL:
-            results = [out.call_method(f"between_{kind}", (ctx, xs[0], *plain[0]))]
+            result = out.call_method(f"between_{kind}", (ctx, env[read[0]], *plain[0]))
+            env[made[0]] = _named(result, made[0])
         elif len(steps) == 1:
-            results = [out.call_method("between", (ctx, kind, xs[0], *plain[0]))]
+            env.issue(made, "between", kind, env.early(read[0]), *plain[0])
         else:  # all arguments but the implementation become lists
             lists = [list(column) for column in zip(*(p[:-1] for p in plain), strict=True)]
-            call = out.call_method("between", (ctx, f"{kind}_many", xs, *lists, plain[0][-1]))
-            results = [out.call_function(operator.getitem, (call, k)) for k in range(len(xs))]
-        for value, result in zip(made, results, strict=True):
-            env[value] = self._mark(result, value)
+            xs = [env.early(value) for value in read]
+            env.issue(made, "between", f"{kind}_many", xs, *lists, plain[0][-1])
 
     def _convert_many(
-        self, out: fx.Graph, ctx: fx.Node, env: dict[Value, fx.Node], steps: list[Convert]
+        self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Convert]
     ) -> None:
         kind, how = steps[0].kind, steps[0].implementation
-        xs = [env[Value(s.tensor, s.src)] for s in steps]
+        xs = [env.early(Value(s.tensor, s.src)) for s in steps]
+        made = [Value(s.tensor, s.dst) for s in steps]
         if kind in ("all_reduce", "all_reduce_lse"):
-            call = out.call_method(f"{kind}_many", (ctx, xs, how))
+            env.issue(made, f"{kind}_many", xs, how)
         else:
             cut = [Value(s.tensor, s.src if s.src.sharded else s.dst) for s in steps]
             dims = [value.placement.dim for value in cut]
             sizes = [self.program.sizes(self.graph, value, self.shares) for value in cut]
-            call = out.call_method(f"{kind}_many", (ctx, xs, dims, sizes, how))
-        for k, step in enumerate(steps):
-            value = Value(step.tensor, step.dst)
-            env[value] = self._mark(out.call_function(operator.getitem, (call, k)), value)
+            env.issue(made, f"{kind}_many", xs, dims, sizes, how)
 
-    def _convert(
-        self, out: fx.Graph, ctx: fx.Node, env: Mapping[Value, fx.Node], step: Convert
-    ) -> fx.Node:
+    def _convert(self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Convert) -> None:
         src, dst = Value(step.tensor, step.src), Value(step.tensor, step.dst)
-        x, how = env[src], step.implementation
+        how = step.implementation
 
         def sizes(value: Value) -> tuple[int, ...]:
             return self.program.sizes(self.graph, value, self.shares)
 
         match step.kind:
             case "all_gather":
-                call = out.call_method("all_gather", (ctx, x, src.placement.dim, sizes(src), how))
+                env.issue([dst], "all_gather", env.early(src), src.placement.dim, sizes(src), how)
             case "reduce_scatter":
-                call = out.call_method(
-                    "reduce_scatter", (ctx, x, dst.placement.dim, sizes(dst), how)
-                )
-            case "all_reduce":
-                call = out.call_method("all_reduce", (ctx, x, how))
-            case "all_reduce_lse":
-                call = out.call_method("all_reduce_lse", (ctx, x, how))
+                where = (dst.placement.dim, sizes(dst))
+                env.issue([dst], "reduce_scatter", env.early(src), *where, how)
+            case "all_reduce" | "all_reduce_lse" as kind:
+                env.issue([dst], kind, env.early(src), how)
             case "all_to_all":
-                dims = (src.placement.dim, dst.placement.dim)
-                call = out.call_method("all_to_all", (ctx, x, *dims, sizes(src), sizes(dst), how))
+                ends = (src.placement.dim, dst.placement.dim, sizes(src), sizes(dst))
+                env.issue([dst], "all_to_all", env.early(src), *ends, how)
             case "slice":
                 mine = sizes(dst)
-                where = (dst.placement.dim, sum(mine[: self.rank]), mine[self.rank])
-                call = out.call_function(torch.narrow, (x, *where))
+                span = (dst.placement.dim, sum(mine[: self.rank]), mine[self.rank])
+                env[dst] = _named(out.call_function(torch.narrow, (env[src], *span)), dst)
+            case "mask" if self.rank == 0:
+                env[dst] = env[src]
             case "mask":
-                call = x if self.rank == 0 else out.call_function(torch.zeros_like, (x,))
+                env[dst] = _named(out.call_function(torch.zeros_like, (env[src],)), dst)
             case kind:
                 raise AssertionError(f"no emission for {kind}")
-        return call if call is x else self._mark(call, dst)
+
+
+class _Values:
+    """The values that emitted code holds; those of collectives are waited for when first read."""
+
+    def __init__(self, out: fx.Graph, ctx: fx.Node) -> None:
+        self._out, self._ctx = out, ctx
+        self._there: dict[Value, fx.Node] = {}
+        self._pending: dict[Value, fx.Node] = {}
+
+    def __setitem__(self, value: Value, node: fx.Node) -> None:
+        self._there[value] = node
+
+    def __getitem__(self, value: Value) -> fx.Node:
+        if value not in self._there:
+            call = self._out.call_method("wait", (self._ctx, self._pending[value]))
+            self._there[value] = _named(call, value)
+        return self._there[value]
+
+    def early(self, value: Value) -> fx.Node:
+        """For another collective: it runs later than the one that makes the value."""
+        return self._there[value] if value in self._there else self._pending[value]
+
+    def finish(self) -> None:
+        """Wait for what nobody read, as where a rank has no share of what comes next.
+
+        What a collective reads, a parameter perhaps, is changed in place after the step.
+        """
+        for value in self._pending:
+            self[value]
+
+    def issue(self, made: list[Value], kind: str, *args: Any) -> None:
+        """Start a collective; if it makes several values, they come as a list."""
+        call = self._out.call_method("issue", (self._ctx, kind, *args))
+        if len(made) == 1:
+            self._pending[made[0]] = call
+            return
+        for k, value in enumerate(made):
+            self._pending[value] = self._out.call_function(operator.getitem, (call, k))
+
+
+def _named(node: fx.Node, value: Value) -> fx.Node:
+    node.name = _name(value)
+    node.meta["value"] = value
+    return node
 
 
 # Operators that the context runs, because they ask whether the module trains.

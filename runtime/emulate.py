@@ -39,13 +39,17 @@ class World:
         for world in self._children:
             world.abort()
 
-    def exchange(self, rank: int, item: Any) -> list[Any]:
-        """Every rank gives an item and gets all of them."""
+    def exchange(self, rank: int, item: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Every rank gives an item and gets what ``combine`` makes of all of them.
+
+        No rank returns before all have combined: an item may be a parameter, which its rank
+        updates in place as soon as it goes on.
+        """
         self.slots[rank] = item
         self.barrier.wait()
-        items = list(self.slots)
+        made = combine(list(self.slots))
         self.barrier.wait()
-        return items
+        return made
 
 
 class EmulatedComm(Comm):
@@ -58,18 +62,18 @@ class EmulatedComm(Comm):
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
         assert x.shape[dim] == sizes[self.rank], (x.shape, dim, sizes, self.rank)
-        return torch.cat(self._world.exchange(self.rank, x), dim)
+        return self._world.exchange(self.rank, x, lambda parts: torch.cat(parts, dim))
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
         start = sum(sizes[: self.rank])
-        terms = self._world.exchange(self.rank, x)
-        return torch.stack(terms).sum(0).narrow(dim, start, sizes[self.rank])
+        total = self._world.exchange(self.rank, x, _total)
+        return total.narrow(dim, start, sizes[self.rank])
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
-        return torch.stack(self._world.exchange(self.rank, x)).sum(0)
+        return self._world.exchange(self.rank, x, _total)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        return torch.stack(self._world.exchange(self.rank, x)).amax(0)
+        return self._world.exchange(self.rank, x, lambda terms: torch.stack(terms).amax(0))
 
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
@@ -78,12 +82,17 @@ class EmulatedComm(Comm):
         return whole.narrow(dst, sum(dst_sizes[: self.rank]), dst_sizes[self.rank])
 
     def agree(self, text: str) -> bool:
-        return len(set(self._world.exchange(self.rank, text))) == 1
+        return self._world.exchange(self.rank, text, lambda texts: len(set(texts)) == 1)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> EmulatedComm:
         mine = part_of(parts, self.rank, self.world_size)
         own = self._world.child(len(mine)) if self.rank == mine[0] else None
-        return EmulatedComm(self._world.exchange(self.rank, own)[mine[0]], mine.index(self.rank))
+        world = self._world.exchange(self.rank, own, lambda worlds: worlds[mine[0]])
+        return EmulatedComm(world, mine.index(self.rank))
+
+
+def _total(terms: list[Tensor]) -> Tensor:
+    return torch.stack(terms).sum(0)
 
 
 def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:

@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +48,8 @@ _POLL_S = 0.1  # how soon the death of a rank is noticed
 _GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _blame
 _EXIT_S = 5.0  # a rank that has sent its result and still runs after this is killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 
 _to_parent: Connection | None = None  # in a spawned rank: the pipe to the parent
 _send_lock = threading.Lock()
@@ -89,9 +92,23 @@ def init_from_env(backend: str | None = None) -> World:
             raise InputError(what, hint="start as many ranks per machine as it has GPUs")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
+    if device.type == "cpu":
+        keep_memory()
     on_cuda = device if device.type == "cuda" else None
     dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def keep_memory() -> None:
+    """Have this process keep the memory that it frees, as the allocator for GPUs does.
+
+    By default glibc gives large blocks back to the kernel, which clears them page by page when
+    they are wanted again, in every step: a copy of 32 MiB then takes several times as long.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have no such setting
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, 2**31 - 1)
 
 
 def _env_int(name: str) -> int:
@@ -148,6 +165,24 @@ def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -
     )
 
 
+class Where:
+    """Where spawned ranks run: on this machine as it is. Emulated hosts override what differs."""
+
+    address = "127.0.0.1"
+    """At which ranks find the store that :func:`spawn` opens."""
+
+    def inside(self, rank: int | None) -> contextlib.AbstractContextManager[None]:
+        """What to enter while a rank is started, or (None) while the store is opened."""
+        return contextlib.nullcontext()
+
+    def variables(self, rank: int) -> Mapping[str, str]:
+        """Variables of a rank beside those of torchrun, or instead of them."""
+        return {}
+
+    def started(self, rank: int, pid: int) -> None:
+        """Called once a rank's process exists, before its imports."""
+
+
 def spawn(
     target: Callable[..., T],
     world_size: int,
@@ -157,6 +192,7 @@ def spawn(
     before_rank: Callable[[int, int], None] | None = None,
     on_report: Callable[[int, Any], None] | None = None,
     timeout_s: float | None = None,
+    where: Where | None = None,
 ) -> list[T]:
     """Run ``target(*args)`` on ``world_size`` new local processes that form a process group.
 
@@ -170,6 +206,7 @@ def spawn(
             it joins the group; no target runs before all of these calls have returned.
         on_report: Called here with (rank, obj) for each :func:`report` of a rank.
         timeout_s: Seconds for the whole call; None waits for ever.
+        where: The hosts that ranks run on; by default this machine.
 
     Returns:
         The results in rank order.
@@ -189,12 +226,17 @@ def spawn(
             f"{target!r} cannot be sent to other processes: {error}", hint=hint
         ) from error
     # The store lives here and its port is chosen by the kernel: no rank can find it taken.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    where = where or Where()
+    resource_tracker.ensure_running()  # here: started inside of a host it would keep that up
+    with where.inside(None):  # it listens at all addresses that there are there
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks: list[_Rank] = []
     try:
         for rank in range(world_size):
-            with _environment(_torchrun_variables(rank, world_size, store.port)):
+            variables = _torchrun_variables(rank, world_size, where.address, store.port)
+            with _environment({**variables, **where.variables(rank)}), where.inside(rank):
                 ranks.append(_start(payload, backend))
+            where.started(rank, ranks[rank].pid)
         results = _collect(ranks, before_rank, on_report, timeout_s)
         for one in ranks:
             one.process.join(_EXIT_S)
@@ -338,13 +380,13 @@ def _send(pipe: Connection, kind: str, body: object) -> None:
         pipe.send_bytes(message)
 
 
-def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent
         "OMP_NUM_THREADS": "1",

@@ -87,6 +87,14 @@ FACTORIES = frozenset(
 CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
 
 
+_KNOWN = ("aten.", "hap.", "prims.", "mesh.")
+
+
+def reads_contiguous(op: str) -> bool:
+    """Must the inputs be contiguous? A user's kernel may count on it, and shards are views."""
+    return op in CONTIGUOUS or not op.startswith(_KNOWN)
+
+
 def localize(node: Node, out_shapes: tuple[Shape | None, ...]) -> tuple[Arg, ...]:
     """The arguments of ``node`` on a rank with these local results; tensors stay references."""
     args = list(node.args)

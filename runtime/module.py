@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hap import optim, torch_private
 from hap.batch import given
 from hap.errors import PlanError
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
+from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.hierarchy import along_axes
+from hap.runtime.overlap import lane_of
 from hap.runtime.shard import cut, gather
 
 
@@ -31,16 +34,19 @@ class HapModule(nn.Module):
         comm: this rank's end of the collectives.
         device: where the shards live.
         widen: run all floats as float64 (for verification).
+        backend: what runs the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
 
     Raises:
         PlanError: another world size, or the ranks hold different programs.
+        InputError: there is no such backend, or what it needs is not installed.
     """
 
     def __init__(
         self, plan: Plan, model: nn.Module, comm: Comm, device: torch.device, *,
-        seed: int = 0, widen: bool = False,
+        seed: int = 0, widen: bool = False, backend: str = "eager",
     ) -> None:  # fmt: skip
         super().__init__()
+        check_backend(backend, device)
         if comm.world_size != plan.world_size:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
@@ -55,9 +61,10 @@ class HapModule(nn.Module):
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
         self._plan, self._comm, self._device = plan, comm, device
-        self._emitted = emit(plan, comm.rank, device, widen=widen)
+        self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
         self._comms = along_axes(plan, comm)
-        self._ctx = Context(self._comms[-1], seed, across=self._comms[0])
+        lane = lane_of(comm, device)
+        self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
         self._same = {}  # every name of a tied tensor -> the first
         for tensors in (
             dict(model.named_parameters(remove_duplicate=False)),
@@ -71,7 +78,9 @@ class HapModule(nn.Module):
         self._inputs = roles
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
-            self._put(name, nn.Parameter(shard, parameter.requires_grad))
+            mine = nn.Parameter(shard, parameter.requires_grad)
+            optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
+            self._put(name, mine)
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
         self.train(model.training)
@@ -92,10 +101,10 @@ class HapModule(nn.Module):
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
         self._ctx.training = self.training
-        loss, *buffers = _Step.apply(self._emitted, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
-                for target, new in zip(self._emitted.buffers, buffers, strict=True):
+                for target, new in zip(self._code.buffers, buffers, strict=True):
                     state[target].copy_(new)
         self._ctx.step += 1
         return loss  # type: ignore[no-any-return]
@@ -183,18 +192,21 @@ class HapModule(nn.Module):
             with torch.no_grad():
                 state[first].copy_(self._cut(first, whole))
 
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same elements of a parameter as this one."""
+        tensor = self._inputs.get(name)
+        copies = self._comm.world_size
+        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
+            copies //= len(level.sizes) if level else 1
+        return copies
+
     def grad_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
-            tensor = self._inputs.get(name)
-            levels = self._plan.levels(tensor, self._comm.rank) if tensor else (None,)
-            copies = self._comm.world_size
-            for level in levels:
-                copies //= len(level.sizes) if level else 1
-            total += parameter.grad.double().square().sum() / copies
+            total += parameter.grad.double().square().sum() / self._copies(name)
         return self._comm.all_reduce(total, "one shot").sqrt()
 
 
@@ -212,12 +224,32 @@ def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
     return norm
 
 
+class GradScaler(torch_private.AgreeingGradScaler):
+    """``torch.amp.GradScaler`` for a module in shards: all ranks skip a step, or none does.
+
+    An infinity that one rank finds in its shards counts for all of them, so that the scale stays
+    the same everywhere. Every rank must call its methods alike.
+
+    Args:
+        module: what is trained.
+        options: as torch's, but for the device, which is the module's.
+    """
+
+    def __init__(self, module: HapModule, **options: Any) -> None:
+        super().__init__(module._device.type, **options)
+        self._comm = module._comm
+
+    def agreed(self, found: Tensor) -> Tensor:
+        """The sum of all ranks' findings, each 0 or 1."""
+        return self._comm.all_reduce(found, "one shot")
+
+
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
     """The two graphs of one rank of a plan."""
     part = plan.part(rank)
     return Emitter(
         graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
-        widen=widen, offsets=part.offsets,
+        widen=widen, offsets=part.offsets, alone=plan.world_size == 1,
     ).emit()  # fmt: skip
 
 
@@ -232,19 +264,33 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _Step(torch.autograd.Function):
-    """The emitted forward and backward as one autograd node."""
+    """The emitted forward and backward as one autograd node.
+
+    What the forward made for the backward is kept in a list, from which the backward takes each
+    tensor to free it after its last use. Inputs, results and views of them are kept by autograd,
+    which knows when they change in place, and that they may lead back to this node.
+    """
 
     @staticmethod
-    def forward(fn: Any, emitted: Emitted, ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = emitted.forward(ctx, *tensors)
-        count = 1 + len(emitted.buffers)
-        fn.emitted, fn.rank_ctx = emitted, ctx
-        fn.save_for_backward(*results[count:])
-        fn.mark_non_differentiable(*results[1:count])
-        return tuple(results[:count])
+    def forward(fn: Any, code: Runnable, ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = code.forward(ctx, list(tensors))
+        count = 1 + len(code.buffers)
+        ends, saved = tuple(results[:count]), results[count:]
+        known = {id(tensor) for tensor in (*tensors, *ends)}
+        ours = [id(x) not in known and id(x._base) not in known for x in saved]
+        fn.save_for_backward(*(x for x, mine in zip(saved, ours, strict=True) if not mine))
+        fn.kept = [x if mine else None for x, mine in zip(saved, ours, strict=True)]
+        fn.code, fn.rank_ctx = code, ctx
+        fn.mark_non_differentiable(*ends[1:])
+        return ends
 
     @staticmethod
     def backward(fn: Any, *grads: Tensor) -> Any:
-        results = fn.emitted.backward(fn.rank_ctx, *fn.saved_tensors, grads[0])
-        places = fn.emitted.gradient_of
+        others = iter(fn.saved_tensors)  # raises if this has run before and may not again
+        saved = [next(others) if x is None else x for x in fn.kept]
+        saved.append(grads[0])
+        if not torch_private.keeps_graph():
+            fn.kept = []
+        results = fn.code.backward(fn.rank_ctx, saved)
+        places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)

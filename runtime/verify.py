@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from hap import torch_private
 from hap.batch import Batch, call, each, flatten
 from hap.capture import Loss, Step
-from hap.optimizer import MakeOptimizer
+from hap.optim import tensor_norms
+from hap.optimizer import MakeOptimizer, make_optimizer
+from hap.peephole import RANDOM
 from hap.plan import Plan
 from hap.runtime.collectives import Comm
+from hap.runtime.context import fixed
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule
 from hap.runtime.shard import join
@@ -57,6 +60,9 @@ class Verdict:
         return all(row.ok for row in self.rows)
 
 
+VANISHES = 500
+"""Roundings of the largest gradient under which a gradient is nothing but rounding."""
+
 Observed = dict[str, dict[str, Tensor]]
 """``loss``, ``gradient`` and ``parameter`` -> name -> tensor (a shard, on a rank)."""
 
@@ -64,6 +70,7 @@ Observed = dict[str, dict[str, Tensor]]
 def verify(
     plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer, *,
     dtype: str = "float64", run: Callable[[int, Callable[[Comm], Any]], list[Any]] = run_ranks,
+    backend: str = "eager",
 ) -> Verdict:  # fmt: skip
     """Compare the plan's program on all ranks with the module on one device.
 
@@ -72,7 +79,7 @@ def verify(
         run: runs a function of a :class:`Comm` on every rank; emulated by default.
     """
     widen = dtype == "float64"
-    observer = Observer.make(plan, model, batch, optimizer, dtype)
+    observer = Observer.make(plan, model, batch, optimizer, dtype, backend)
     model, batch = observer.model, observer.batch
     expected = observe_reference(model, batch, loss, optimizer)
     ranks = run(plan.world_size, observer)
@@ -93,17 +100,24 @@ class Observer:
     batch: Batch
     optimizer: MakeOptimizer
     widen: bool
+    backend: str = "eager"
 
     @staticmethod
     def make(
-        plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str
-    ) -> Observer:
+        plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str,
+        backend: str = "eager",
+    ) -> Observer:  # fmt: skip
         """An observer of copies in ``dtype`` with noise on all parameters."""
         widen = dtype == "float64"
-        return Observer(plan, prepared(model, widen), _cast(batch, widen), optimizer, widen)
+        return Observer(
+            plan, prepared(model, widen), _cast(batch, widen), optimizer, widen, backend
+        )
 
     def __call__(self, comm: Comm) -> Observed:
-        module = HapModule(self.plan, self.model, comm, torch.device("cpu"), widen=self.widen)
+        module = HapModule(
+            self.plan, self.model, comm, torch.device("cpu"), widen=self.widen,
+            backend=self.backend,
+        )  # fmt: skip
         module.without_dropout()
         batch = self.plan.local_batch(self.batch, comm.rank)
         return _observe(module, lambda: call(module, batch), self.optimizer)
@@ -140,7 +154,11 @@ def reference_mode(widen: bool) -> Iterator[None]:
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
             if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
-                return args[0].fill_(args[1])
+                return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+            if str(func) in RANDOM:
+                kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
+                made = func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+                return made.fill_(fixed(kind, [a for a in args if isinstance(a, int | float)]))
             return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
     before = torch.get_default_dtype()
@@ -153,7 +171,7 @@ def reference_mode(widen: bool) -> Iterator[None]:
 
 
 def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
-    updates = optimizer([p for p in module.parameters() if p.requires_grad])
+    updates = make_optimizer(optimizer, module)
     losses: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -165,10 +183,27 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
             gradients = {
                 n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
             }
+        settle(module)
         updates.step()
     state = {n: t.detach().clone() for n, t in module.named_parameters()}
     state |= {n: t.detach().clone() for n, t in module.named_buffers() if t.is_floating_point()}
     return {"loss": losses, "gradient": gradients, "parameter": state}
+
+
+def settle(module: nn.Module) -> None:
+    """Set to zero the gradients that vanish beside the others: they are all rounding.
+
+    A bias in front of a batch norm has one. Adam divides a gradient by its own size, and would
+    make a step of the rounding.
+    """
+    params = [p for p in module.parameters() if p.grad is not None]
+    if not params:
+        return
+    norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
+    limit = _rounding(params[0], float(norms.max()))
+    for p, norm in zip(params, norms, strict=True):
+        if norm <= limit and p.grad is not None:
+            p.grad.zero_()
 
 
 def compare(
@@ -180,25 +215,35 @@ def compare(
     for what, label in (
         ("loss", "loss"), ("gradient", "gradient"), ("parameter", f"after {STEPS} steps"),
     ):  # fmt: skip
-        largest = max(
-            (float(t.abs().max()) for t in expected[what].values() if t.numel()), default=0
-        )
+        largest = max(map(_largest, expected[what].values()), default=0.0)
         for name, reference in expected[what].items():
             parts = [seen[what].get(name) for seen in ranks]
             given = [p for p in parts if p is not None]
             wholes = None
             if len(given) == len(parts):
                 wholes = join(plan, tensors[name], given) if name in tensors else given
-            error = _error(wholes, reference, largest * FLOOR)
+            alone = largest * FLOOR
+            if what == "gradient" and _largest(reference) <= _rounding(reference, largest):
+                alone = largest
+            error = _error(wholes, reference, alone)
             rows.append(Row(tensor=name, what=label, error=error, ok=error <= tolerance))
     return tuple(rows)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _rounding(gradient: Tensor, largest: float) -> float:
+    """The size under which a gradient is nothing but rounding, beside the largest one."""
+    return VANISHES * torch.finfo(gradient.dtype).eps * largest
 
 
 def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> float:
     """Largest difference of the replicas, relative; infinite if there are none."""
     if wholes is None:
         return float("inf")
-    scale = max(float(reference.abs().max()) if reference.numel() else 0.0, floor, 1e-300)
+    scale = max(_largest(reference), floor, 1e-300)
     worst = 0.0
     for whole in wholes:
         if whole.shape != reference.shape:

@@ -16,6 +16,7 @@ from hap.cluster import Cluster
 from hap.errors import HapError
 from hap.graph import Graph
 from hap.placement import Placement, R, S
+from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost import Machine, PerRank
 from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Allowed
@@ -23,7 +24,7 @@ from hap.synthesizer.outcome import Engine
 from hap.synthesizer.paper import plan_as_paper
 from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.space import Space
-from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.twins import twin_of
 
 Restriction = Callable[[Space], Allowed]
@@ -245,16 +246,16 @@ def fewer_devices(
 ) -> dict[str, tuple[str, Candidate]]:
     """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
-    slowest, fastest = int(np.argmin(speeds)), int(np.argmax(speeds))
+    slow, fast = int(np.argmin(speeds)), int(np.argmax(speeds))
     found = {}
     if cluster.world_size > 2:
-        synthesizer = Synthesizer(space, cluster.without(slowest), optimizer_states, engine=engine)
+        synthesizer = Synthesizer(space, cluster.without(slow), optimizer_states, engine=engine)
         pair = synthesizer.search(next(synthesizer.starts()))
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
-        best = min(pair, balanced, key=lambda c: c.rank)
-        found["without the slowest device"] = (f"without {cluster.devices[slowest].name}", best)
+        best = fastest([pair, balanced])
+        found["without the slowest device"] = (f"without {cluster.devices[slow].name}", best)
     if cluster.world_size > 1:
-        synthesizer = Synthesizer(space, cluster.only(fastest), optimizer_states, engine=engine)
+        synthesizer = Synthesizer(space, cluster.only(fast), optimizer_states, engine=engine)
         pair = synthesizer.cheapest(next(synthesizer.starts()))
-        found["the fastest device alone"] = (f"only {cluster.devices[fastest].name}", pair)
+        found["the fastest device alone"] = (f"only {cluster.devices[fast].name}", pair)
     return found

@@ -1,15 +1,15 @@
 """How fast a step could be at best: lower bounds that are proved, and the programs behind them.
 
-The simulated step of a program (:mod:`hap.synthesizer.simulate`) is the sum over stages of the
-slowest rank's computing, plus the collectives ``C``. A sum of maxima is at least the maximum of
-the sums, and that at least any weighted mean: with weights ``w >= 0`` that sum to 1, and ``T[r]``
-what rank ``r`` computes in the whole step::
+A step (:mod:`hap.synthesizer.timeline`) is as long as each of its streams at least: what a rank
+``r`` computes, ``T[r]``, and what the collectives take together, ``C``. The larger of several is
+at least any weighted mean: with weights ``w >= 0`` and ``v >= 0`` that sum to 1::
 
-    step  >=  max_r T[r] + C  >=  sum_r w[r] T[r] + C                                   (1)
+    step  >=  max(max_r T[r], C)  >=  sum_r w[r] T[r] + v C                             (1)
 
 The right side adds up over operators, so *one exact search* under these prices
-(:meth:`Relaxation.search`) gives the least of it over *all* programs: a lower bound on every one
-of them. The dual of the maximum (1) is to choose ``w``: :meth:`Relaxation.weights` takes those
+(:meth:`Relaxation.search`) gives the least of it over *all* programs, however they overlap: a
+lower bound on every one of them. ``v`` is the price that communication has when computing can
+hide it. The dual of the maximum (1) is to choose the weights: :meth:`Relaxation.weights` takes those
 under which the programs found so far look worst, by cutting planes (Kelley, "The cutting-plane
 method for solving convex programs", 1960), and every program on the way is a candidate.
 
@@ -55,7 +55,7 @@ from hap.placement import LOCAL, Placement, R, conversion
 from hap.program import FUSIBLE, Program
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.exact import Costs, Labelling, minimise
+from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space
@@ -64,7 +64,7 @@ from hap.synthesizer.work import FREE
 Floats = npt.NDArray[np.float64]
 
 Weights = Floats
-"""One number per class of ranks; at least 0, and they sum to 1."""
+"""One number per class of ranks, and one for the links; at least 0, and they sum to 1."""
 
 _SAFE = 1.0 - 1e-9
 """Takes off what floating point may have added to a sum; far more than it can."""
@@ -124,7 +124,7 @@ class Floors(CostModel, ABC):
         if kind is None or tensor.name not in self._read:
             return [Choice("", 0.0)]
         if kind in LOCAL:
-            return super().convert(tensor, src, dst)
+            return [Choice("", 0.0)]  # a copy, beside the products that a step is made of
         return [Choice("", self._collective(kind, tensor, src, dst))]
 
     @abstractmethod
@@ -153,8 +153,9 @@ class FixedShares(Floors):
 
     @property
     def proportional(self) -> Weights:
-        """Weights in proportion to the ranks' speed, summed over each class."""
-        return np.bincount(self._class_of, self.machine.speed, self.classes).astype(np.float64)
+        """Weights in proportion to the ranks' speed, summed over each class; half is the links'."""
+        speed = np.bincount(self._class_of, self.machine.speed, self.classes).astype(np.float64)
+        return np.append(speed, 1.0) / 2
 
     def per_class(self, per_rank: PerRank) -> Floats:
         """A vector over ranks as one over classes, whose ranks are all alike in it."""
@@ -209,9 +210,9 @@ class AnyShares(Floors):
 
     @property
     def proportional(self) -> Weights:
-        """Weights in proportion to the classes' speed: a product costs the same on any shares."""
-        weights: Weights = self.machine.speed[self._ranks] * self._sizes
-        return weights
+        """Weights in proportion to the classes' speed, under which a product costs the same on
+        any shares; half is the links'."""
+        return np.append(self.machine.speed[self._ranks] * self._sizes, 1.0) / 2
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         return self._one  # each rank as if it did all of it: t[r] of (2)
@@ -243,25 +244,25 @@ class AnyShares(Floors):
 class Found:
     """A program and what it costs as a function of the weights: :meth:`at`.
 
-    The sum of ``constant_s``, of ``whole_s`` weighted, and for every entry of ``ways`` (entry,
-    way, class) of the cheapest way.
+    The sum of ``whole_s`` weighted, the communicating last, and for every entry of ``ways``
+    (entry, way, class) of the cheapest way.
     """
 
     labelling: Labelling
-    constant_s: float
     whole_s: Floats
     ways: Floats
 
     def at(self, weights: Weights) -> float:
         """Seconds under given weights; concave in them."""
-        return float(weights @ self.cut(weights)) + self.constant_s
+        return float(weights @ self.cut(weights))
 
     def cut(self, weights: Weights) -> Floats:
         """The seconds per class of the ways that are cheapest there: a supergradient."""
         if not len(self.ways):
             return self.whole_s
-        cheapest = (self.ways @ weights).argmin(axis=1)
-        total: Floats = self.whole_s + self.ways[np.arange(len(cheapest)), cheapest].sum(axis=0)
+        cheapest = (self.ways @ weights[:-1]).argmin(axis=1)
+        ways = self.ways[np.arange(len(cheapest)), cheapest].sum(axis=0)
+        total: Floats = self.whole_s + np.append(ways, 0.0)
         return total
 
 
@@ -294,13 +295,16 @@ class Relaxation:
 
         ``None`` if the allowed placements admit no program.
         """
-        unary = list(self._problem.unary)
-        alike: dict[int, Costs] = {}  # by the identity of the list: nodes of a kind have one
+        link = float(weights[-1])
+        scaled: dict[int, Costs] = {}  # by identity: what looks alike has one table
+        unary = [_scaled(costs, link, scaled) for costs in self._problem.unary]
+        pairs = {at: _scaled(table, link, scaled) for at, table in self._problem.pairs.items()}
+        alike: dict[int, Costs] = {}
         for variable, seconds in self._timed:
             if id(seconds) not in alike:
-                alike[id(seconds)] = _weighted(seconds, weights)
+                alike[id(seconds)] = _weighted(seconds, weights[:-1])
             unary[variable] = alike[id(seconds)]
-        labelling = minimise(unary, self._problem.pairs)
+        labelling = minimise(unary, pairs)
         self.searches += 1
         if labelling is None:
             return None
@@ -318,8 +322,10 @@ class Relaxation:
         constant = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
         constant += sum(int(table[labels[u], labels[v]]) for (u, v), table in pairs.items())
         found = Found(
-            labelling=labelling, constant_s=constant / PICOSECONDS,
-            whole_s=np.sum([np.zeros(self._prices.classes), *whole], axis=0),
+            labelling=labelling,
+            whole_s=np.append(
+                np.sum([np.zeros(self._prices.classes), *whole], axis=0), constant / PICOSECONDS
+            ),
             ways=np.array(ways) if ways else np.zeros((0, 1, self._prices.classes)),
         )  # fmt: skip
         self.found.append(found)
@@ -327,7 +333,7 @@ class Relaxation:
 
     def weights(self) -> Weights:
         """The weights under which the cheapest of the programs found is dearest."""
-        return dearest(self.found, self._prices.classes)
+        return dearest(self.found, self._prices.classes + 1)
 
     def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
         """Search from ``start`` on, until nothing can be gained or the bound is enough."""
@@ -349,10 +355,8 @@ def dearest(found: Sequence[Found], classes: int) -> Weights:
     per class.
     """
     weights = np.full(classes, 1.0 / classes)
-    if classes == 1:
-        return weights
     scale = 1.0 / min(f.at(weights) for f in found)
-    cuts: list[tuple[Floats, float]] = []
+    cuts: list[Floats] = []
     best, best_s = weights, 0.0
     claimed = np.inf  # what the linear programs still hope for
     for _ in range(_CUTS):
@@ -362,7 +366,7 @@ def dearest(found: Sequence[Found], classes: int) -> Weights:
         if claimed - best_s < _CLOSE:
             break
         cuts += [
-            (f.cut(weights) * scale, f.constant_s * scale) for f in found
+            f.cut(weights) * scale for f in found
             if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
         ]  # fmt: skip
         highest = _highest(cuts, classes)
@@ -372,20 +376,18 @@ def dearest(found: Sequence[Found], classes: int) -> Weights:
     return best
 
 
-def _highest(cuts: Sequence[tuple[Floats, float]], classes: int) -> tuple[Weights, float] | None:
+def _highest(cuts: Sequence[Floats], classes: int) -> tuple[Weights, float] | None:
     """The weights where the lowest of planes is highest, and its height.
 
-    Planes are ``slopes @ weights + constant``. ``None`` if they are so nearly parallel that the
-    solver gives up: any weights give a true bound, so that no more than its height is lost.
+    Planes are ``slopes @ weights``. ``None`` if they are so nearly parallel that the solver
+    gives up: any weights give a true bound, so that no more than its height is lost.
     """
     solver = pywraplp.Solver.CreateSolver("GLOP")
     w = [solver.NumVar(0.0, 1.0, f"w{k}") for k in range(classes)]
     least = solver.NumVar(0.0, solver.infinity(), "least")
     solver.Add(solver.Sum(w) == 1)
-    for slopes, constant in cuts:
-        solver.Add(
-            least <= solver.Sum([float(c) * x for c, x in zip(slopes, w, strict=True)]) + constant
-        )
+    for slopes in cuts:
+        solver.Add(least <= solver.Sum([float(c) * x for c, x in zip(slopes, w, strict=True)]))
     solver.Maximize(least)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
@@ -400,7 +402,15 @@ _CUTS = 40
 """Linear programs of one master problem; two to five classes take about ten."""
 
 
-def _weighted(seconds: Sequence[Floats], weights: Weights) -> Costs:
+def _scaled(costs: Costs, factor: float, known: dict[int, Costs]) -> Costs:
+    """Costs of communicating by the weight of the links; what is forbidden stays so."""
+    if id(costs) not in known:
+        part = np.round(costs * factor).astype(np.int64)
+        known[id(costs)] = np.where(costs >= FORBIDDEN, costs, part)
+    return known[id(costs)]
+
+
+def _weighted(seconds: Sequence[Floats], weights: Floats) -> Costs:
     """The costs of a variable's labels in integer picoseconds."""
     costs = [float(np.min(s @ weights)) for s in seconds]
     return np.array(np.round(np.array(costs) * PICOSECONDS), dtype=np.int64)

@@ -34,7 +34,7 @@ import numpy as np
 from hap.graph import Node, Tensor
 from hap.placement import Placement
 from hap.program import FUSIBLE, Compute, Program
-from hap.synthesizer.bound import AnyShares, Floats, Relaxation, Weights, dearest
+from hap.synthesizer.bound import AnyShares, Floats, Relaxation, Weights
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.rules.base import Row
@@ -279,7 +279,7 @@ class Branching:
         relaxation = Relaxation(self._space, prices, self._allowed)
         for labelling in self._known:
             relaxation.adopt(labelling)
-        weights: Weights = dearest(relaxation.found, prices.classes)
+        weights: Weights = relaxation.weights()
         found = relaxation.search(weights)
         self.searches += 1
         leaf.bound_s = max(leaf.bound_s, relaxation.bound_s)

@@ -7,6 +7,10 @@ operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tree or of recur
 in rank order, ``ceil(log2 machines)`` have the latency between machines. Shards may be uneven:
 a *padded* collective moves the largest shard for everyone, a *grouped* one sends each shard
 with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.hierarchy`.
+
+Where an implementation has measured figures of its own (``Cluster.collectives``), the same
+formulas run on the links as it sees them: they say how often it starts and what it moves, and
+the figures what a start and a byte cost it, packing included.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hap.cluster import Cluster, Link
+from hap.cluster import IMPLEMENTATIONS, Cluster, Link
 from hap.hierarchy import exists
 from hap.synthesizer.hierarchy import Stages, all_reduce, leaving, steps
 
@@ -31,8 +35,8 @@ class Choice(NamedTuple):
     seconds: float
 
 
-class Network:
-    """The figures of the ring and of each machine's adapter."""
+class Links:
+    """The figures of the ring and of each machine's adapter, as one implementation sees them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.world_size = cluster.world_size
@@ -43,18 +47,50 @@ class Network:
         ]
         self.latency_s = max(h.latency_s for h in hops)
         self.bytes_per_s = min(h.bandwidth_bytes_per_s for h in hops)
-        self._many = len(cluster.nodes) > 1
-        self._adapter = cluster.inter.bandwidth_bytes_per_s
-        self._inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
-        self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+        self.adapter = cluster.inter.bandwidth_bytes_per_s
+        self.inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
         sizes = {node: (nodes.count(node), cluster.intra[node].latency_s) for node in cluster.nodes}
         inner_s = max((a for n, a in sizes.values() if n > 1), default=0.0)
         outer = steps(len(sizes))
-        self._tree_s = outer * cluster.inter.latency_s + (steps(self.world_size) - outer) * inner_s
-        self._peers_s = max(
+        self.tree_s = outer * cluster.inter.latency_s + (steps(self.world_size) - outer) * inner_s
+        self.peers_s = max(
             (n - 1) * a + (self.world_size - n) * cluster.inter.latency_s for n, a in sizes.values()
         )
-        self._stages = Stages(cluster) if exists(cluster.counts) else None
+
+    def padded(self, nbytes: float, parts: Fractions, on: float) -> float:
+        """A gather, or reduce-scatter, that moves the largest part for everyone."""
+        largest = nbytes * float(parts.max())
+        return on * self.tree_s + (self.world_size - 1) * largest / self.bytes_per_s
+
+
+class Network:
+    """Prices of collectives over all ranks of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.world_size = cluster.world_size
+        nodes = [d.node for d in cluster.devices]
+        plain = Links(cluster)
+        self.latency_s, self.bytes_per_s = plain.latency_s, plain.bytes_per_s
+        self._many = len(cluster.nodes) > 1
+        self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+        staged = exists(cluster.counts)
+        self._links: dict[tuple[str, str], Links] = {}
+        self._stages: dict[str, Stages] = {}
+        for kind, ways in IMPLEMENTATIONS.items():
+            for how in ways:
+                own = cluster.collectives.get(kind, {}).get(how)
+                seen = cluster.seen_by(kind, how) if own else cluster
+                if how == "hierarchical":
+                    if staged:
+                        self._stages[kind] = Stages(seen)
+                else:
+                    self._links[kind, how] = Links(seen) if own else plain
+        exchanges = [self._links["all_to_all", "exact"].adapter]
+        if "all_to_all" in self._stages:
+            exchanges.append(
+                cluster.seen_by("all_to_all", "hierarchical").inter.bandwidth_bytes_per_s
+            )
+        self._exchange_bytes_per_s = max(exchanges)
 
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
@@ -78,8 +114,6 @@ class Network:
         What is padded is least for equal parts, what has a sender per part for one sender. So
         is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
         """
-        if kind == "all_reduce_lse":
-            return 2 * self.floor_s("all_reduce", nbytes, start=start)
         n = self.world_size
         even, alone = np.full(n, 1 / n), np.eye(n)[0]
         moved = kind == "all_to_all"
@@ -89,8 +123,9 @@ class Network:
             for c in self.choices(kind, nbytes, p, p, start=start)
             if c.implementation != "hierarchical"
         ]
-        if self._stages and (self._stages.regular or not moved):
-            found.append(self._stages.floor_s(kind, nbytes, start) + crossing * moved)
+        stages = self._stages.get(kind)
+        if stages and (stages.regular or not moved):
+            found.append(stages.floor_s(kind, nbytes, start) + crossing * moved)
         return min(found)
 
     def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
@@ -111,69 +146,72 @@ class Network:
         one = float(least(low, high).max())
         # The machine with most has at least 1 / n, and at most the largest of all.
         largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
-        return nbytes * max(0.0, one, largest) / self._adapter
+        return nbytes * max(0.0, one, largest) / self._exchange_bytes_per_s
 
-    def _gather(self, nbytes: float, parts: Fractions, on: float, *, scatter: bool) -> list[Choice]:
+    def _gather(self, kind: str, nbytes: float, parts: Fractions, on: float) -> list[Choice]:
         found = [
-            Choice("padded", self._padded(nbytes, parts, on)),
-            Choice("grouped", self._grouped(nbytes, parts, on)),
+            Choice("padded", self._links[kind, "padded"].padded(nbytes, parts, on)),
+            Choice("grouped", self._grouped(self._links[kind, "grouped"], nbytes, parts, on)),
         ]
-        if self._stages:
-            seconds = self._stages.gather(nbytes, parts, on, scatter=scatter)
+        if stages := self._stages.get(kind):
+            seconds = stages.gather(nbytes, parts, on, scatter=kind == "reduce_scatter")
             found.append(Choice("hierarchical", seconds))
         return found
 
-    def _padded(self, nbytes: float, parts: Fractions, on: float) -> float:
-        largest = nbytes * float(parts.max())
-        return on * self._tree_s + (self.world_size - 1) * largest / self.bytes_per_s
-
-    def _grouped(self, nbytes: float, parts: Fractions, on: float) -> float:
+    def _grouped(self, links: Links, nbytes: float, parts: Fractions, on: float) -> float:
         senders = int(np.count_nonzero(parts))
         # One after another, but even a lone one goes down a tree.
-        latency_s = max(senders * self.latency_s, self._tree_s)
-        return on * latency_s + nbytes / self.bytes_per_s
+        latency_s = max(senders * links.latency_s, links.tree_s)
+        return on * latency_s + nbytes / links.bytes_per_s
 
     def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
-        return self._gather(nbytes, src, on, scatter=False)
+        return self._gather("all_gather", nbytes, src, on)
 
     def _reduce_scatter(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
     ) -> list[Choice]:
-        return self._gather(nbytes, dst, on, scatter=True)
+        return self._gather("reduce_scatter", nbytes, dst, on)
 
     def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
-        n, slowest = self.world_size, Link(self.bytes_per_s, self.latency_s)
-        around = 2 * (n - 1) / n * nbytes / self.bytes_per_s
-        two_step = 2 * on * (self._tree_s + self.latency_s) + around
+        n = self.world_size
+        one, two = self._links["all_reduce", "one shot"], self._links["all_reduce", "two step"]
+        slowest = Link(one.bytes_per_s, one.latency_s)
+        around = 2 * (n - 1) / n * nbytes / two.bytes_per_s
         found = [
-            Choice("one shot", all_reduce(n, nbytes, on * self._tree_s, slowest)),
-            Choice("two step", two_step),
+            Choice("one shot", all_reduce(n, nbytes, on * one.tree_s, slowest)),
+            Choice("two step", 2 * on * (two.tree_s + two.latency_s) + around),
         ]
-        if self._stages:
-            found.append(Choice("hierarchical", self._stages.all_reduce(nbytes, on)))
+        if stages := self._stages.get("all_reduce"):
+            found.append(Choice("hierarchical", stages.all_reduce(nbytes, on)))
         return found
 
     def _all_reduce_lse(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
     ) -> list[Choice]:
         # The largest term is found first, then the exponentials less it are summed.
-        reduced = 2 * self._all_reduce(nbytes, src, dst, on)[0].seconds
+        links = self._links["all_reduce_lse", "two reductions"]
+        slowest = Link(links.bytes_per_s, links.latency_s)
+        reduced = 2 * all_reduce(self.world_size, nbytes, on * links.tree_s, slowest)
         n = self.world_size
         # Or every rank gets all the terms: a whole tensor from each.
-        gathered = self._padded(n * nbytes, np.full(n, 1 / n), on)
+        links = self._links["all_reduce_lse", "terms gathered"]
+        gathered = links.padded(n * nbytes, np.full(n, 1 / n), on)
         return [Choice("terms gathered", gathered), Choice("two reductions", reduced)]
 
     def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Choice]:
+        links = self._links["all_to_all", "exact"]
         sent, received = src * (1 - dst), dst * (1 - src)
-        busiest = float((nbytes * np.maximum(sent, received) / self._inner).max())
+        busiest = float((nbytes * np.maximum(sent, received) / links.inner).max())
         if self._many:
             between = leaving(self._member @ src, self._member @ dst)
-            busiest = max(busiest, nbytes * between / self._adapter)
+            busiest = max(busiest, nbytes * between / links.adapter)
+        gathered = self._links["all_to_all", "gathered"]
         found = [
-            Choice("exact", on * self._peers_s + busiest),
-            Choice("gathered", self._padded(nbytes, src, on)),
+            Choice("exact", on * links.peers_s + busiest),
+            Choice("gathered", gathered.padded(nbytes, src, on)),
         ]
-        if self._stages and self._stages.regular:
-            seconds = self._stages.all_to_all(nbytes, src, dst, on)
+        stages = self._stages.get("all_to_all")
+        if stages and stages.regular:
+            seconds = stages.all_to_all(nbytes, src, dst, on)
             found.append(Choice("hierarchical", seconds))
         return found

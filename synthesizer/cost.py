@@ -20,7 +20,7 @@ from hap.placement import LOCAL, Placement, conversion
 from hap.program import Convert
 from hap.synthesizer.communication import Choice, Network
 from hap.synthesizer.rules.base import Row
-from hap.synthesizer.work import node_work
+from hap.synthesizer.work import node_work, update_work
 
 PerRank = npt.NDArray[np.float64]
 
@@ -200,10 +200,9 @@ class CostModel:
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         """Seconds per rank of the optimizer's elementwise step on the stored shard."""
         elements = parameter.numel * self.parts(parameter, stored)
-        # Reads parameter, gradient and states; writes parameter and states.
-        nbytes = (3 + 2 * self.optimizer_states) * self.local_bytes(parameter, stored)
-        work = Work("memory", parameter.dtype, 0.0, 0.0)
-        return self.machine.seconds(work, 4.0 * elements, nbytes)
+        work = update_work(parameter.dtype, self.optimizer_states)
+        nbytes = work.bytes * self.local_bytes(parameter, stored)
+        return self.machine.seconds(work, work.flops * elements, nbytes)
 
     def stored_bytes(self, parameter: Tensor, stored: Placement, *, trained: bool) -> PerRank:
         """Parameter, gradient and optimizer states of a stored shard."""

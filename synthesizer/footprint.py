@@ -1,8 +1,9 @@
 """What lies in each device's memory during a step, and what it is at the fullest moment.
 
-Counted from first definition to last use, what the backward reads of the forward until the
-backward ends; views share the storage of what they look at. Fused collectives are one moment:
-all that goes in and all that comes out exists at once, and the buffers between them.
+Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
+are fused, all that goes in and all that comes out exists at once, from where it is issued to
+where it has ended (``until`` of :class:`hap.synthesizer.script.Lives`). Collectives run one after
+the other, so that of those under way the largest buffers count.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from hap.graph import Graph
 from hap.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
-from hap.synthesizer.script import Indices, Script, script_of
+from hap.synthesizer.script import Indices, Lives, Script, script_of
 
 KINDS = (
     "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
@@ -26,43 +27,52 @@ KINDS = (
 Floats = npt.NDArray[np.float64]
 
 
+Until = Sequence[int] | None
+
 Buffers = Callable[[Sequence[Instruction]], PerRank]
 """Bytes that a collective takes beside its tensors; :func:`communication_buffers` mostly."""
 
 
 def memory(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None = None
-) -> tuple[PerRank, PerRank]:
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None = None,
+    until: Until = None,
+) -> tuple[PerRank, PerRank]:  # fmt: skip
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
         buffers: what collectives take, which depends on all ranks' parts at once, where the
             ranks of ``cost`` are none that work together.
+        until: when collectives have ended; none overlaps with anything if it isn't given.
     """
     script = script_of(graph, program, cost)
     stored = _given(graph, script, cost)
-    peak: PerRank = _moments(graph, program, cost, buffers, script).max(axis=0)
+    alive, between = _moments(graph, program, cost, buffers, script, _lives(script, until))
+    peak: PerRank = (alive + between).max(axis=0)
     return stored["parameters"] + stored["optimizer states"], peak
 
 
-def at_peak(graph: Graph, program: Program, cost: CostModel) -> dict[str, PerRank]:
+def at_peak(
+    graph: Graph, program: Program, cost: CostModel, until: Until = None
+) -> dict[str, PerRank]:
     """By kind, the bytes that each rank holds at its fullest moment."""
     script = script_of(graph, program, cost)
-    lives = script.lives
-    fullest = _moments(graph, program, cost, None, script).argmax(axis=0) - 1
+    lives = _lives(script, until)
+    alive, between = _moments(graph, program, cost, None, script, lives)
+    moments = (alive + between).argmax(axis=0)
+    fullest = moments - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
     for kind, nbytes in _given(graph, script, cost).items():
         found[kind] = found[kind] + nbytes
     for value, (first, last) in lives.spans.items():
-        alive = (first <= fullest) & (fullest <= last)
+        there = (first <= fullest) & (fullest <= last)
         nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
-        found[lives.kind[value]] += np.where(alive, nbytes, 0.0)
-    for rank, at in enumerate(fullest.tolist()):
-        if at >= 0:
-            group = program.instructions[slice(*script.bounds[at])]
-            between = communication_buffers(group, cost)
-            found["communication buffers"][rank] = between[rank]
+        found[lives.kind[value]] += np.where(there, nbytes, 0.0)
+    found["communication buffers"] = between[moments, np.arange(len(moments))]
     return found
+
+
+def _lives(script: Script, until: Until) -> Lives:
+    return script.lives if until is None else script.lives_until(until)
 
 
 def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
@@ -78,18 +88,20 @@ def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
 
 
 def _moments(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script
-) -> Floats:
-    """Bytes alive; dims moment, rank. The first moment is before the step."""
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script,
+    lives: Lives,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Bytes alive, and in buffers; dims moment, rank. The first moment is before the step."""
     end = len(script.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
     change[0] = sum(_given(graph, script, cost).values())
-    values = list(script.lives.spans)
+    values = list(lives.spans)
     local = _local_bytes(graph, script, cost, values, script.part_of_value)
     both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
-    np.add.at(change, script.changes, both)
+    np.add.at(change, lives.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
+    between = np.zeros_like(alive)
     for at, moved in enumerate(script.moved):
         if moved < 0:
             continue
@@ -97,8 +109,9 @@ def _moments(
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             known[key] = buffers(group) if buffers else communication_buffers(group, cost)
-        alive[at + 1] += known[key]
-    return alive
+        under_way = slice(at + 1, lives.until[at] + 2)
+        between[under_way] = np.maximum(between[under_way], known[key])
+    return alive, between
 
 
 def _local_bytes(

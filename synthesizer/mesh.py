@@ -21,6 +21,7 @@ from hap.mesh import Mesh, divide, ends, is_mesh_op, origin
 from hap.placement import LOCAL, Placement
 from hap.program import BETWEEN, Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
+from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.communication import Choice, Fractions, Network
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
@@ -28,7 +29,7 @@ from hap.synthesizer.outcome import Engine
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
 from hap.synthesizer.space import Space, build_space
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +296,7 @@ def best_on_mesh(
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine):
-        if beat and pair.rank >= beat.rank:
+        if beat and pair.floor >= beat.rank:
             continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
@@ -343,7 +344,7 @@ def _between(
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         # A machine without a share of something has no step to run.
         pairs = [p for p in (pair, balanced) if all(map(all, _used(p).values()))]
-        pair = min(pairs, key=lambda c: c.rank, default=pair)
+        pair = fastest(pairs or [pair])
         if pairs and (pair.program, pair.shares) not in seen:
             seen.append((pair.program, pair.shares))
             yield name, pair

@@ -43,6 +43,7 @@ from hap.errors import HapError
 from hap.graph import Graph, Node, Tensor
 from hap.placement import LOCAL, L, P, Placement, conversion
 from hap.program import Convert, Program
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Aims, Problem
@@ -50,7 +51,7 @@ from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.rules import Row
 from hap.synthesizer.simulate import stages
 from hap.synthesizer.space import Space
-from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.synthesizer.work import node_work
 
 TERMS = (P, L)
@@ -112,7 +113,8 @@ def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Cand
     """
     judge = Synthesizer(space, cluster, optimizer_states)
     _, program, ratios = alternate(space, judge.machine)
-    return judge.judge(program, spread(space.axes, ratios))
+    found = judge.judge(program, spread(space.axes, ratios))
+    return replace(found, overlap=False)  # it waits for each collective where it stands
 
 
 def alternate(

@@ -17,6 +17,7 @@ from hap.errors import InfeasibleError, InputError
 from hap.mesh import is_mesh
 from hap.plan import Prediction
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.engines import engine_named
 from hap.synthesizer.mesh import Between, MeshCandidate, best_on_mesh
@@ -24,7 +25,7 @@ from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_ki
 from hap.synthesizer.roles import batch_axis
 from hap.synthesizer.space import Space
 from hap.synthesizer.subset import Ranks, best_part
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 from hap.units import format_bytes
 
 Progress = Callable[[str], None]
@@ -89,7 +90,8 @@ def choose(
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=wishes.compare)
-    best = min([best, *(c for c in beside.values() if isinstance(c, Candidate))], key=_rank)
+    known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
+    best = min(known, key=lambda c: c.rank)
     fewer = fewer_devices(space, cluster, optimizer_states, engine)
     left: Ranks = ()
     if not wishes.all_devices and not wishes.mesh:
@@ -141,10 +143,6 @@ def _on_two_axes(
             "no program leaves every machine a share of the step", hint="plan over one axis"
         )
     return two if two and (wishes.mesh or two.pair.rank < best.rank) else None
-
-
-def _rank(candidate: Candidate) -> tuple[float, float]:
-    return candidate.rank
 
 
 _REMEDIES = {

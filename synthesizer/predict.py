@@ -11,12 +11,13 @@ from hap.axes import Axes
 from hap.graph import Graph, Tensor
 from hap.plan import Alternative, Bound, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.script import computed
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.work import FLOPS
 
 
@@ -42,7 +43,7 @@ def predict(
         for r, device in enumerate(cost.machine.cluster.devices)
     )
     return Prediction(
-        step_s=line.step_s, communicate_s=line.communicate_s, ranks=ranks,
+        step_s=line.step_s, communicate_s=line.communicate_s, hidden_s=line.hidden_s, ranks=ranks,
         collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
         bounds=bounds,
     )  # fmt: skip
@@ -104,7 +105,8 @@ def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
     """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
-    peak = at_peak(graph, candidate.program, cost)
+    run = candidate.scheduled
+    peak = at_peak(graph, run.program, cost, run.until)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
     return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 
@@ -149,7 +151,7 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
-    for group in candidate.program.groups(graph):
+    for group in candidate.scheduled.program.groups(graph):
         nodes = computed(graph, group)
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:

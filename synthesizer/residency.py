@@ -2,8 +2,8 @@
 
 The rules are those of :func:`hap.synthesizer.simulate.memory`, placed on the streams of
 :mod:`hap.synthesizer.timeline`. A storage is there from the start of the instruction that makes
-it to the end of the last that reads it. Views share the storage of what they look at; what the
-backward reads of the forward stays until the backward has ended; what leaves the graph stays.
+it to the end of the last that reads it. Views share the storage of what they look at; what leaves
+the graph stays.
 Without overlap the largest value is that function's peak. With overlap it can be larger: what
 a collective reads stays until it has ended, while computing goes on.
 """
@@ -50,7 +50,6 @@ class _Storage:
 
     value: Value
     born: int
-    forward: bool
     last: int
     until_s: PerRank
 
@@ -123,7 +122,7 @@ def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:
     of: dict[Value, _Storage] = {}
     for i in graph.inputs:
         value = Value(i.tensor, program.inputs[i.tensor])
-        of[value] = _Storage(value=value, born=-1, forward=True, last=-1, until_s=zero)
+        of[value] = _Storage(value=value, born=-1, last=-1, until_s=zero)
     made: list[_Storage] = []
     for at, step in enumerate(program.instructions):
         ins, outs = ends(graph, (step,))
@@ -133,8 +132,6 @@ def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:
             alias = step.kind == "slice"
         for value in ins:
             storage = of[value]
-            if step.backward and storage.forward:
-                storage.last = end
             storage.last = max(storage.last, at)
             storage.until_s = np.maximum(storage.until_s, run.done_s[at])
         for value in outs:
@@ -142,9 +139,7 @@ def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:
                 of[value] = of[ins[0]]
                 of[value].last = max(of[value].last, at)
             else:
-                of[value] = _Storage(
-                    value=value, born=at, forward=not step.backward, last=at, until_s=run.done_s[at]
-                )
+                of[value] = _Storage(value=value, born=at, last=at, until_s=run.done_s[at])
                 made.append(of[value])
     for output, p in zip(graph.outputs, program.outputs, strict=True):
         of[Value(output.tensor, p)].last = end + 1

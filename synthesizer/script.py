@@ -55,7 +55,9 @@ class Script:
     def __init__(self, graph: Graph, program: Program, cost: CostModel, bounds: Bounds) -> None:
         self.bounds = bounds
         self.axes = cost.axes
-        self.lives = Lives(graph, [program.instructions[a:b] for a, b in bounds], program)
+        groups = [program.instructions[a:b] for a, b in bounds]
+        self._groups, self._graph, self._program = groups, graph, program
+        self.lives = self.lives_until(range(len(groups)))
         self.computing: Classes[tuple[Node, Row]] = Classes()
         self.nodes: list[list[tuple[Node, Row]]] = []
         self.moving: Classes[int] = Classes()
@@ -83,10 +85,10 @@ class Script:
         where = [self.parts.number(cost.where(*v), v) for v in [*self.inputs, *values]]
         self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
         self.part_of_value: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
-        end, spans = len(bounds), self.lives.spans.values()
-        changes = [(first + 1, min(last + 2, end + 1)) for first, last in spans]
-        self.changes: Indices = np.array(changes, dtype=np.int64).reshape(-1)
-        """Per value, the moments from which on it is there, and no longer there."""
+
+    def lives_until(self, until: Sequence[int]) -> Lives:
+        """The lives if each group holds what it reads until another has run; see :class:`Lives`."""
+        return Lives(self._graph, self._groups, self._program, until)
 
 
 def computed(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
@@ -131,11 +133,18 @@ def _moving(graph: Graph, cost: CostModel, step: Convert) -> Hashable:
 
 
 class Lives:
-    """From which moment to which each storage exists that a program makes."""
+    """From which moment to which each storage exists that a program makes.
+
+    Args:
+        until: per group, the last one that begins before it has ended: itself, or a later one
+            if it communicates meanwhile.
+    """
 
     def __init__(
-        self, graph: Graph, groups: Sequence[Sequence[Instruction]], program: Program
-    ) -> None:
+        self, graph: Graph, groups: Sequence[Sequence[Instruction]], program: Program,
+        until: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.until = until
         self.kind: dict[Value, str] = {}
         parameters = {i.tensor for i in graph.role("parameter")}
         gradients = set(graph.gradients.values())
@@ -148,11 +157,10 @@ class Lives:
 
         def use(value: Value, at: int, backward: bool) -> None:
             storage = root.setdefault(value, value)
-            # What the backward reads of the forward is kept until the whole backward has run.
-            kept = backward and storage in forward
-            if kept and self.kind.get(storage) == "temporary values":
+            saved = backward and storage in forward
+            if saved and self.kind.get(storage) == "temporary values":
                 self.kind[storage] = "saved activations"
-            last[storage] = end if kept else max(at, last.get(storage, 0))
+            last[storage] = max(at, last.get(storage, 0))
 
         def name(value: Value) -> str:
             if value.tensor in gradients:
@@ -167,7 +175,7 @@ class Lives:
             for step in group:
                 ins, outs, alias = _touched(graph, step)
                 for value in ins:
-                    use(value, at, backward)
+                    use(value, until[at], backward)
                 for value in outs:
                     root[value] = root[ins[0]] if alias and ins else value
                     if root[value] == value:
@@ -179,6 +187,9 @@ class Lives:
         for output, p in zip(graph.outputs, program.outputs, strict=True):
             use(Value(output.tensor, p), end, False)
         self.spans = {value: (at, last[value]) for value, at in first.items()}
+        changes = [(at + 1, min(last[value] + 2, end + 1)) for value, at in first.items()]
+        self.changes: Indices = np.array(changes, dtype=np.int64).reshape(-1)
+        """Per value, the moments from which on it is there, and no longer there."""
 
 
 def _touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], bool]:

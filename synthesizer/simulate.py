@@ -1,8 +1,8 @@
-"""A program on a timeline: predicted step time and peak memory of every rank.
+"""A program with nothing overlapped: predicted step time and peak memory of every rank.
 
 Each rank has one stream; it computes while it can and waits at every collective until the
-last rank arrives (communication does not yet overlap with computing). Memory is that of
-:mod:`hap.synthesizer.footprint`.
+last rank arrives. That is quick to work out, and what overlapping starts from
+(:mod:`hap.synthesizer.overlap`). Memory is that of :mod:`hap.synthesizer.footprint`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,39 @@ from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
 from hap.synthesizer.script import script_of
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """What one training step does to each rank; vectors have one entry per rank.
 
-    ``step_s`` ends with the slowest rank's optimizer step. ``compute_s`` + ``wait_s`` +
-    ``communicate_s`` is the same sum for every rank.
+    ``step_s`` ends with the slowest rank's optimizer step. It is ``compute_s`` + ``wait_s`` +
+    ``communicate_s`` - ``hidden_s`` for every rank. Hidden is the part of communicating beside
+    which the busiest rank computes.
     """
 
     step_s: float
     compute_s: PerRank
     wait_s: PerRank
     communicate_s: float
+    hidden_s: float
     stored_bytes: PerRank
     peak_bytes: PerRank
+
+
+def timeline(
+    step_s: float, compute_s: PerRank, communicate_s: float, stored: PerRank, peak: PerRank
+) -> Timeline:
+    """From the sums to what each rank does otherwise."""
+    hidden_s = max(0.0, float(compute_s.max()) + communicate_s - step_s)
+    waiting = step_s - compute_s - communicate_s + hidden_s
+    waiting[waiting < _ROUNDING * step_s] = 0.0
+    return Timeline(
+        step_s=step_s, compute_s=compute_s, communicate_s=communicate_s, hidden_s=hidden_s,
+        wait_s=waiting,
+        stored_bytes=stored, peak_bytes=peak,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +117,9 @@ def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
 def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
     """Run a program on the cost model's cluster and shares."""
     world = cost.machine.cluster.world_size
-    compute, wait, communicate = np.zeros(world), np.zeros(world), 0.0
+    compute, slowest_s, communicate = np.zeros(world), 0.0, 0.0
     for stage in stages(graph, program, cost):
         compute = compute + stage.compute_s
-        wait = wait + (stage.compute_s.max() - stage.compute_s)
+        slowest_s += float(stage.compute_s.max())
         communicate += stage.communicate_s
-    stored, peak = memory(graph, program, cost)
-    return Timeline(
-        step_s=float((compute + wait).max()) + communicate,
-        compute_s=compute, wait_s=wait, communicate_s=communicate,
-        stored_bytes=stored, peak_bytes=peak,
-    )  # fmt: skip
+    return timeline(slowest_s + communicate, compute, communicate, *memory(graph, program, cost))

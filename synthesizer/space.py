@@ -24,7 +24,8 @@ from hap.errors import UnsupportedOpError
 from hap.graph import Graph, Node
 from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
-from hap.synthesizer.rules import RULES, Row, rows_of
+from hap.synthesizer.rules import RULES, Call, Row, rows_of
+from hap.synthesizer.rules.written import lines_of
 from hap.synthesizer.work import FLOPS
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
@@ -128,6 +129,14 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     )
 
 
+def is_product(node: Node, graph: Graph) -> bool:
+    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    return (
+        node.op in PRODUCTS
+        or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
+    )
+
+
 def _rows(node: Node, graph: Graph) -> list[Row]:
     try:
         return rows_of(node, graph)
@@ -135,10 +144,13 @@ def _rows(node: Node, graph: Graph) -> list[Row]:
         if node.op in RULES:
             raise
         near = difflib.get_close_matches(node.op, RULES, n=3, cutoff=0.5)
+        known = node.op.partition(".")[0] in {op.partition(".")[0] for op in RULES}
+        nearest = f"; nearest known: {', '.join(near)}" if near and known else ""
         raise UnsupportedOpError(
             f"no rule says how operator {node.op} may be split",
             where=node.source or node.name,
-            hint=f"nearest known: {', '.join(near) or 'none'}; rules are in synthesizer/rules",
+            hint="hap plan --discover finds out by running it, and "
+            f"hap rules discover {node.op} --model FILE shows what it finds{nearest}",
         ) from None
 
 
@@ -170,7 +182,7 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
 def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
     """The axes that some product can be split on; all of them if there are no products."""
     useful = {
-        axes.of[d] for n in graph.nodes if n.op in PRODUCTS for row in rows[n.name]
+        axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
         for d in _dims(n, row)
     } or set(axes.axes)  # fmt: skip
     if narrow:

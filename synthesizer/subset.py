@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.synthesizer.candidate import Candidate, Rank, fastest
+from hap.synthesizer.synthesize import Synthesizer, spread
 
 Ranks = tuple[int, ...]
 
@@ -27,15 +28,15 @@ def best_part(
     Args:
         best: the best pair on the whole cluster.
     """
-    choice: tuple[tuple[float, float], Ranks] = (best.rank, ())
+    choice: tuple[Rank, Ranks] = (best.estimate, ())
     for kept in parts(whole, best):
-        choice = min(choice, (transplanted(whole, best, kept).rank, kept), key=lambda c: c[0])
+        choice = min(choice, (transplanted(whole, best, kept).estimate, kept), key=lambda c: c[0])
     kept = choice[1]
     if kept:
         left = tuple(r for r in range(whole.cluster.world_size) if r not in kept)
         progress(f"searching without {len(left)} devices that cost more than they bring")
         part = whole.on(whole.cluster.keep(kept))
-        found = min(part.best(progress), transplanted(whole, best, kept), key=lambda c: c.rank)
+        found = fastest([part.best(progress), transplanted(whole, best, kept)])
         if found.rank < best.rank:
             return part, found, left
     return whole, best, ()
@@ -56,4 +57,4 @@ def transplanted(whole: Synthesizer, best: Candidate, kept: Ranks) -> Candidate:
     part = whole.on(whole.cluster.keep(kept))
     shares = spread(part.space.axes, part.machine.speed)
     pair = part.judge(best.program, part.with_storage(best.program, shares))
-    return min(pair, part.judge(best.program, part.balance(pair)), key=lambda c: c.rank)
+    return fastest([pair, part.judge(best.program, part.balance(pair))])

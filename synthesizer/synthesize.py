@@ -8,7 +8,7 @@ memory, their bytes get the lowest price that makes the program fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from hap.placement import Placement, R
 from hap.program import Convert, Program
 from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.branch import Branching, busiest_axis
+from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
 from hap.synthesizer.exact import FORBIDDEN, TooWide
@@ -29,7 +30,7 @@ from hap.synthesizer.outcome import Engine
 from hap.synthesizer.outcome import Status as Found
 from hap.synthesizer.script import plain_script_of
 from hap.synthesizer.shares import Status, proportional, solve_shares
-from hap.synthesizer.simulate import Timeline, simulate
+from hap.synthesizer.simulate import simulate
 from hap.synthesizer.space import Space
 from hap.synthesizer.storage import filled, program_axes, stored_apart
 
@@ -47,26 +48,6 @@ MOST_S = FORBIDDEN / PICOSECONDS / 4
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A program and its shares, and what they are predicted to do."""
-
-    program: Program
-    shares: Shares
-    timeline: Timeline
-    lacking_bytes: PerRank
-    """Per rank, by how much the peak exceeds the memory; all zero if it fits."""
-
-    @property
-    def fits(self) -> bool:
-        return not self.lacking_bytes.any()
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """The order of candidates: what fits first, then what is faster."""
-        return float(self.lacking_bytes.max()), self.timeline.step_s
 
 
 class Synthesizer:
@@ -126,34 +107,34 @@ class Synthesizer:
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
-                if min(found[-2:], key=_rank) is not min(found, key=_rank) or shares == pair.shares:
+                if fastest(found) not in found[-2:] or shares == pair.shares:
                     break
 
         for number, shares in enumerate(self.starts()):
-            if number == 2 and min(found, key=_rank).fits:
+            if number == 2 and fastest(found).fits:
                 break  # the start by memory is for where memory is short
             alternate(shares, f"start {number + 1}")
         progress("bounding the step from below")
         for program in self.relaxed.programs:
-            pair = self._under(program, min(found, key=_rank).shares)
+            pair = self._under(program, fastest(found).shares)
             shares = self.balance(pair)
             found.append(self.judge(pair.program, shares))
-            if found[-1] is min(found, key=_rank):
+            if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        if self.relaxed.bound_s < min(found, key=_rank).timeline.step_s * (1 - WIDE):
+        if self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE):
             for shares in self.part_of_the_cluster():
                 alternate(shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
         for _ in range(ROUNDS):
-            best = min(found, key=_rank)
+            best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
-            if min([best, *under], key=_rank) is best:
+            if fastest([best, *under]) is best:
                 break
             found += under
-            better = min(under, key=_rank)
+            better = fastest(under)
             found.append(self.judge(better.program, self.balance(better)))
-        return min(found, key=_rank)
+        return fastest(found)
 
     def _undivided(self, shares: Shares) -> Candidate:
         """Every device does all of the step.
@@ -213,21 +194,22 @@ class Synthesizer:
         price tells whether any program fits; bisection then finds the lowest that suffices.
         """
         best = self.cheapest(shares)
-        if best.fits:
+        if not best.lacking_in_series.any():
             return best
-        per_byte = best.timeline.step_s / self._memory.max()
-        short = best.lacking_bytes > 0
+        per_byte = best.serial.step_s / self._memory.max()
+        short = best.lacking_in_series > 0
         low, high = LOWEST_PRICE, HIGHEST_PRICE
-        held = float(best.timeline.peak_bytes[short].sum())
+        held = float(best.serial.peak_bytes[short].sum())
         while high > low and held * per_byte * 2.0**high > MOST_S:
             high -= 1  # else costs would reach those of what may not be
         tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
-        best = min(best, tried, key=_rank)
-        while tried.fits and high - low > 1:
+        best = min(best, tried, key=lambda c: c.in_turn)
+        while not tried.lacking_in_series.any() and high - low > 1:
             middle = (low + high) // 2
             cheaper = self.cheapest(shares, np.where(short, per_byte * 2.0**middle, 0.0))
-            best = min(best, cheaper, key=_rank)
-            low, high = (low, middle) if cheaper.fits else (middle, high)
+            best = min(best, cheaper, key=lambda c: c.in_turn)
+            fits = not cheaper.lacking_in_series.any()
+            low, high = (low, middle) if fits else (middle, high)
         return best
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
@@ -281,10 +263,9 @@ class Synthesizer:
         """Price a pair as it would run: implementations chosen anew, then simulated."""
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
-        timeline = simulate(self.space.graph, program, cost)
         return Candidate(
-            program=program, shares=shares, timeline=timeline,
-            lacking_bytes=np.maximum(timeline.peak_bytes - self._memory, 0.0),
+            program=program, shares=shares, serial=simulate(self.space.graph, program, cost),
+            price=lambda: self._cost(program, shares),
         )  # fmt: skip
 
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
@@ -335,7 +316,3 @@ def spread(axes: Axes, weights: PerRank) -> Shares:
 def _whole(tensor: str, p: Placement, stored: bool) -> bool:
     """On one device nothing is split, and nothing communicated."""
     return p == R
-
-
-def _rank(candidate: Candidate) -> tuple[float, float]:
-    return candidate.rank

@@ -1,20 +1,20 @@
 """A discrete-event simulation of one training step: two streams per rank, compute and communication.
 
 The instructions are given to the streams in program order, which is the order in which every
-rank issues them:
+rank issues them, as :mod:`hap.runtime.overlap` runs them:
 
-* an operator starts when its rank's compute stream is free and its inputs are there. What
-  runs no kernel on a rank (a view, an empty shard) takes none of the stream's time and waits
-  for nothing;
-* a collective (neighbours that are fused run as one) starts when all ranks have its inputs
-  and their communication streams are free, and ends on all ranks at once;
-* the optimizer's step is last: it starts on a rank when all that leaves the graph is there.
+* an operator starts when its rank's compute stream is free and its inputs are there, a view as
+  well, though it takes no time;
+* a collective (neighbours that are fused run as one) is issued when the compute stream comes to
+  it. It starts when it was issued on all ranks, its inputs are there and their communication
+  streams are free, and ends on all ranks at once;
+* the forward ends, and the backward, when all its collectives have ended;
+* the optimizer's step is last.
 
-Without ``overlap``, as the runtime executes a program, the compute stream waits for each
-collective, and the step is the sum of :func:`hap.synthesizer.simulate.stages`. With it, the
-compute stream goes on until it needs the result. Starts are maxima and ends are sums of what
-came before, so overlapping can delay nothing. Streams do not slow each other down: no
-contention for memory or for links is modelled.
+Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
+:func:`hap.synthesizer.simulate.stages`. Starts are maxima and ends are sums of what came before,
+so overlapping can delay nothing. Streams do not slow each other down: no contention for memory
+or for links is modelled.
 
 Times are vectors over ranks, so that the number of ranks hardly counts.
 """
@@ -105,30 +105,28 @@ class _Streams:
         self.compute_s: PerRank = np.zeros(world)
         self.communication_s = 0.0
 
-    def run(self, ready_s: PerRank, seconds: PerRank) -> tuple[PerRank, PerRank, PerRank]:
-        """(start, end, results there) of an operator whose inputs are there at ``ready_s``."""
-        busy = seconds > 0
-        if busy.all():
-            start = np.maximum(self.compute_s, ready_s)
-            self.compute_s = end = start + seconds
-            return start, end, end
-        start = np.where(busy, np.maximum(self.compute_s, ready_s), self.compute_s)
+    def run(self, ready_s: PerRank, seconds: PerRank) -> tuple[PerRank, PerRank]:
+        """(start, end) of an operator whose inputs are there at ``ready_s``."""
+        start = np.maximum(self.compute_s, ready_s)
         self.compute_s = end = start + seconds
-        return start, end, np.where(busy, end, ready_s)
+        return start, end
 
     def collect(self, ready_s: PerRank, seconds: float) -> tuple[PerRank, float, float]:
         """(ready per rank, start, end) of a collective whose inputs are there at ``ready_s``."""
-        if not self.overlap:  # a rank comes to it when it has done all that stands before
-            ready_s = self.compute_s
-        ready_s = np.maximum(ready_s, self.communication_s)
+        issued_s = np.maximum(ready_s, self.compute_s) if self.overlap else self.compute_s
+        ready_s = np.maximum(issued_s, self.communication_s)
         start = float(ready_s.max())
         self.communication_s = end = start + seconds
         if not self.overlap:
             self.compute_s = np.full_like(self.compute_s, end)
         return ready_s, start, end
 
+    def drain(self) -> None:
+        """All collectives end before computing goes on."""
+        self.compute_s = np.maximum(self.compute_s, self.communication_s)
 
-def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = False) -> Schedule:
+
+def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = True) -> Schedule:
     """Run a program on the streams of the cost model's cluster, under its shares."""
     world = cost.machine.cluster.world_size
     streams, none = _Streams(world, overlap), np.zeros(world)
@@ -136,12 +134,16 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
     spans: list[Span] = []
     begin: list[PerRank] = []
     done: list[PerRank] = []
+    backward = False
     for group in program.groups(graph):
         ins, outs = ends(graph, group)
         ready = none
         for value in ins:
             ready = np.maximum(ready, there[value])
-        seconds, collective = _price(graph, group, cost)
+        seconds, collective = priced(graph, group, cost)
+        if group[0].backward and not backward:
+            backward = True
+            streams.drain()
         if collective:
             issued = streams.compute_s
             ready, first, last = streams.collect(ready, float(seconds.max()))
@@ -150,24 +152,22 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
             begin += [np.minimum(issued, start)] * len(group)
             done += [made] * len(group)
         else:
-            start, end, made = streams.run(ready, seconds)
+            start, made = streams.run(ready, seconds)
             if seconds.any():
-                spans.append(Span(COMPUTE, len(begin), group, start, start, end))
+                spans.append(Span(COMPUTE, len(begin), group, start, start, made))
             begin.append(start)
-            done.append(end)
+            done.append(made)
         for value in outs:
             there[value] = made
+    streams.drain()
     finished = streams.compute_s
-    for output, p in zip(graph.outputs, program.outputs, strict=True):
-        finished = np.maximum(finished, there[Value(output.tensor, p)])
-    streams.compute_s = finished
     for i in graph.role("parameter"):
         if i.target in graph.gradients:
             seconds = cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
-            start, end, _ = streams.run(finished, seconds)
+            start, end = streams.run(finished, seconds)
             spans.append(Span(COMPUTE, len(begin), i, start, start, end))
     return Schedule(
-        overlap=overlap, step_s=max(float(streams.compute_s.max()), streams.communication_s),
+        overlap=overlap, step_s=float(streams.compute_s.max()),
         spans=tuple(spans), begin_s=tuple(begin), done_s=tuple(done), backward_done_s=finished,
     )  # fmt: skip
 
@@ -187,8 +187,8 @@ def ends(graph: Graph, group: Sequence[Instruction]) -> tuple[list[Value], list[
     return ins, outs
 
 
-def _price(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, bool]:
-    """(seconds per rank, does it run on all ranks at once)."""
+def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, bool]:
+    """(seconds per rank, does it run on all ranks at once) of instructions that run as one."""
     world = cost.machine.cluster.world_size
     nodes = computed(graph, group)
     if not nodes:

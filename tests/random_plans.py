@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from hap.axes import Shares
 from hap.batch import call, each
 from hap.capture import capture
 from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Node, Tensor
 from hap.placement import Placement
 from hap.plan import Plan, Prediction, Source
+from hap.program import Program
 from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.communication import Choice
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Aims, Problem
+from hap.synthesizer.overlap import orders
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.storage import stored_apart
+from hap.synthesizer.synthesize import choose_implementations
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
 
@@ -60,8 +64,12 @@ def widened(batch: Any) -> Any:
     return each(batch, lambda name, t: t.double() if t.is_floating_point() else t)
 
 
-def make_case(model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None) -> Case:
-    graph = capture(model, batch, loss)
+def make_case(
+    model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None,
+    graph: Graph | None = None,
+) -> Case:  # fmt: skip
+    """A case; ``graph``: what was captured before."""
+    graph = graph or capture(model, batch, loss)
     optimizer = optimizer or adamw
     return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, space=build_space(graph))
 
@@ -158,6 +166,7 @@ def random_plan(
         if name not in shares:  # of storing
             shares[name] = random_shares(units, world, rng, least)
     used = {name: shares[name] for name in program.used_axes()}
+    program = random_order(space, program, used, cluster, rng)
     return Plan(
         source=Source(),
         graph=space.graph,
@@ -167,9 +176,18 @@ def random_plan(
         shares=used,
         idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),
         prediction=Prediction(
-            step_s=0.0, communicate_s=0.0, ranks=(), collectives=(), alternatives=()
+            step_s=0.0, communicate_s=0.0, hidden_s=0.0, ranks=(), collectives=(), alternatives=()
         ),
     )
+
+
+def random_order(
+    space: Space, program: Program, shares: Shares, cluster: Cluster, rng: random.Random
+) -> Program:
+    """One of the orders in which the program may run."""
+    cost = CostModel(space.graph, program.own_axes(), Machine(cluster), shares, 2)
+    program = choose_implementations(space.graph, program, cost) if rng.random() < 0.5 else program
+    return rng.choice([order.program for order in orders(space.graph, program, cost)])
 
 
 def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:

@@ -1,4 +1,4 @@
-"""One or more calls of every operator that has a rule, and the one-node graph of a call.
+"""One or more calls of every operator that has a rule.
 
 Sizes are small, unlike and not round, so that a row that holds by coincidence of sizes shows;
 dims of size 1, broadcasting, negative dims, repeated arguments, masks and groups are there
@@ -8,91 +8,16 @@ because each once hid a wrong row somewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hap import graph
-from hap.graph import Dtype, Graph, Input, Node, Output, Ref
 from hap.runtime.emit import resolve
+from hap.truth import Sample
 
 _random = torch.Generator().manual_seed(11)
-
-
-class Sample(NamedTuple):
-    """``op(*args, **kwargs)`` with real tensors."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        def show(arg: Any) -> str:
-            if isinstance(arg, Tensor):
-                return "x".join(map(str, arg.shape)) or "scalar"
-            inner = arg if isinstance(arg, list | tuple) else []
-            return "[" + ",".join(map(show, inner)) + "]" if inner else str(arg)
-
-        name = self.op.removeprefix("aten.")
-        return f"{name}({', '.join(map(show, (*self.args, *self.kwargs.values())))})"
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensor arguments by name, an argument that is given twice named once."""
-        found: dict[int, Tensor] = {}
-
-        def visit(arg: Any) -> None:
-            if isinstance(arg, Tensor):
-                found.setdefault(id(arg), arg)
-            for inner in arg if isinstance(arg, list | tuple) else ():
-                visit(inner)
-
-        visit(self.args)
-        return {f"t{k}": tensor for k, tensor in enumerate(found.values())}
-
-    def run(self) -> list[Tensor | None]:
-        """The results on one device, by the very operator that was captured."""
-        namespace, name, overload = self.op.split(".")
-        call = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        results = call(*self.args, **self.kwargs)
-        return list(results) if isinstance(results, list | tuple) else [results]
-
-    def graph(self, source: str = "") -> Graph:
-        """A program that is this call alone: ``t0, t1, ...`` in, ``o0, o1, ...`` out."""
-        given = self.tensors
-        names = {id(tensor): name for name, tensor in given.items()}
-
-        def arg(value: Any) -> Any:
-            match value:
-                case Tensor():
-                    return Ref(names[id(value)])
-                case torch.dtype():
-                    return Dtype(str(value).removeprefix("torch."))
-                case list() | tuple():
-                    return tuple(arg(v) for v in value)
-            return value
-
-        results = {f"o{k}": t for k, t in enumerate(self.run())}
-        made = {name: t for name, t in results.items() if t is not None}
-        return Graph(
-            inputs=tuple(Input(tensor=name, role="input", target=name) for name in given),
-            nodes=(
-                Node(
-                    name="call", op=self.op, args=arg(self.args), source=source,
-                    kwargs=tuple((k, arg(v)) for k, v in self.kwargs.items()),
-                    outputs=tuple(name if name in made else None for name in results),
-                ),
-            ),
-            outputs=tuple(Output(tensor=name, role="buffer", target=name) for name in made),
-            tensors={
-                name: graph.Tensor(
-                    name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")
-                )
-                for name, t in (given | made).items()
-            },
-        )  # fmt: skip
 
 
 SAMPLES: list[Sample] = []
@@ -339,6 +264,23 @@ for _shape, _skip in (((7, 3), 1), ((7, 3), -100), ((5, 1, 11), 2), ((1, 3), -1)
     _lse, _ = SAMPLES[-1].run()
     _given = (f(*_shape[:-1]), f(*_shape[:-1]), _x, _target, _lse, _skip)
     add("hap.cross_entropy_backward.default", *_given)
+add("rand.default", [5, 7])
+add("rand_like.default", f(5, 7))
+add("randn.default", [5, 1, 7])
+add("randn_like.default", f(5, 7))
+add("bernoulli.p", f(11, 23), 0.3)
+add("randint.default", 99, [5, 7])
+add("randint.low", 2, 99, [5, 7])
+add("hap.by_mode.default", f(5, 3), f(5, 3))
+add("hap.in_training.default", f(5, 3))
+for _shape in ((5, 3, 7, 2), (11, 3), (1, 7, 5)):
+    _x, _grad, _mean, _invstd, _weight, _bias = f(*_shape), f(*_shape), *f(4, _shape[1])
+    add("hap.channel_sums.default", _x)
+    add("hap.channel_deviations.default", _x, _mean)
+    add("hap.normalize.default", _x, _mean, _invstd, _weight, _bias)
+    add("hap.normalize_sums.default", _grad, _x, _mean, _invstd)
+    _given = (_grad, _x, _mean, _invstd, _weight, *f(2, _shape[1]), 35)
+    add("hap.normalize_backward.default", *_given)
 for _weight, _bias in ((f(7), f(7)), (f(7), None), (None, None)):
     _x = f(5, 3, 7)
     add("native_layer_norm.default", _x, [7], _weight, _bias, 1e-5)

@@ -119,6 +119,7 @@ def small_plan(
         prediction=Prediction(
             step_s=0.010,
             communicate_s=0.004,
+            hidden_s=0.001,
             ranks=tuple(
                 Rank(
                     work=share / rows,

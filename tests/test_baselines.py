@@ -13,11 +13,12 @@ from hap.cluster import Cluster, Device, Link
 from hap.placement import P, Placement, R, S
 from hap.program import Compute, Convert
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import Machine
 from hap.synthesizer.paper import PaperCost, best_ratios
 from hap.synthesizer.roles import expert_weights, tensor_parallel_axes
 from hap.synthesizer.space import Space
-from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.twins import twin_of
 from tests.random_plans import benchmark_case
 

@@ -60,8 +60,8 @@ HELP = {
         "--prove",
         "--verbose",
     ],
-    "verify": ["--dtype", "--help", "--processes", "--seed", "--verbose"],
-    "run": ["--help", "--nproc", "--steps", "--verbose"],
+    "verify": ["--backend", "--dtype", "--help", "--processes", "--seed", "--verbose"],
+    "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
     "simulate": ["--help", "--json", "--overlap", "--trace", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
 }

@@ -137,6 +137,7 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "unlike8.yaml": ([4, 4], 2),
     "even8.yaml": ([8], 1),
     "demo4.yaml": ([2, 2], 4),
+    "prediction4.yaml": ([2, 2], 4),
     "three_types64.yaml": ([16, 24, 24], 8),
     "three_types8.yaml": ([2, 3, 3], 3),
     "three_types1024.yaml": ([256, 384, 384], 128),

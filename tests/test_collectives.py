@@ -230,6 +230,47 @@ def test_a_world_of_one_has_nothing_to_exchange() -> None:
     assert comm.agree("anything")
 
 
+def on_nccl() -> list[str]:
+    """Collectives of a world of one on NCCL that change what they are given."""
+    comm, wrong = ProcessGroupComm(), []
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = whole(torch.float32, 3, 4).to(device)
+
+    def check(name: str, out: Tensor) -> None:
+        if out.device != device or not torch.equal(out, x):
+            wrong.append(name)
+
+    for dim, size in enumerate(x.shape):
+        for how in ("padded", "grouped"):
+            check(f"all_gather {how} {dim}", comm.all_gather(x, dim, (size,), how))
+            check(f"reduce_scatter {how} {dim}", comm.reduce_scatter(x, dim, (size,), how))
+            several = comm.all_gather_many([x, x], [dim] * 2, [(size,)] * 2, how)
+            several += comm.reduce_scatter_many([x, x], [dim] * 2, [(size,)] * 2, how)
+            for k, out in enumerate(several):
+                check(f"fused {how} {dim} {k}", out)
+    for how in ("exact", "gathered"):
+        check(f"all_to_all {how}", comm.all_to_all(x, 0, 1, (3,), (4,), how))
+    for how in ("one shot", "two step"):
+        check(f"all_reduce {how}", comm.all_reduce(x, how))
+        for out in comm.all_reduce_many([x, x], how):
+            check(f"all_reduce_many {how}", out)
+    for how in ("terms gathered", "two reductions"):
+        check(f"all_reduce_lse {how}", comm.all_reduce_lse(x, how))
+        for out in comm.all_reduce_lse_many([x, x], how):
+            check(f"all_reduce_lse_many {how}", out)
+    check("all_reduce_max", comm.all_reduce_max(x))
+    check("all_reduce of a part", comm.subgroup([[0]]).all_reduce(x, "one shot"))
+    return wrong if comm.agree("a plan") else [*wrong, "agree"]
+
+
+@pytest.mark.gpu
+@pytest.mark.gloo
+def test_nccl_runs_every_collective_in_a_world_of_one() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: no collective was tried with nccl")
+    assert spawn(on_nccl, 1, backend="nccl", timeout_s=300) == [[]]
+
+
 def test_an_error_of_one_rank_ends_the_others() -> None:
     def run(comm: Comm) -> Tensor:
         if comm.rank == 1:

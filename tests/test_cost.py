@@ -137,7 +137,7 @@ def test_the_update_reads_and_writes_the_states() -> None:
     cost = model()
     t = cost.graph.tensors["t"]
     expected = [
-        device.seconds(Work("memory", "float32", 4 * 24, 7 * 24 * 4))  # p, g, 2 in; p, 2 out
+        device.seconds(Work("update", "float32", 9 * 24, 7 * 24 * 4))  # p, g, 2 in; p, 2 out
         for device in cost.machine.cluster.devices
     ]
     assert cost.update(t, R).tolist() == pytest.approx(expected)

@@ -15,10 +15,11 @@ from hap.placement import Placement
 from hap.plan import Plan, Prediction, Source
 from hap.program import Convert, Program
 from hap.synthesizer.baselines import sharded_storage
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.storage import STORED, level
-from hap.synthesizer.synthesize import Candidate, Synthesizer
+from hap.synthesizer.synthesize import Synthesizer
 from hap.twins import twin_of
 from tests.random_plans import make_case, verdict
 
@@ -89,7 +90,7 @@ def stage(number: int) -> Allowed:
 
 def least_peak(allowed: Allowed) -> float:
     """The peak of the plan that lacks least where nothing fits."""
-    return float(searched(all_of(1 << 17), allowed).timeline.peak_bytes.max())
+    return float(searched(all_of(1 << 17), allowed).serial.peak_bytes.max())
 
 
 def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() -> None:
@@ -98,21 +99,21 @@ def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() ->
     free = searched(all_of(1 << 30), zero())
     assert len(gathers(free.program, set(twin_of(graph)))) == DEPTH - 1
     assert not gathers(free.program, twins)
-    needed = free.timeline.peak_bytes.max()
+    needed = free.serial.peak_bytes.max()
     assert searched(all_of(needed), zero()).program == free.program
     at_once = searched(all_of(needed - 1), zero())
     assert at_once.fits
-    assert at_once.timeline.step_s > free.timeline.step_s
+    assert at_once.serial.step_s > free.serial.step_s
     assert not gathers(at_once.program, twins)  # the gradients go first: one start each
 
     needed = least_peak(stage(2))
-    assert needed == at_once.timeline.peak_bytes.max()
+    assert needed == at_once.serial.peak_bytes.max()
     assert not gathers(searched(all_of(needed), zero()).program, twins)
     assert not searched(all_of(needed - 1), stage(2)).fits
     again = searched(all_of(needed - 1), zero())
     assert again.fits
     assert len(gathers(again.program, twins)) == len(twins)
-    assert again.timeline.step_s > at_once.timeline.step_s
+    assert again.serial.step_s > at_once.serial.step_s
 
 
 def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
@@ -133,7 +134,7 @@ def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
     ]
     assert kinds == [{"all_reduce"}, {"reduce_scatter"}, {"reduce_scatter"}]
     assert [bool(gathers(x.program, twins)) for x in (one, two, three)] == [False, False, True]
-    peaks = [x.timeline.peak_bytes.max() for x in (one, two, three)]
+    peaks = [x.serial.peak_bytes.max() for x in (one, two, three)]
     assert peaks[0] > peaks[1] > peaks[2]
 
 
@@ -144,7 +145,9 @@ def test_every_stage_of_zero_computes_what_one_device_computes(number: int) -> N
     on = cluster(*[1 << 17] * 2, 1 << 21, speeds=(2e12, 1e12, 1e12))
     found = Synthesizer(case.space, on, 2, stage(number))
     best = found.search(next(found.starts()))
-    nothing = Prediction(step_s=0, communicate_s=0, ranks=(), collectives=(), alternatives=())
+    nothing = Prediction(
+        step_s=0, communicate_s=0, hidden_s=0, ranks=(), collectives=(), alternatives=()
+    )
     plan = Plan(
         source=Source(), graph=case.graph, cluster=on, optimizer="AdamW", program=best.program,
         shares={name: best.shares[name] for name in best.program.used_axes()}, prediction=nothing,
@@ -156,7 +159,7 @@ def test_every_stage_of_zero_computes_what_one_device_computes(number: int) -> N
 def test_storing_follows_the_memory_and_computing_the_speed() -> None:
     rows, fast = 1024, 1e12
     roomy = searched(cluster(*[1 << 30] * 4, bandwidth=fast), zero(rows), rows)
-    peak = float(roomy.timeline.peak_bytes.max())
+    peak = float(roomy.serial.peak_bytes.max())
     on = cluster(*[1 << 30] * 3, int(0.9 * peak), bandwidth=fast)
     synthesizer = Synthesizer(space(rows), on, 2, zero(rows))
     pair = synthesizer.search(next(synthesizer.starts()))

@@ -29,9 +29,10 @@ from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph
 from hap.placement import L, P, Placement, R, S
 from hap.program import Compute, Value
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.space import Space, build_space
-from hap.synthesizer.synthesize import Candidate, Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.synthesizer.work import FLOPS
 
 WORLD = 4
@@ -126,7 +127,7 @@ def only(graph: Graph, target: str, *placements: Placement) -> Allowed:
 
 
 def took(found: Candidate, nanoseconds: float) -> bool:
-    return found.timeline.step_s == pytest.approx(nanoseconds * NANO, rel=1e-9)
+    return found.serial.step_s == pytest.approx(nanoseconds * NANO, rel=1e-9)
 
 
 # --- one linear layer: x (B, K), w (K, N), y (B, N) ------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from hap.plan import Plan
 from hap.program import Compute, Convert, Instruction, Value
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.footprint import KINDS, at_peak, communication_buffers, memory
+from hap.synthesizer.overlap import orders
 from hap.synthesizer.storage import program_axes
 from hap.synthesizer.work import FREE
 from tests.random_plans import benchmark_case, random_plan, two_machines
@@ -34,7 +38,7 @@ def touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], 
     return ins, [Value(o, p) for o, p in outs if o and p], node.op in FREE
 
 
-def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
+def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarray:
     """The peak, asking at every moment of every storage whether it still lives."""
     graph, program = plan.graph, plan.program
     groups = list(program.groups(graph))
@@ -48,7 +52,7 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
                 storage[value] = storage[ins[0]] if view and ins else value
                 born.setdefault(storage[value], at)
     uses = [
-        (storage[v], at, group[0].backward)
+        (storage[v], until[at])
         for at, group in enumerate(groups)
         for step in group
         for side in touched(graph, step)[:2]
@@ -62,10 +66,7 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
     def lives(value: Value, at: int) -> bool:
         if born[value] > at:
             return False
-        late = [k for v, k, _ in uses if v == value]
-        forward = not groups[born[value]][0].backward
-        read = any(v == value and backward for v, _, backward in uses)
-        return value in ends or (forward and read) or max(late) >= at
+        return value in ends or max(k for v, k in uses if v == value) >= at
 
     def nbytes(value: Value) -> np.ndarray:
         return cost.local_bytes(graph.tensors[value.tensor], value.placement)
@@ -75,10 +76,12 @@ def by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
         trained = i.role == "parameter" and i.target in graph.gradients
         always = always + (1 + STATES * trained) * nbytes(Value(i.tensor, program.inputs[i.tensor]))
     peak = always
-    for at, group in enumerate(groups):
+    for at in range(len(groups)):
         made = [nbytes(v) for v in born if v not in given and lives(v, at)]
-        moment = always + np.sum(made, axis=0) + communication_buffers(group, cost)
-        peak = np.maximum(peak, moment)
+        under_way = [
+            communication_buffers(groups[k], cost) for k in range(at + 1) if until[k] >= at
+        ]
+        peak = np.maximum(peak, always + np.sum(made, axis=0) + np.max(under_way, axis=0))
     return peak
 
 
@@ -88,7 +91,13 @@ def test_the_peak_is_that_of_the_definition(seed: int, world: int) -> None:
     case = benchmark_case("mlp", "tiny")
     plan = random_plan(case, world, seed)
     cost = price(plan, case.space.axes)
-    assert memory(plan.graph, plan.program, cost)[1] == pytest.approx(by_definition(plan, cost))
+    moments = range(len(list(plan.program.groups(plan.graph))))
+    peak = memory(plan.graph, plan.program, cost)[1]
+    assert peak == pytest.approx(by_definition(plan, cost, moments))
+    *_, order = orders(plan.graph, plan.program, cost)
+    plan = replace(plan, program=order.program)
+    peak = memory(plan.graph, plan.program, cost, until=order.until)[1]
+    assert peak == pytest.approx(by_definition(plan, cost, order.until))
 
 
 @pytest.mark.parametrize("file", ["mlp", "bert_moe"])

@@ -16,14 +16,29 @@ FACE = {
     "hap.api",
     "hap.chrome_trace",
     "hap.cli",
+    "hap.discover",
+    "hap.profile_report",
+    "hap.profiling",
     "hap.report",
+    "hap.rules_text",
     "hap.simulation",
     "hap.terminal",
+    "hap.testbed",
+    "hap.truth",
     "hap.worker",
 }
 TORCH = {
     f"hap.{name}"
-    for name in ("capture", "losses", "model_file", "ops", "optimizer", "torch_private")
+    for name in (
+        "capture",
+        "losses",
+        "model_file",
+        "norms",
+        "ops",
+        "optim",
+        "optimizer",
+        "torch_private",
+    )
 }
 
 

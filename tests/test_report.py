@@ -38,7 +38,7 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert "48 parameters (192 B), 10 operators, optimizer Adam" in text
     assert rows(text, "batch") == ["batch 8 -> 3 3 1 1"]
     assert rows(text, "0  ") == ["0 A100 new:0 37.5% 25.0% 4 MiB of 1 GiB 0% 6 ms 0 ns"]
-    assert "6 ms computing + 4 ms communicating" in text
+    assert "7 ms computing + 4 ms communicating, 1 ms of it beside" in text
     assert rows(text, "even data parallel")[0].endswith(" 1.50x")
     assert rows(text, "without") == ["without the slowest 9 ms 0.90x does not fit the memory"]
     assert rows(text, "ZeRO") == ["ZeRO - - the batch can't be split"]

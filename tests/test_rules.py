@@ -15,17 +15,18 @@ import torch
 from hap.errors import UnsupportedOpError
 from hap.graph import Graph, Input, Node, Output, Tensor
 from hap.mesh import is_mesh_op
+from hap.peephole import RANDOM
 from hap.placement import P, R, S
 from hap.synthesizer.rules import RULES, Row
 from hap.synthesizer.space import build_space
 from hap.synthesizer.work import FREE, node_work
+from hap.truth import Case, cuts, missing
 from tests.rule_samples import SAMPLES
-from tests.rule_truth import Case, cuts, missing
 
-RANDOM = "aten.native_dropout.default"
 OPS = [op for op in RULES if not is_mesh_op(op)]
 """All but the collectives between machines, which tests/test_mesh.py runs on a mesh."""
-COMPARABLE = [op for op in OPS if op != RANDOM]
+DROPOUT = "aten.native_dropout.default"
+COMPARABLE = [op for op in OPS if op not in RANDOM]
 
 
 class Reason(NamedTuple):
@@ -49,6 +50,7 @@ SHAPE = Reason("only lends its shape, and the forward, not linear, reads no part
 VALUES = "one product makes queries, keys and values, and the scores need it whole"
 WIDTH = "a part of the values' width repeats all the scores, outside the fused kernel"
 PARAMETERS = "a norm's weight and bias are parameters, which are never partial"
+STATISTICS = "a variance's root is not linear: statistics are whole, and weights are parameters"
 
 EXPLAINED: dict[str, list[Reason]] = {
     "aten.isinf.default": [FINITE],
@@ -80,6 +82,12 @@ EXPLAINED: dict[str, list[Reason]] = {
     "aten.native_layer_norm_backward.default": [
         Reason(PARAMETERS, lambda row, _: P in row.ins[4:]),
     ],
+    "hap.by_mode.default": [
+        Reason("which of the two is read is known when it runs", lambda row, _: P in row.ins),
+    ],
+    "hap.normalize.default": [Reason(STATISTICS, lambda row, _: P in row.ins[1:])],
+    "hap.normalize_sums.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:])],
+    "hap.normalize_backward.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:5])],
 }  # fmt: skip
 """Operator -> why some rows that hold, and that no row of the table gives, are left out.
 
@@ -145,7 +153,7 @@ def test_a_row_left_out_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_dropout_masks_differ_between_shards_and_agree_between_replicas() -> None:
-    (case,) = cases(RANDOM)
+    (case,) = cases(DROPOUT)
     x, keep = next(iter(case.given.values())), 1 - 0.3
     for row in case.rows():
         for shares in cuts(row.units):
@@ -164,6 +172,27 @@ def test_dropout_masks_differ_between_shards_and_agree_between_replicas() -> Non
             assert torch.cat(masks, place.dim).shape == x.shape
             sizes = [min(s) for s in zip(*(mask.shape for mask in masks), strict=True)]
             corners = [mask[tuple(slice(s) for s in sizes)] for mask in masks]
+            assert not any(torch.equal(corner, corners[0]) for corner in corners[1:])
+
+
+@pytest.mark.parametrize("op", sorted(RANDOM - {DROPOUT}))
+def test_random_numbers_differ_between_shards_and_agree_between_replicas(op: str) -> None:
+    (case,) = cases(op)
+    whole = case.whole["o0"]
+    for row in case.rows():
+        (place,) = row.outs
+        assert place is not None
+        for shares in cuts(row.units):
+            parts = [local["o0"] for local in case.run(row, shares)]
+            assert {part.dtype for part in parts} == {whole.dtype}
+            if place == R:
+                assert all(
+                    torch.equal(part, parts[0]) and part.double().std() > 0 for part in parts
+                )
+                continue
+            assert torch.cat(parts, place.dim).shape == whole.shape
+            full = [part for part in parts if part.numel() > 4]
+            corners = [part.flatten()[:4] for part in full]
             assert not any(torch.equal(corner, corners[0]) for corner in corners[1:])
 
 

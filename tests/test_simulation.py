@@ -193,11 +193,11 @@ def test_the_longest_work_is_found_and_alike_layers_are_one(made: Simulation) ->
 def test_the_screen(shown: Callable[[RenderableType], list[str]]) -> None:
     plan = real(small_plan())
     lines = shown(simulation_screen(simulate_plan(plan)))
-    assert any("in turn, as the runtime does them" in line for line in lines)
+    assert any("communication beside computing" in line for line in lines)
     assert sum(line.startswith("3 P100 old:1 ") for line in lines) == 2, "time and memory"
     assert any("all_reduce, grad layers.1.weight, backward" in line for line in lines)
-    lines = shown(simulation_screen(simulate_plan(plan, overlap=True)))
-    assert any("which the runtime does not do" in line for line in lines)
+    lines = shown(simulation_screen(simulate_plan(plan, overlap=False)))
+    assert any("in turn, which the runtime does not do" in line for line in lines)
 
 
 def test_many_alike_ranks_share_a_line(shown: Callable[[RenderableType], list[str]]) -> None:

@@ -133,3 +133,24 @@ def small_batches():
         yield masked(
             tokens[starts + torch.arange(64)], torch.rand(32, 64, generator=generator) < 0.15
         )
+
+
+def evenly_masked(size: int, seq: int, vocab: int, labels: int):
+    """Each row has as many labels, as BERT was trained: means over rows and over labels agree."""
+    hide = torch.rand(size, seq).argsort(dim=1) < labels
+    return masked(torch.randint(1, vocab, (size, seq)), hide)
+
+
+def race():
+    return build(layers=4, hidden=256, heads=4, ffn=1024, vocab=4096, seq=64, dropout=0.0)
+
+
+def race_batch():
+    return evenly_masked(32, 64, 4096, labels=10)
+
+
+race_tiny = tiny
+
+
+def race_tiny_batch():
+    return evenly_masked(12, 10, 101, labels=3)

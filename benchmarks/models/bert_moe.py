@@ -88,7 +88,7 @@ class FeedForward(nn.Module):
 class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
+        self.width = hidden // heads  # of a head
         self.dropout = dropout
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
@@ -96,14 +96,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, s, m = x.shape
+        b, s, _ = x.shape
         q, k, v = (
-            project(x).view(b, s, self.heads, m // self.heads).transpose(1, 2)
+            project(x).view(b, s, -1, self.width).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # (b, heads, s, head_dim)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        return self.out(x.transpose(1, 2).reshape(b, s, m))
+        return self.out(x.transpose(1, 2).reshape(b, s, -1))
 
 
 class Layer(nn.Module):
@@ -134,6 +134,7 @@ class BertMoE(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(hidden, vocab)
         self.head.weight = self.word.weight
+        self.cross_entropy = nn.CrossEntropyLoss()
         for module in self.modules():  # as BERT does
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -146,7 +147,7 @@ class BertMoE(nn.Module):
             x, balance = layer(x)
             if balance is not None:
                 balances.append(balance)
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        loss = self.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return loss + self.balance * torch.stack(balances).mean()
 
 
@@ -218,3 +219,28 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def evenly_masked(size: int, seq: int, vocab: int, labels: int):
+    """Each row has as many labels, as BERT was trained: means over rows and over labels agree."""
+    tokens = torch.randint(1, vocab, (size, seq))
+    hide = torch.rand(size, seq).argsort(dim=1) < labels
+    return {"input_ids": tokens.masked_fill(hide, 0), "labels": tokens.masked_fill(~hide, -100)}
+
+
+def race():
+    """Two experts per rank of four."""
+    return build(
+        layers=2, hidden=256, heads=4, ffn=1024, experts=8, vocab=4096, seq=64, dropout=0.0
+    )
+
+
+def race_batch():
+    return evenly_masked(32, 64, 4096, labels=10)
+
+
+race_tiny = tiny
+
+
+def race_tiny_batch():
+    return evenly_masked(12, 10, 101, labels=3)

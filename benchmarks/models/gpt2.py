@@ -99,3 +99,14 @@ def small_batches():
         starts = torch.randint(len(tokens) - 64, (32, 1), generator=generator)
         window = tokens[starts + torch.arange(64)]
         yield {"input_ids": window, "labels": window.clone()}
+
+
+def race():
+    return small()
+
+
+def race_batch():
+    return small_batch()
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
+        self.width = hidden // heads  # of a head
         self.dropout = dropout
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
@@ -20,14 +20,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, tokens, hidden) -> the same shape."""
-        b, t, d = x.shape
+        b, t, _ = x.shape
         q, k, v = (
-            project(x).view(b, t, self.heads, d // self.heads).transpose(1, 2)
+            project(x).view(b, t, -1, self.width).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # (batch, heads, tokens, head_dim)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        return self.out(x.transpose(1, 2).reshape(b, t, d))
+        return self.out(x.transpose(1, 2).reshape(b, t, -1))
 
 
 class Block(nn.Module):
@@ -134,3 +134,14 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def race():
+    return build(layers=4, hidden=256, heads=4, ffn=1024, dropout=0.0)
+
+
+def race_batch():
+    return inputs(size=32)
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -61,3 +61,14 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def race():
+    return build(features=256, hidden=256, layers=2, classes=16384, dropout=0.0)
+
+
+def race_batch():
+    return inputs(size=1024, features=256, classes=16384)
+
+
+race_tiny, race_tiny_batch = tiny, tiny_batch

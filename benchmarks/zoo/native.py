@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -105,7 +106,7 @@ class GraphNetwork(nn.Module):
     def __init__(self, features: int, width: int, layers: int, classes: int) -> None:
         super().__init__()
         sizes = [features, *[width] * layers]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.source, self.sink = nn.Linear(width, 1), nn.Linear(width, 1)
         self.head = nn.Linear(width, classes)
 

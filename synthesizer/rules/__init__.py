@@ -9,6 +9,7 @@ from hap.synthesizer.rules import (  # noqa: F401  (importing a module registers
     reductions,
     views,
 )
-from hap.synthesizer.rules.base import RULES, Call, Row, rows_of
+from hap.synthesizer.rules.base import RULES, Call, Row
+from hap.synthesizer.rules.written import rows_of
 
 __all__ = ["RULES", "Call", "Row", "rows_of"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hap.graph import Arg, Graph, Node, Tensor
+from hap.graph import Arg, Node, Tensor
 from hap.placement import P, Placement, R, S
 
 Letters = Sequence[str | None]
@@ -142,7 +142,7 @@ def equation(
                 tuple(P if i in group else R for i in range(len(ins))),
             )
         )
-    return _finish(call, rows)
+    return possible(call, rows)
 
 
 def _on(letter: str, letters: Letters) -> Placement | None:
@@ -168,7 +168,7 @@ def _sizes(
     return sizes
 
 
-def _finish(call: Call, rows: list[Row]) -> list[Row]:
+def possible(call: Call, rows: list[Row]) -> list[Row]:
     """Drop what the operator's types or a repeated argument make impossible."""
     whole = {name for name in call.node.inputs if call.tensors[name].dtype == "bool"}
     kept = []
@@ -207,12 +207,3 @@ def broadcast(tensor: Tensor, out: Tensor, prefix: str = "d") -> list[str | None
 
 def numel(shape: Iterable[int]) -> int:
     return math.prod(shape)
-
-
-def rows_of(node: Node, graph: Graph) -> list[Row]:
-    """The rows of one node.
-
-    Raises:
-        KeyError: no rule for ``node.op``; callers turn it into an error for people.
-    """
-    return RULES[node.op](Call(node=node, tensors=graph.tensors))

@@ -1,4 +1,7 @@
-"""Operators that make tensors from nothing: every rank may make any part of them."""
+"""Operators that make tensors from nothing: every rank may make any part of them.
+
+Random ones draw other numbers for other parts, and the same for replicas: hap.runtime.context.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
 
 
 @rule("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
-      "aten.scalar_tensor.default")  # fmt: skip
+      "aten.scalar_tensor.default", "aten.rand.default", "aten.randn.default",
+      "aten.randint.default", "aten.randint.low")  # fmt: skip
 def _constant(call: Call) -> list[Row]:
     return equation(call, [], [letters(call.out)])
 

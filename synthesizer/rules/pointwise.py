@@ -60,7 +60,8 @@ def _linear(call: Call) -> list[Row]:
 
 
 @rule("aten.ones_like.default", "aten.zeros_like.default", "aten.full_like.default",
-      "aten.empty_like.default")  # fmt: skip
+      "aten.empty_like.default", "aten.rand_like.default", "aten.randn_like.default",
+      "aten.bernoulli.p")  # fmt: skip
 def _like(call: Call) -> list[Row]:
     # The terms of a sum have its shape, and more is not asked of them.
     given = letters(call.out)

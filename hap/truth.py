@@ -1,4 +1,4 @@
-"""Which rows of a sample hold, found by running them.
+"""Which rows of a call hold, found by running them. (torch)
 
 A row is run as it would be in training: one instruction, emitted per rank, on shards that are
 narrowed views, on random terms that sum to the whole, with a rank that has no share. What the
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from hap.graph import Graph
+from hap import graph
+from hap.graph import Dtype, Graph, Input, Node, Output, Ref
 from hap.placement import L, P, Placement, R, S
 from hap.program import Compute, Program, Value
 from hap.runtime.context import Context
@@ -23,7 +24,6 @@ from hap.runtime.emit import Emitter
 from hap.runtime.emulate import EmulatedComm, World
 from hap.runtime.localize import FACTORIES, LOOKUPS, RESULT_SHAPE
 from hap.synthesizer.rules import Row, rows_of
-from tests.rule_samples import Sample
 
 UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
 """Operators whose elements nobody may read before writing them: only shapes are compared."""
@@ -51,11 +51,88 @@ def cuts(units: int) -> list[Shares]:
     return [(half, units - half), (units, 0), (1, 0, units - 1), (units - 1, 1, 0)]
 
 
-class Case:
-    """A sample with its graph and its true values by tensor name."""
+class Sample(NamedTuple):
+    """``op(*args, **kwargs)`` with real tensors."""
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        def show(arg: Any) -> str:
+            if isinstance(arg, Tensor):
+                return "x".join(map(str, arg.shape)) or "scalar"
+            inner = arg if isinstance(arg, list | tuple) else []
+            return "[" + ",".join(map(show, inner)) + "]" if inner else str(arg)
+
+        name = self.op.removeprefix("aten.")
+        return f"{name}({', '.join(map(show, (*self.args, *self.kwargs.values())))})"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor arguments by name, an argument that is given twice named once."""
+        found: dict[int, Tensor] = {}
+
+        def visit(arg: Any) -> None:
+            if isinstance(arg, Tensor):
+                found.setdefault(id(arg), arg)
+            for inner in arg if isinstance(arg, list | tuple) else ():
+                visit(inner)
+
+        visit(self.args)
+        return {f"t{k}": tensor for k, tensor in enumerate(found.values())}
+
+    def run(self) -> list[Tensor | None]:
+        """The results on one device, by the very operator that was captured."""
+        namespace, name, overload = self.op.split(".")
+        call = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        results = call(*self.args, **self.kwargs)
+        return list(results) if isinstance(results, list | tuple) else [results]
+
+    def graph(self, source: str = "") -> Graph:
+        """A program that is this call alone: ``t0, t1, ...`` in, ``o0, o1, ...`` out."""
+        given = self.tensors
+        names = {id(tensor): name for name, tensor in given.items()}
+
+        def arg(value: Any) -> Any:
+            match value:
+                case Tensor():
+                    return Ref(names[id(value)])
+                case torch.dtype():
+                    return Dtype(str(value).removeprefix("torch."))
+                case list() | tuple():
+                    return tuple(arg(v) for v in value)
+            return value
+
+        results = {f"o{k}": t for k, t in enumerate(self.run())}
+        made = {name: t for name, t in results.items() if t is not None}
+        return Graph(
+            inputs=tuple(Input(tensor=name, role="input", target=name) for name in given),
+            nodes=(
+                Node(
+                    name="call", op=self.op, args=arg(self.args), source=source,
+                    kwargs=tuple((k, arg(v)) for k, v in self.kwargs.items()),
+                    outputs=tuple(name if name in made else None for name in results),
+                ),
+            ),
+            outputs=tuple(Output(tensor=name, role="buffer", target=name) for name in made),
+            tensors={
+                name: graph.Tensor(
+                    name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch.")
+                )
+                for name, t in (given | made).items()
+            },
+        )  # fmt: skip
+
+
+class Case:
+    """A sample with its graph and its true values by tensor name; it may not raise.
+
+    ``tolerance``: up to which parts count as the whole, relative and absolute.
+    """
+
+    def __init__(self, sample: Sample, tolerance: float = 1e-10) -> None:
+        self.sample, self.tolerance = sample, tolerance
         self.graph: Graph = sample.graph()
         (self.node,) = self.graph.nodes
         self.given = sample.tensors
@@ -83,14 +160,9 @@ class Case:
                 device=torch.device("cpu"),
             )  # fmt: skip
             # The emitter's own step, without the modules around it: they take most of the time.
-            code = fx.Graph()
-            ctx = code.placeholder("ctx")
-            env = {Value(name, p): code.placeholder(name) for name, p in ins.items()}
-            emitter._compute(code, ctx, env, step)
-            code.output(tuple(env[Value(name, p)] for name, p in outs.items()))
             given = [Context(EmulatedComm(world, rank)), *(parts[name][rank] for name in ins)]
-            results.append(evaluate(code, given))
-        return [dict(zip(outs, made, strict=True)) for made in results]
+            results.append(dict(zip(outs, evaluate(emitter.single(step), given), strict=True)))
+        return results
 
     def _split(self, name: str, p: Placement, units: int, shares: Shares) -> list[Tensor]:
         """What every rank holds of an input: views of the whole, not made contiguous."""
@@ -120,7 +192,9 @@ class Case:
             return len(shapes) == 1 and self._same(torch.cat(parts, p.dim), whole)
         if p == P:
             same = {t.shape for t in parts} == {whole.shape}
-            return same and whole.dtype != torch.bool and self._same(sum(parts), whole)
+            return (
+                same and whole.dtype != torch.bool and self._same(sum(parts[1:], parts[0]), whole)
+            )
         if p == L:
             same = {t.shape for t in parts} == {whole.shape}
             floats = whole.is_floating_point() and same
@@ -132,13 +206,13 @@ class Case:
             return False
         if self.sample.op in UNDEFINED:
             return True
-        return torch.allclose(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
+        return torch.allclose(a, b, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
 
     def attempt(self, row: Row, shares: Shares) -> Local | None:
         """:meth:`run`, or nothing where the operator refuses the shapes."""
         try:
             return self.run(row, shares)
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError):
             return None
 
     def wrong(self, row: Row) -> str:
@@ -179,7 +253,8 @@ def evaluate(code: fx.Graph, given: Sequence[Any]) -> tuple[Tensor, ...]:
             case "call_method":
                 env[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
             case "output":
-                return args[0]
+                results: tuple[Tensor, ...] = args[0]
+                return results
     raise AssertionError("emitted code has no output")
 
 
@@ -189,22 +264,22 @@ def turned(x: Tensor, dims: int) -> Tensor:
     return x.permute(order).contiguous().permute(order)
 
 
-def true_rows(case: Case) -> Iterator[Row]:
+def true_rows(case: Case, *, every: bool = False) -> Iterator[Row]:
     """The rows that hold on one cut, of those that cut every input dim of one size, or none.
 
     Sizes of a sample differ where dims mean different things, so rows that cut dims of unlike
-    size have no meaning but in views, whose blocks divide both sizes.
+    size have no meaning but in views, whose blocks divide both sizes. Where dims may be equal by
+    chance, ``every`` tries those rows, too, that cut only some of the inputs.
     """
     planes = case.node.op in PLANES
     shapes = [case.graph.tensors[name].shape for name in case.given]
     made = [o for o in case.node.outputs if o is not None]
     out_sizes = {s for o in made for s in case.graph.tensors[o].shape if s > 1}
     for size in (0, *sorted({s for shape in shapes for s in shape if s > 1} | out_sizes)):
-        options = [
-            [S(d) for d, s in enumerate(shape[:-2] if planes else shape) if s == size > 0]
-            or _whole(case.given[name])
-            for name, shape in zip(case.given, shapes, strict=True)
-        ]
+        options = []
+        for name, shape in zip(case.given, shapes, strict=True):
+            cut = [S(d) for d, s in enumerate(shape[:-2] if planes else shape) if s == size > 0]
+            options.append([*cut, *(_whole(case.given[name]) if every or not cut else ())])
         for chosen in itertools.product(*options):
             given = dict(zip(case.given, chosen, strict=True))
             ins = tuple(given[name] for name in case.node.inputs)

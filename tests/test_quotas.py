@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import emulated
-from benchmarks.emulated import cpu_quotas, find_controller, quota_settings
+import hap
 from hap.errors import InputError
 from hap.runtime.launch import spawn
+from hap.runtime.testbed import quotas as emulated
+from hap.runtime.testbed.groups import find_controller
+from hap.runtime.testbed.quotas import cpu_quotas, quota_settings
 
 BUSY = """
 import sys, time
@@ -29,14 +31,14 @@ sys.stdin.readline()
 """
 
 CONTROLLER, WHY_NOT = find_controller(
-    Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
+    "cpu", Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text(), "-"
 )
 needs_quotas = pytest.mark.skipif(CONTROLLER is None, reason=f"no quotas here: {WHY_NOT}")
 
 
 def groups_of(pid: int) -> list[Path]:
     assert CONTROLLER is not None
-    return sorted(CONTROLLER.root.glob(f"hap-quota-{pid}-*"))
+    return sorted(CONTROLLER.root.glob(f"hap-quota-*-{pid}-*"))
 
 
 @pytest.fixture
@@ -85,7 +87,8 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
             quotas.place(rank, process.pid)
         fast, slow = speeds(busy)
         assert len(groups_of(os.getpid())) == (2 if enforced else 0)
-    assert fast > 2 * slow  # asked for: 10; less on a machine that others keep busy
+    # Asked for: 10. Less on a machine that others keep busy, where duty cycles are late as well.
+    assert fast > (2 if enforced else 1) * slow
     # They are still there, and neither stopped nor in a group of ours.
     assert all(psutil.Process(process.pid).status() != psutil.STATUS_STOPPED for process in busy)
     if enforced:
@@ -110,7 +113,7 @@ def test_groups_go_when_the_body_raises_and_contexts_nest() -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from benchmarks import emulated
+from hap.runtime.testbed import quotas as emulated
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         emulated._MOUNTS = Path(sys.argv[2])
@@ -128,7 +131,7 @@ def test_a_killed_owner_leaves_nothing(
     script.write_text(OWNER)
     hidden = [] if enforced else [str(tmp_path / "mountinfo")]
     command = [sys.executable, str(script), str(busy[0].pid), *hidden]
-    root = Path(emulated.__file__).parents[1]
+    root = Path(hap.__file__).parents[1]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(root)}
     ) as owner:
@@ -177,6 +180,36 @@ def test_settings_keep_the_kernels_bounds() -> None:
     assert quota_settings(2, 0.02) == [("cpu.max", "1000 50000")]  # a quota is 1 ms at least
 
 
+def test_version_2_has_speed_and_memory_in_one_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("cgroup.controllers", "cgroup.subtree_control"):
+        (tmp_path / name).write_text("cpu memory\n")
+    (tmp_path / "cgroup.procs").touch()
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(mount_line(tmp_path, "cgroup2", "rw"))
+    monkeypatch.setattr(emulated, "_MOUNTS", mounts)
+
+    def text(rank: int, name: str) -> str:
+        (group,) = tmp_path.glob(f"hap-quota-*-{rank}")
+        return (group / name).read_text()
+
+    with cpu_quotas([0.5, 0.25], memory_bytes=[1 << 30, None]) as quotas:
+        quotas.charge(0, 123)
+        quotas.charge(1, 124)
+        groups = sorted(tmp_path.glob("hap-quota-*"))
+        assert len(groups) == 2
+        assert (text(0, "memory.max"), text(0, "cgroup.procs")) == (str(1 << 30), "123")
+        assert not (groups[0] / "cpu.max").exists()  # the imports of a rank run at full speed
+        assert sorted(file.name for file in groups[1].iterdir()) == ["cpu.weight"]
+        quotas.place(0, 123)
+        quotas.place(1, 124)
+        assert (text(0, "cpu.max"), text(1, "cpu.max")) == ("5000 10000", "2500 10000")
+        assert text(0, "cpu.weight") == "2000"
+        for file in tmp_path.glob("hap-quota-*/*"):  # plain ones stay when their group goes
+            file.unlink()
+
+
 def mount_line(mount: Path, kind: str, options: str) -> str:
     return f"30 25 0:26 / {mount} rw,nosuid shared:4 - {kind} {kind} {options}\n"
 
@@ -191,20 +224,20 @@ def test_the_controller_is_found_in_either_version(tmp_path: Path) -> None:
     (two / "cgroup.subtree_control").write_text("cpu\n")
     first, second = mount_line(one, "cgroup", "rw,cpu,cpuacct"), mount_line(two, "cgroup2", "rw")
 
-    found, reason = find_controller(first, "3:cpu,cpuacct:/own\n0::/\n")
+    found, reason = find_controller("cpu", first, "3:cpu,cpuacct:/own\n0::/\n", "")
     assert found is not None
     assert (found.version, found.root, found.home) == (1, one / "own", one / "own")
     assert "version 1" in reason
 
-    found, reason = find_controller(second, "0::/own\n")
+    found, reason = find_controller("cpu", second, "0::/own\n", "")
     assert found is not None
     assert (found.version, found.root, found.home) == (2, two, two / "own")
 
     (two / "cgroup.subtree_control").write_text("io\n")
-    assert find_controller(second, "0::/own\n")[0] is None
-    assert "not enabled" in find_controller(second, "0::/own\n")[1]
+    assert find_controller("cpu", second, "0::/own\n", "")[0] is None
+    assert "not enabled" in find_controller("cpu", second, "0::/own\n", "")[1]
 
     (one / "own/cgroup.procs").unlink()  # root may write anything: take the file away
-    found, reason = find_controller(first, "3:cpu,cpuacct:/own\n")
+    found, reason = find_controller("cpu", first, "3:cpu,cpuacct:/own\n", "")
     assert found is None
     assert "run as root" in reason

@@ -1,0 +1,43 @@
+"""The ways to train that the race compares, each in a file of its own, by name.
+
+A contender's module is imported when it is made: some import much.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from benchmarks.contenders.base import Contender, Setting
+
+OURS: Final = "ours"
+PAPER: Final = "hap-paper"
+EVEN: Final = "ddp-even"
+PROPORTIONAL: Final = "ddp-proportional"
+ZERO: Final = "zero"
+FSDP: Final = "fsdp2"
+TENSOR_PARALLEL: Final = "tensor-parallel"
+
+CONTENDERS: Final[dict[str, tuple[str, str]]] = {
+    EVEN: ("even_ddp", "EvenDDP"),
+    PROPORTIONAL: ("proportional_ddp", "ProportionalDDP"),
+    ZERO: ("zero", "Zero"),
+    FSDP: ("fsdp", "FSDP"),
+    TENSOR_PARALLEL: ("tensor_parallel", "TensorParallel"),
+    PAPER: ("planned", "Planned"),
+    OURS: ("planned", "Planned"),
+}
+"""Name -> (module, class), in the order of the tables."""
+
+ABSENT: Final[dict[str, str]] = {
+    "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17",
+}
+"""What would be raced and cannot be, with the reason."""
+
+
+def make(name: str, setting: Setting) -> Contender:
+    """This rank's end of a contender; any other name than those above is that of a plan."""
+    module, kind = CONTENDERS.get(name, ("planned", "Planned"))
+    found = importlib.import_module(f"benchmarks.contenders.{module}")
+    contender: Contender = getattr(found, kind)(setting)
+    return contender

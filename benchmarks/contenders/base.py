@@ -1,0 +1,137 @@
+"""What all contenders have in common: how they are made, cut a batch and take a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hap.batch import call, flatten
+from hap.capture import Step
+from hap.model_file import ModelFile
+from hap.optimizer import default_optimizer
+
+IGNORED = -100  # labels that torch's cross entropy leaves out of its mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a contender may know.
+
+    Attributes:
+        file: The model file.
+        speeds: Measured speed of each rank, in any unit.
+        devices: Names of the devices of all ranks.
+        plan: The plan file, for those that run one.
+    """
+
+    file: ModelFile
+    speeds: tuple[float, ...] = ()
+    devices: tuple[str, ...] = ()
+    plan: Path | None = None
+
+
+class Contender(ABC):
+    """One rank of a way to train. All ranks make it, and take each step, together."""
+
+    @abstractmethod
+    def __init__(self, setting: Setting) -> None:
+        """Build the model with the file's seed, and all that trains it."""
+
+    @abstractmethod
+    def step(self, batch: Any) -> float | None:
+        """Train on a *global* batch; the loss over all of it, or None on a rank without part."""
+
+
+def built(file: ModelFile) -> nn.Module:
+    """The file's model, with the same weights on all ranks."""
+    torch.manual_seed(file.seed)
+    return file.model()
+
+
+def optimizer(file: ModelFile, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The file's optimizer, or the usual one, of the parameters that are trained."""
+    return (file.optimizer or default_optimizer)([p for p in parameters if p.requires_grad])
+
+
+def as_step(file: ModelFile, module: nn.Module, batch: Any) -> Step:
+    """The module as a function of a flat batch of this form that returns the loss."""
+    return Step(module, batch, file.loss)
+
+
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, weight: float = 1.0
+) -> Tensor:
+    """One step of a module made by :func:`as_step`; the loss, scaled by ``weight``."""
+    optimizer.zero_grad()
+    loss: Tensor = call(module, tuple(flatten(batch).values())) * weight
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.detach()
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """The mean of a scalar over all ranks."""
+    total = loss.clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def rows_of(batch: Any, counts: Sequence[int], rank: int) -> Any:
+    """This rank's rows of a global batch whose tensors all begin with the batch's dim."""
+
+    def cut(t: Tensor) -> Tensor:
+        return t.split(list(counts))[rank]
+
+    return _each(batch, cut)
+
+
+def even(rows: int, ranks: int) -> tuple[int, ...]:
+    """Rows of each rank, equal to within one."""
+    return tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
+
+
+def proportional(rows: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Rows of each rank in proportion to speed, at least one each: a mean needs a row.
+
+    The rows that rounding down leaves over go one by one to the rank that has then the least
+    time per row to do: ``(rows + 1) / speed``.
+
+    Raises:
+        ValueError: there are fewer rows than ranks.
+    """
+    if rows < len(speeds):
+        raise ValueError(f"{rows} rows are fewer than the {len(speeds)} ranks")
+    counts = [max(1, int(rows * speed / sum(speeds))) for speed in speeds]
+    while sum(counts) != rows:
+        short = sum(counts) < rows
+        change = 1 if short else -1
+        movable = [r for r, n in enumerate(counts) if short or n > 1]
+        pick = min if short else max
+        counts[pick(movable, key=lambda r: (counts[r] + (change > 0)) / speeds[r])] += change
+    return tuple(counts)
+
+
+def size_of(batch: Any) -> int:
+    """Rows of a batch: the first dim of its first tensor."""
+    return next(iter(flatten(batch).values())).shape[0]
+
+
+def terms(batch: Any) -> int:
+    """How many terms the mean loss of a batch has: labels that count, or else rows."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    return size_of(batch) if labels is None else int((labels != IGNORED).sum())
+
+
+def _each(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, dict):
+        return {k: function(v) for k, v in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(map(function, batch))
+    return function(batch)

@@ -1,0 +1,55 @@
+"""FSDP2: parameters, gradients and optimizer states in equal shards, gathered block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.contenders.base import (
+    Contender,
+    Setting,
+    as_step,
+    built,
+    even,
+    mean_over_ranks,
+    optimizer,
+    rows_of,
+    size_of,
+    train,
+)  # fmt: skip
+
+
+class FSDP(Contender):
+    """``fully_shard`` on each block, then on the rest; equal rows."""
+
+    def __init__(self, setting: Setting) -> None:
+        file = setting.file
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._step = as_step(file, built(file), file.batch())
+        for module in [*blocks(self._step), self._step]:
+            sharded = fully_shard(module, mesh=mesh)
+            if dist.get_backend() == "gloo":  # it has no average: divide before the sum
+                sharded.set_force_sum_reduction_for_comms(True)
+        self._optimizer = optimizer(file, list(self._step.parameters()))
+
+    def step(self, batch: Any) -> float:
+        counts = even(size_of(batch), dist.get_world_size())
+        mine = rows_of(batch, counts, dist.get_rank())
+        return mean_over_ranks(train(self._step, self._optimizer, mine))
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """What is gathered at a time: the entries of lists of layers, or where there are none the
+    layers of sequences that have parameters."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        found = [
+            layer for stack in module.modules() if isinstance(stack, kind) for layer in stack
+            if next(layer.parameters(), None) is not None
+        ]  # fmt: skip
+        if found:
+            return found
+    return []

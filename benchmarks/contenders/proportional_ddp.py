@@ -1,0 +1,43 @@
+"""DistributedDataParallel with rows in proportion to measured speed.
+
+DDP averages gradients over ranks as if all had equally many rows. Each rank's mean loss is
+therefore scaled by its part of all terms before the backward: the average is then the gradient
+of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contenders.base import (
+    Contender,
+    Setting,
+    as_step,
+    built,
+    mean_over_ranks,
+    optimizer,
+    proportional,
+    rows_of,
+    size_of,
+    terms,
+    train,
+)  # fmt: skip
+
+
+class ProportionalDDP(Contender):
+    """Rows by speed, the loss weighted by the terms that each rank's mean divides by."""
+
+    def __init__(self, setting: Setting) -> None:
+        file = setting.file
+        self._speeds = setting.speeds
+        self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
+        self._optimizer = optimizer(file, list(self._step.parameters()))
+
+    def step(self, batch: Any) -> float:
+        counts = proportional(size_of(batch), self._speeds)
+        mine = rows_of(batch, counts, dist.get_rank())
+        weight = terms(mine) * dist.get_world_size() / terms(batch)
+        return mean_over_ranks(train(self._step, self._optimizer, mine, weight))

@@ -1,0 +1,41 @@
+"""ZeRO, stage 1, as torch has it: DDP whose optimizer states are spread over the ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contenders.base import (
+    Contender,
+    Setting,
+    as_step,
+    built,
+    even,
+    mean_over_ranks,
+    optimizer,
+    rows_of,
+    size_of,
+    train,
+)  # fmt: skip
+
+
+class Zero(Contender):
+    """Equal rows; each rank updates its part of the parameters and broadcasts it."""
+
+    def __init__(self, setting: Setting) -> None:
+        file = setting.file
+        self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
+        parameters = [p for p in self._step.parameters() if p.requires_grad]
+        like = optimizer(file, parameters)
+        accepted = inspect.signature(type(like)).parameters
+        options = {k: v for k, v in like.defaults.items() if k in accepted}
+        self._optimizer = ZeroRedundancyOptimizer(parameters, type(like), **options)
+
+    def step(self, batch: Any) -> float:
+        counts = even(size_of(batch), dist.get_world_size())
+        mine = rows_of(batch, counts, dist.get_rank())
+        return mean_over_ranks(train(self._step, self._optimizer, mine))

@@ -1,0 +1,263 @@
+"""The race: what a plan is worth on the wall clock, against what people would run instead.
+
+    python -m benchmarks.race             all models on all clusters; hours
+    python -m benchmarks.race --quick     a part of it in about ten minutes
+    python -m benchmarks.race --resume    go on from where a run ended
+
+Each cell is one model on one emulated cluster. All contenders live in the same processes and
+take turns, a step each per round; ratios are within a round. docs/race.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
+from benchmarks.racing import plans, tables
+from benchmarks.racing.cell import TRACED, Said, Task
+from benchmarks.racing.profiled import profiled
+from benchmarks.racing.results import Cell, Entry, append, judge_losses, judge_memory, read
+from benchmarks.racing.run import first_line, reference, run_cell
+from benchmarks.racing.summary import PLAN
+from hap.cluster import Cluster, load_cluster
+from hap.errors import HapError
+from hap.files import write_whole
+from hap.model_file import load_model_file
+from hap.plan import Plan
+from hap.runtime.testbed import Testbed
+from hap.runtime.testbed.speed import core_flops_per_s
+from hap.synthesizer.baselines import METHODS
+from hap.units import format_seconds
+
+HERE = Path(__file__).parent
+MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
+CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
+QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
+TOLERANCE = 1e-4
+PATIENCE_S = 300.0
+UNBOUNDED = (
+    2 << 30
+)  # memory limits are judged by tensor bytes, not enforced: contenders share ranks
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Race cell by cell; write the tables anew after each."""
+    options = _options(arguments)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and stop else
+    console = Console(highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    lines = options.out / "results.jsonl"
+    if not options.resume:
+        lines.unlink(missing_ok=True)
+        shutil.rmtree(options.out / "plans", ignore_errors=True)
+    done = {(cell.model, cell.cluster) for cell in read(lines)}
+    todo = [
+        (m, c) for c in options.clusters for m in options.models if (m, c) not in done
+    ]  # fmt: skip
+    console.print(
+        f"{len(todo)} cells to race, {len(done)} done; about "
+        f"{format_seconds(_estimate_s(len(todo), options, read(lines)))}"
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for model, cluster in todo:
+            begun = time.monotonic()
+
+            def told(text: str, model: str = model, cluster: str = cluster) -> None:
+                progress.update(bar, description=f"{model} on {cluster}: {text}")
+
+            cell = race(model, cluster, options, told)
+            cell.took_s = time.monotonic() - begun
+            append(lines, cell)
+            progress.advance(bar)
+            tables.write(options.out, read(lines))
+            console.print(tables.cell_text(cell), soft_wrap=True)
+    console.print(tables.summary_text(read(lines)), soft_wrap=True)
+    console.print(f"\nwritten: {options.out}/race.md, race.json, race.png, results.jsonl")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    some = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--models", choices=MODELS, **some)
+    parser.add_argument("--clusters", choices=CLUSTERS, **some)
+    parser.add_argument("--contenders", choices=CONTENDERS, default=list(CONTENDERS), **some)
+    parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
+    parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
+    parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
+    parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
+    parser.add_argument(
+        "--budget", type=float, default=120.0,
+        help="seconds of rounds per cell, after which none begins once three are counted",
+    )  # fmt: skip
+    parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
+    parser.add_argument("--size", default="race", help="function of the model files")
+    parser.add_argument(
+        "--trust-cluster", action="store_true", help="plan by the cluster file, do not profile"
+    )
+    parser.add_argument("--out", type=Path, default=Path(".race"))
+    options = parser.parse_args(arguments)
+    options.models = options.models or (QUICK_MODELS if options.quick else MODELS)
+    options.clusters = options.clusters or (QUICK_CLUSTERS if options.quick else CLUSTERS)
+    options.rounds = options.rounds or (3 if options.quick else 5)
+    return options
+
+
+def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Progress) -> Cell:
+    """Plan, build and race one cell."""
+    spec = f"{HERE / 'models' / model}.py:{options.size}"
+    written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
+    rate = _core_flops_per_s(options.out / "core.json")
+    with Testbed(_roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
+        measured = _with_memory(_measured(bed, cluster, options, told), written)
+        found, void = _plans(model, cluster, spec, measured, options, told)
+        names = [name for name in options.contenders if name not in void]
+        names += [name for name in found if name not in names]
+        task = Task(
+            file=load_model_file(spec), names=tuple(names),
+            plans={name: path for name, (path, _) in found.items()},
+            speeds=tuple(d.rate("matmul", "float32") for d in measured.devices),
+            devices=tuple(d.name for d in measured.devices),
+            rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
+            budget_s=options.budget, patience_s=PATIENCE_S,
+        )  # fmt: skip
+        told("one device")
+        losses = _reference(spec, TRACED + task.warm_up + task.rounds)
+
+        def heard(said: Said) -> None:
+            if said.what == "begun":
+                told(f"{said.name}")
+
+        entries = run_cell(bed, task, heard)
+    cell = Cell(
+        model=model, cluster=cluster, unlike=_unlike(written), reference=losses,
+        entries=[*entries, *(Entry(name=name, void=why) for name, why in (void | ABSENT).items())],
+    )  # fmt: skip
+    memory = [d.memory_bytes for d in written.devices]
+    for entry in entries:
+        judge_losses(entry, losses, TOLERANCE)
+        judge_memory(entry, memory, task.devices)
+        if entry.name in found:
+            _describe(entry, found[entry.name][1], measured)
+    if OURS in found:
+        _floors(cell, found[OURS][1], measured)
+    return cell
+
+
+@functools.cache
+def _reference(spec: str, steps: int) -> list[float]:
+    return reference(load_model_file(spec), steps)
+
+
+def _core_flops_per_s(path: Path) -> float:
+    """Measured once for all cells of a race: their quotas come from it, and the profiles."""
+    if not path.exists():
+        write_whole(path, [json.dumps(core_flops_per_s())])
+    return float(json.loads(path.read_text()))
+
+
+def _measured(
+    bed: Testbed, cluster: str, options: argparse.Namespace, told: plans.Progress
+) -> Cluster:
+    if options.trust_cluster:
+        return bed.cluster
+    path = options.out / "clusters" / f"{cluster}.yaml"
+    return profiled(bed, path, told, quick=options.quick)
+
+
+def _plans(
+    model: str,
+    cluster: str,
+    spec: str,
+    measured: Cluster,
+    options: argparse.Namespace,
+    told: plans.Progress,
+) -> tuple[dict[str, tuple[Path, Plan]], dict[str, str]]:
+    """(contender -> its plan, contender -> why it has none)."""
+    folder = options.out / "plans"
+    folder.mkdir(exist_ok=True)
+    wanted = {PAPER: plans.PAPER_METHOD} if PAPER in options.contenders else {}
+    if options.plans:
+        wanted |= {PLAN + m.name: m.name for m in METHODS if m.name != plans.PAPER_METHOD}
+    makers = {
+        name: (lambda method=method: plans.baseline(spec, measured, method))
+        for name, method in wanted.items()
+    }
+    if OURS in options.contenders:
+        makers[OURS] = lambda: plans.ours(spec, measured)
+    found, void = {}, {}
+    for name, make in makers.items():
+        told(f"planning {name}")
+        stem = name.removeprefix(PLAN).replace(" ", "-").replace(",", "")
+        path = folder / f"{model}.{cluster}.{stem}.json"
+        try:
+            found[name] = path.resolve(), plans.kept(path, make)
+        except HapError as error:
+            void[name] = first_line(error)
+    return found, void
+
+
+def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
+    names = [d.name for d in plan.cluster.devices]
+    peaks = dict(zip(names, (r.peak_bytes for r in plan.prediction.ranks), strict=True))
+    entry.predicted_s = plan.prediction.step_s
+    entry.predicted_bytes = [peaks.get(d.name, 0) for d in cluster.devices]
+    entry.note = f"without {', '.join(plan.left_out)}" if plan.left_out else ""
+
+
+def _floors(cell: Cell, plan: Plan, cluster: Cluster) -> None:
+    cell.arithmetic_s = plans.arithmetic_s(plan, cluster)
+    if plan.prediction.bounds and not plan.left_out:
+        cell.bound_s, cell.covers = (
+            plan.prediction.bounds[0].step_s,
+            plan.prediction.bounds[0].covers,
+        )
+
+
+def _roomy(cluster: Cluster) -> Cluster:
+    devices = tuple(
+        replace(d, memory_bytes=max(d.memory_bytes, UNBOUNDED)) for d in cluster.devices
+    )
+    return replace(cluster, devices=devices)
+
+
+def _with_memory(cluster: Cluster, written: Cluster) -> Cluster:
+    """The measured cluster with the memory that the file gives its devices."""
+    pairs = zip(cluster.devices, written.devices, strict=True)
+    devices = tuple(replace(d, memory_bytes=w.memory_bytes) for d, w in pairs)
+    return replace(cluster, devices=devices)
+
+
+def _unlike(cluster: Cluster) -> bool:
+    return len(cluster.types()) > 1 or len(cluster.nodes) not in (1, cluster.world_size)
+
+
+def _estimate_s(cells: int, options: argparse.Namespace, done: Sequence[Cell]) -> float:
+    """By the cells that are done, or else by what a cell has been seen to take."""
+    seen = [cell.took_s for cell in done if cell.took_s]
+    each = sum(seen) / len(seen) if seen else 60 + min(options.budget, options.rounds * 30)
+    return cells * each
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""One cell of the race, on one rank: all contenders alive in the same processes, step by step.
+
+A contender that raises on all ranks is dropped and the cell goes on. One that raises on some
+ranks leaves the others in a collective: the cell then ends, and starts again without it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import make
+from benchmarks.contenders.base import Contender, Setting
+from benchmarks.racing.memory import traced
+from hap.model_file import ModelFile
+from hap.runtime.launch import report
+
+TRACED = 2
+"""Steps at the start of each contender whose memory is counted: the first makes the states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the ranks of a cell are told.
+
+    Attributes:
+        names: The contenders, in order.
+        plans: Plan files by contender.
+        warm_up: Rounds that are not counted.
+        budget_s: No further round begins after so many seconds of rounds, once ``least`` of
+            them have been counted.
+        patience_s: How long ranks wait for one that is still building or stepping.
+    """
+
+    file: ModelFile
+    names: tuple[str, ...]
+    plans: Mapping[str, Path]
+    speeds: tuple[float, ...]
+    devices: tuple[str, ...]
+    rounds: int
+    warm_up: int
+    least: int
+    budget_s: float
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A report to the parent.
+
+    ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
+    rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
+    ``ready`` (this rank, with its ``pid``: all are built) or ``stepped`` (``losses`` of one,
+    ``seconds``; ``counted`` unless it is warm-up).
+    """
+
+    what: str
+    name: str = ""
+    pid: int = 0
+    text: str = ""
+    losses: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    seconds: float = 0.0
+    round: int = 0
+    counted: bool = False
+
+
+def global_batches(file: ModelFile, count: int) -> list[Any]:
+    """The same batches in every process."""
+    torch.manual_seed(file.seed + 1)
+    return [file.batch() for _ in range(count)]
+
+
+def race_rank(task: Task) -> None:
+    """Make all contenders, then run rounds of one step of each, beginning with another each time."""
+    course = _Course(task)
+    alive: dict[str, Contender] = {}
+    for name in task.names:
+        found = course.build(name)
+        if found is not None:
+            alive[name] = found
+    gc.collect()
+    gc.freeze()  # the collector has all contenders to look through otherwise, in the midst of steps
+    report(Said(what="ready", pid=os.getpid()))
+    begun = time.monotonic()
+    for number in range(task.warm_up + task.rounds):
+        names = list(alive)
+        turn = number % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+            if not course.step(alive[name], name, number):
+                del alive[name]
+        late = time.monotonic() - begun > task.budget_s
+        if course.any(late) and number + 1 >= task.warm_up + task.least:
+            break
+
+
+class _Course:
+    """What ranks agree on stays outside of the contenders' own communication."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._control = dist.new_group(timeout=datetime.timedelta(seconds=task.patience_s))
+        self._first = dist.get_rank() == 0
+        self._batches = global_batches(task.file, TRACED + task.warm_up + task.rounds)
+
+    def build(self, name: str) -> Contender | None:
+        """Make a contender and take its traced steps; None if it cannot be."""
+        self._say(Said(what="begun", name=name))
+        made: list[Contender] = []
+        losses: list[float | None] = []
+        task = self._task
+        setting = Setting(
+            file=task.file, speeds=task.speeds, devices=task.devices, plan=task.plans.get(name)
+        )
+
+        def start() -> int:
+            gc.collect()
+            with traced() as trace:
+                made.append(make(name, setting))
+                for number in range(TRACED):
+                    if number == TRACED - 1:
+                        trace.mark()
+                    losses.append(made[0].step(self._batches[number]))
+            return trace.peak_bytes
+
+        peak = self._guarded(name, start)
+        if peak is None:
+            return None
+        gathered = self._gather((peak, losses))
+        told = next(each for _, each in gathered if None not in each)
+        self._say(Said(
+            what="built", name=name, losses=tuple(told), peak_bytes=tuple(b for b, _ in gathered)
+        ))  # fmt: skip
+        return made[0]
+
+    def step(self, contender: Contender, name: str, number: int) -> bool:
+        """One timed step, from the moment when all that take it are ready until the last has ended.
+
+        The clock is the machine's, the same in all its processes.
+        """
+        self._say(Said(what="begun", name=name))
+        batch = self._batches[TRACED + number]
+
+        def timed() -> tuple[float, float, float | None]:
+            dist.barrier(self._control)
+            start = time.monotonic()
+            loss = contender.step(batch)
+            return start, time.monotonic(), loss
+
+        seen = self._guarded(name, timed)
+        if seen is None:
+            return False
+        taking = [each for each in self._gather(seen) if each[2] is not None]
+        starts, ends, losses = zip(*taking, strict=True)
+        self._say(Said(
+            what="stepped", name=name, round=number, counted=number >= self._task.warm_up,
+            seconds=max(ends) - max(starts), losses=losses[:1],
+        ))  # fmt: skip
+        return True
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return any(self._gather(flag))
+
+    def _guarded(self, name: str, function: Callable[[], Any]) -> Any:
+        """The result, or None on all ranks if any of them raised."""
+        result, text = None, ""
+        try:
+            result = function()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            report(Said(what="failed", name=name, text=text))
+        if self.any(bool(text)):
+            self._say(Said(what="dropped", name=name))
+            return None
+        return result
+
+    def _gather(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self._control)
+        return found
+
+    def _say(self, said: Said) -> None:
+        if self._first:
+            report(said)

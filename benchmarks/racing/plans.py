@@ -1,0 +1,91 @@
+"""Plans that the race needs: ours, any baseline as a plan of its own, and floors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hap import api
+from hap.capture import capture
+from hap.cluster import Cluster
+from hap.errors import HapError, InfeasibleError
+from hap.files import write_whole
+from hap.model_file import load_model_file
+from hap.optimizer import default_optimizer, examine
+from hap.plan import Plan, Source
+from hap.synthesizer.baselines import METHODS
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.planner import Progress
+from hap.synthesizer.predict import predict
+from hap.synthesizer.space import build_space
+from hap.synthesizer.synthesize import Synthesizer
+from hap.synthesizer.work import FLOPS, node_work
+
+PAPER_METHOD = "HAP 2024"
+
+
+def ours(spec: str, cluster: Cluster, progress: Progress = lambda text: None) -> Plan:
+    """What ``hap plan`` finds, with nothing asked of it."""
+    return api.plan_file(spec, cluster, progress=progress)
+
+
+def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
+    """A baseline of :data:`hap.synthesizer.baselines.METHODS`, by name, as a plan that runs.
+
+    Raises:
+        InfeasibleError: It does not fit, as predicted.
+        HapError: It cannot run this model.
+    """
+    file = load_model_file(spec)
+    kind = examine(file.optimizer or default_optimizer)
+    graph = capture(file.model(), file.batch(), file.loss)
+    space = build_space(graph)
+    found: Candidate = next(m for m in METHODS if m.name == method).plan(
+        space, cluster, kind.states
+    )
+    if not found.fits:
+        worst = max(range(cluster.world_size), key=lambda rank: found.lacking_bytes[rank])
+        lacking = float(found.lacking_bytes[worst]) / 2**20
+        raise InfeasibleError(f"{cluster.devices[worst].name} would lack {lacking:.0f} MiB")
+    shares = {name: found.shares[name] for name in found.program.used_axes()}
+    cost = Synthesizer(space, cluster, kind.states).cost(found)
+    return Plan(
+        source=Source(path=str(file.path), function=file.function), graph=graph, cluster=cluster,
+        optimizer=str(kind), program=found.scheduled.program, shares=shares,
+        idle=tuple(
+            r for r in range(cluster.world_size)
+            if shares and not any(units[r] for units in shares.values())
+        ),
+        prediction=predict(graph, found, cost, ()),
+    )  # fmt: skip
+
+
+def kept(path: Path, make: Callable[[], Plan]) -> Plan:
+    """The plan in a file, made and saved if there is none. A plan that cannot be made is told
+    again from a note beside it.
+
+    Raises:
+        HapError: It cannot be made.
+    """
+    why = path.with_suffix(".void")
+    if why.exists():
+        raise HapError(why.read_text())
+    if path.exists():
+        return Plan.load(path)
+    try:
+        plan = make()
+    except HapError as error:
+        write_whole(why, [error.what])
+        raise
+    plan.save(path)
+    return plan
+
+
+def arithmetic_s(plan: Plan, cluster: Cluster) -> float:
+    """Seconds of the step's products, were they spread over all devices without any loss."""
+    total = 0.0
+    for node in plan.graph.nodes:
+        work = node_work(node, plan.graph)
+        if node.op in FLOPS:
+            total += work.flops / sum(d.rate(work.kind, work.dtype) for d in cluster.devices)
+    return total

@@ -1,0 +1,39 @@
+"""The cluster as the profiler measures it inside the testbed: all that the race plans by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.racing.plans import Progress
+from hap.cluster import Cluster, load_cluster
+from hap.profiling import Settings, profile
+from hap.runtime.testbed import Testbed
+
+
+def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluster:
+    """The cluster file at ``path``, measured now if there is none, or from the samples that an
+    interrupted run has left beside it.
+
+    Raises:
+        HapError: A rank died.
+    """
+    if path.exists():
+        return load_cluster(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = Settings(
+        output=str(path.resolve()), nodes=tuple(d.node for d in bed.cluster.devices),
+        quick=quick, resume=True,
+    )  # fmt: skip
+
+    def launch(
+        target: Callable[..., Any], size: int, *, args: Any, on_report: Any, **_: Any
+    ) -> Any:
+        assert size == len(bed.hosts)
+        return bed.spawn(target, args, on_report=on_report)
+
+    def heard(done: int, total: int, what: str) -> None:
+        told(f"profiling, {done} of {total}: {what}")
+
+    return profile(settings, len(bed.hosts), launch=launch, progress=heard).cluster

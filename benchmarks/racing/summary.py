@@ -1,0 +1,130 @@
+"""The figures of a race: ratios, predictions, distances to the limit. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.contenders import EVEN, OURS, PAPER
+from benchmarks.racing.results import Cell, Entry
+
+PLAN = "plan: "
+"""Begins the names of baselines that run as plans."""
+
+AIM_EVEN = 2.41  # HAP's headline
+
+
+def ratio(other: Entry, ours: Entry) -> float:
+    """How many times as long the other takes: the median of the ratios within one round."""
+    pairs = zip(other.seconds, ours.seconds, strict=False)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def best_other(cell: Cell) -> Entry | None:
+    """The fastest contender beside ours, the original HAP and baselines run as plans."""
+    others = [
+        e for e in cell.entries
+        if e.counts and e.name not in (OURS, PAPER) and not e.name.startswith(PLAN)
+    ]  # fmt: skip
+    return min(others, key=lambda e: e.median_s, default=None)
+
+
+def prediction_errors(cell: Cell) -> dict[str, float]:
+    """Plan -> predicted over measured step, less one."""
+    return {
+        e.name: e.predicted_s / e.median_s - 1 for e in cell.entries if e.counts and e.predicted_s
+    }
+
+
+def memory_errors(cell: Cell) -> dict[str, float]:
+    """Plan -> predicted over measured peak, less one, of the rank that is predicted fullest."""
+    found = {}
+    for e in cell.entries:
+        if e.counts and any(e.predicted_bytes):
+            rank = max(range(len(e.predicted_bytes)), key=e.predicted_bytes.__getitem__)
+            found[e.name] = e.predicted_bytes[rank] / e.peak_bytes[rank] - 1
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's, ties at their mean rank; nan for fewer than two pairs."""
+    if len(xs) < 2 or len(set(xs)) < 2 or len(set(ys)) < 2:
+        return math.nan
+    return statistics.correlation(_ranks(xs), _ranks(ys))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    first = {v: ordered.index(v) for v in values}
+    return [first[v] + (ordered.count(v) - 1) / 2 for v in values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the summary: a figure, what it should be, and over how many cells it is."""
+
+    name: str
+    value: float
+    aim: str
+    met: bool
+    cells: int
+    kind: str = "x"  # a ratio, "%" a part, "" a plain number
+
+
+def summary(cells: Sequence[Cell]) -> list[Figure]:
+    """All figures that the cells allow; those without a cell are left out."""
+    figures: list[Figure] = []
+
+    def add(name: str, values: Sequence[float], of: Callable[[Sequence[float]], float], aim: float,
+            *, least: bool, kind: str = "x") -> None:  # fmt: skip
+        if values:
+            value = of(values)
+            shown = f"{'>=' if least else '<='} {aim:.0%}" if kind == "%" else (
+                f"{'>=' if least else '<='} {aim:g}{kind}"
+            )  # fmt: skip
+            met = value >= aim if least else value <= aim
+            figures.append(
+                Figure(name=name, value=value, aim=shown, met=met, cells=len(values), kind=kind)
+            )
+
+    best = [(c, r) for c in cells if (r := _against(c, best_other(c))) is not None]
+    paper = [r for c in cells if c.unlike and (r := _against(c, c.entry(PAPER))) is not None]
+    even = [r for c in cells if c.unlike and (r := _against(c, c.entry(EVEN))) is not None]
+    unlike = [r for c, r in best if c.unlike]
+    add("over the best contender, unlike clusters, geometric mean", unlike, geometric_mean, 1.5,
+        least=True)  # fmt: skip
+    add("over hap-paper, unlike clusters, geometric mean", paper, geometric_mean, 1.2, least=True)
+    add(f"unlike cells at {AIM_EVEN}x over equal-share DDP or more", even,
+        lambda v: sum(r >= AIM_EVEN for r in v) / len(v), 0.5, least=True, kind="%")  # fmt: skip
+    add("over the best contender, worst cell", [r for _, r in best], min, 0.97, least=True)
+    steps = [abs(e) for c in cells for e in prediction_errors(c).values()]
+    add("predicted step, median error", steps, statistics.median, 0.06, least=False, kind="%")
+    add("predicted step, worst error", steps, max, 0.15, least=False, kind="%")
+    peaks = [abs(e) for c in cells for e in memory_errors(c).values()]
+    add("predicted peak memory, median error", peaks, statistics.median, 0.06, least=False,
+        kind="%")  # fmt: skip
+    plans = [e for c in cells for e in c.entries if e.counts and e.predicted_s]
+    pairs = [e.predicted_s for e in plans], [e.median_s for e in plans]
+    if not math.isnan(correlation := rank_correlation(*pairs)):
+        add("rank correlation of predicted and measured", [correlation] * len(plans), min, 0.95,
+            least=True, kind="")  # fmt: skip
+    far = [d for c in cells if (d := distance(c)) is not None]
+    add("measured over the limit, median", far, statistics.median, 1.35, least=False)
+    return figures
+
+
+def distance(cell: Cell) -> float | None:
+    """Our measured step over the floor of the cell."""
+    ours = cell.entry(OURS)
+    return ours.median_s / cell.limit_s if ours and cell.limit_s else None
+
+
+def _against(cell: Cell, other: Entry | None) -> float | None:
+    ours = cell.entry(OURS)
+    return ratio(other, ours) if ours and other else None

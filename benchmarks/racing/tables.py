@@ -1,0 +1,153 @@
+"""What a race says: Markdown, JSON and a plot, from the cells that are done."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.contenders import OURS, PAPER
+from benchmarks.racing.results import Cell, Entry
+from benchmarks.racing.summary import (
+    PLAN,
+    Figure,
+    best_other,
+    distance,
+    memory_errors,
+    prediction_errors,
+    ratio,
+    summary,
+)  # fmt: skip
+from hap.files import write_whole
+from hap.units import format_seconds
+
+
+def write(folder: Path, cells: Sequence[Cell]) -> None:
+    """``race.md``, ``race.json`` and, where matplotlib is, ``race.png``."""
+    parts = [summary_text(cells), *(cell_text(cell) for cell in cells)]
+    write_whole(folder / "race.md", ["\n\n".join(["# The race", *parts]) + "\n"])
+    data = {
+        "summary": [asdict(figure) for figure in summary(cells)],
+        "cells": [asdict(cell) for cell in cells],
+    }
+    write_whole(folder / "race.json", [json.dumps(data, indent=1) + "\n"])
+    _plot(folder / "race.png", cells)
+
+
+def summary_text(cells: Sequence[Cell]) -> str:
+    """The summary's table and, a row per cell, what it is made of."""
+    lines = ["| figure | seen | aim | | over |", "|---|---|---|---|---|"]
+    for f in summary(cells):
+        lines.append(
+            f"| {f.name} | {_value(f)} | {f.aim} | {'met' if f.met else 'missed'} | {f.cells} |"
+        )
+    lines += ["", "| cell | ours | best other | over it | over hap-paper | over the limit |",
+              "|---|---|---|---|---|---|"]  # fmt: skip
+    for cell in cells:
+        ours, best, paper = cell.entry(OURS), best_other(cell), cell.entry(PAPER)
+        far = distance(cell)
+        lines.append(
+            f"| {cell.model} on {cell.cluster} | {_seconds(ours)} "
+            f"| {best.name if best else 'none'} {_seconds(best)} | {_times(best, ours)} "
+            f"| {_times(paper, ours)} | {f'{far:.2f}x' if far else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def cell_text(cell: Cell) -> str:
+    """One cell's table: every contender, and why some are void."""
+    ours = cell.entry(OURS)
+    steps, peaks = prediction_errors(cell), memory_errors(cell)
+    lines = [
+        f"## {cell.model} on {cell.cluster}", "",
+        "| contender | median step | spread | ours is faster by | predicted | error "
+        "| peak memory | error | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for e in sorted(cell.entries, key=lambda e: (not e.counts, e.median_s if e.counts else 0.0)):
+        if not e.counts:
+            lines.append(f"| {e.name} | void | | | | | {_peak(e)} | | {e.void or 'no steps'} |")
+            continue
+        lines.append(
+            f"| {e.name} | {_seconds(e)} | {format_seconds(e.spread_s)} | {_times(e, ours)} "
+            f"| {format_seconds(e.predicted_s) if e.predicted_s else ''} | {_part(steps.get(e.name))} "
+            f"| {_peak(e)} | {_part(peaks.get(e.name))} | {e.note} |"
+        )
+    lines.append("")
+    floors = [
+        f"all products at the summed speed of all devices: {format_seconds(cell.arithmetic_s)}"
+    ]
+    if cell.bound_s:
+        floors.append(f"proved of {cell.covers}: {format_seconds(cell.bound_s)}")
+    if ours and cell.limit_s:
+        which = "the proved one" if cell.bound_s > cell.arithmetic_s else "the products"
+        floors.append(f"ours is {distance(cell):.2f}x the larger one, {which}")
+    lines.append("Floors of the step. " + "; ".join(floors) + ".")
+    return "\n".join(lines)
+
+
+def _value(figure: Figure) -> str:
+    return f"{figure.value:.1%}" if figure.kind == "%" else f"{figure.value:.3f}{figure.kind}"
+
+
+def _seconds(entry: Entry | None) -> str:
+    return format_seconds(entry.median_s) if entry else ""
+
+
+def _times(other: Entry | None, ours: Entry | None) -> str:
+    return f"{ratio(other, ours):.2f}x" if other and ours else ""
+
+
+def _part(error: float | None) -> str:
+    return "" if error is None else f"{error:+.1%}"
+
+
+def _peak(entry: Entry) -> str:
+    return f"{max(entry.peak_bytes) / 2**20:.0f} MiB" if entry.peak_bytes else ""
+
+
+def _plot(path: Path, cells: Sequence[Cell]) -> None:
+    """Median steps over ours, a panel per cluster; bars left of a void entry's name are absent."""
+    try:
+        import matplotlib
+    except ImportError:  # optional: hap[bench]
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    clusters = list(dict.fromkeys(cell.cluster for cell in cells))
+    if not clusters:
+        return
+    columns = min(3, len(clusters))
+    rows = math.ceil(len(clusters) / columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5.5 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+    )
+    names = list(dict.fromkeys(
+        e.name for c in cells for e in c.entries
+        if e.counts and e.name != OURS and not e.name.startswith(PLAN)
+    ))  # fmt: skip
+    for axis in axes.flat[len(clusters) :]:
+        axis.set_visible(False)
+    for axis, cluster in zip(axes.flat, clusters, strict=False):
+        here = [cell for cell in cells if cell.cluster == cluster]
+        for k, name in enumerate(names):
+            pairs = [(cell.entry(name), cell.entry(OURS)) for cell in here]
+            heights = [ratio(e, ours) if e and ours else math.nan for e, ours in pairs]
+            places = [m + (k + 0.5) / len(names) * 0.8 - 0.4 for m in range(len(here))]
+            axis.bar(places, heights, width=0.8 / len(names), label=name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.set_xticks(range(len(here)), [cell.model for cell in here], fontsize=8)
+        axis.set_title(cluster)
+    axes.flat[0].set_ylabel("step over ours")
+    figure.legend(
+        *axes.flat[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(len(names), 4),
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

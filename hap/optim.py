@@ -1,0 +1,181 @@
+"""Optimizers that look at whole tensors, and are right on shards; norms over shards.
+
+A shard of a :class:`hap.runtime.module.HapModule` knows the ranks that hold the rest of its
+tensor. On a parameter that is no shard, everything here is the textbook's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import InputError
+
+
+class Reduces(Protocol):
+    """What of a rank's collectives is needed here."""
+
+    def all_reduce(self, x: Tensor, how: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What a rank's parameter is of the whole: ``copies`` ranks hold these very elements."""
+
+    comm: Reduces
+    copies: int
+
+
+def mark(parameter: nn.Parameter, shard: Shard) -> None:
+    """Let a parameter know that it is a shard."""
+    parameter.hap_shard = shard  # type: ignore[attr-defined]
+
+
+def tensor_norms(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each whole tensor of which ``values`` are this rank's shards.
+
+    Every rank of a module must call it, with values of the same parameters in the same order;
+    they are exchanged at once. Elsewhere the norms are those of the values as they are.
+
+    Args:
+        params: the parameters whose shapes and cuts the values have.
+        values: such as the parameters themselves, their gradients or updates.
+
+    Returns:
+        A vector with one norm per value, in float32 or better, the same on every rank.
+
+    Raises:
+        InputError: the lists differ in length, or some parameters are shards and others not.
+    """
+    if len(params) != len(values):
+        raise InputError(f"{len(params)} parameters, but {len(values)} values")
+    if not values:
+        return torch.zeros(0)
+    wide = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+    squares = torch.stack([v.detach().to(wide).square().sum() for v in values])
+    shards: list[Shard | None] = [getattr(p, "hap_shard", None) for p in params]
+    known = [s for s in shards if s is not None]
+    if not known:
+        return squares.sqrt()
+    if len(known) < len(shards):
+        raise InputError(
+            "some of these parameters are shards and others are not",
+            hint="give the optimizer the parameters of one module",
+        )
+    copies = torch.tensor([s.copies for s in known], dtype=wide, device=squares.device)
+    return known[0].comm.all_reduce(squares / copies, "one shot").sqrt()
+
+
+class _Whole(torch.optim.Optimizer):
+    """An optimizer that scales each tensor's update by a ratio of whole tensors' norms."""
+
+    whole_norms = True
+    """It asks for the norms of whole tensors, so that shards train like the whole."""
+
+    def _update(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all the parameters that have a gradient; every rank must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+        return loss
+
+
+def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    """``top / bottom``, or 1 where either is zero."""
+    return torch.where((top > 0) & (bottom > 0), top / bottom, torch.ones_like(top))
+
+
+class Lamb(_Whole):
+    """Adam with a step per tensor as long as the tensor (You et al., "Large Batch Optimization
+    for Deep Learning: Training BERT in 76 minutes", ICLR 2020, algorithm 2).
+
+    The direction is ``r = m̂ / (sqrt(v̂) + eps) + weight_decay * w`` and the step
+    ``w -= lr * |w| / |r| * r``, norms over whole tensors; the ratio is 1 where a norm is zero.
+
+    Raises:
+        InputError: a rate is negative, or a beta outside of [0, 1).
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
+        _check(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise InputError(f"betas {betas}", hint="both must be in [0, 1)")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    def _update(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        first, second = group["betas"]
+        updates = []
+        for p in params:
+            assert p.grad is not None
+            state = self.state[p]
+            if not state:
+                state["step"] = 0
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
+            state["step"] += 1
+            m = state["exp_avg"].lerp_(p.grad, 1 - first)
+            v = state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+            root = (v / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
+            update = m.div(root).div_(1 - first ** state["step"])
+            updates.append(update.add_(p, alpha=group["weight_decay"]))
+        ratios = _ratio(tensor_norms(params, params), tensor_norms(params, updates))
+        for p, update, ratio in zip(params, updates, ratios.unbind(), strict=True):
+            p.sub_(update * (group["lr"] * ratio).to(p.dtype))
+
+
+class Lars(_Whole):
+    """Momentum with a rate per tensor (You et al., "Large Batch Training of Convolutional
+    Networks", 2017).
+
+    ``u = momentum * u + lr * trust * |w| / (|g| + weight_decay * |w|) * (g + weight_decay * w)``
+    and ``w -= u``, norms over whole tensors; the factor beside ``lr`` is 1 where a norm is zero.
+
+    Raises:
+        InputError: a rate is negative, or the momentum outside of [0, 1).
+    """
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+        trust: float = 1e-3,
+    ) -> None:  # fmt: skip
+        _check(lr=lr, weight_decay=weight_decay, trust=trust)
+        if not 0 <= momentum < 1:
+            raise InputError(f"momentum {momentum}", hint="it must be in [0, 1)")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, defaults)
+
+    def _update(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
+        decay = group["weight_decay"]
+        gradients = [p.grad for p in params if p.grad is not None]
+        sizes, slopes = tensor_norms(params, params), tensor_norms(params, gradients)
+        local = group["trust"] * sizes / (slopes + decay * sizes)
+        local = torch.where((sizes > 0) & (slopes > 0), local, torch.ones_like(local))
+        for p, g, rate in zip(params, gradients, local.unbind(), strict=True):
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            step = g.add(p, alpha=decay).mul_((group["lr"] * rate).to(p.dtype))
+            p.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(step))
+
+
+def _check(**rates: float) -> None:
+    for name, rate in rates.items():
+        if rate < 0:
+            raise InputError(f"{name} {rate}", hint="it must not be negative")

@@ -1,0 +1,149 @@
+"""From records of operators to devices: alike ranks are one type, and a type is one fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from hap.cluster import ELEMENTWISE, PRODUCTS, Device
+from hap.profiler.fit import Sample, fit_device, predict
+from hap.profiler.samples import OpRecord, Rank, spread
+
+ALIKE = 0.05
+"""Ranks whose speeds differ by less, or by less than their own spread, are one type."""
+
+_MEMORY_ALIKE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """One operator on one type of device: what was measured, and what the fit says."""
+
+    name: str
+    kind: str
+    measured_s: float
+    predicted_s: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Type:
+    """Alike ranks and the device that each of them is."""
+
+    ranks: tuple[int, ...]
+    device: Device
+    residuals: tuple[Residual, ...]
+
+
+def types(ranks: Sequence[Rank], records: Sequence[OpRecord], date: str) -> list[Type]:
+    """The types of devices, in the order of their first ranks.
+
+    Args:
+        date: for the provenance of the figures.
+    """
+    groups: list[list[int]] = []
+    for rank in range(len(ranks)):
+        home = next((g for g in groups if _alike(ranks, records, g[0], rank)), None)
+        if home is None:
+            groups.append([rank])
+        else:
+            home.append(rank)
+    return [_fitted(ranks, records, group, date) for group in groups]
+
+
+def _alike(ranks: Sequence[Rank], records: Sequence[OpRecord], a: int, b: int) -> bool:
+    if ranks[a].kind != ranks[b].kind:
+        return False
+    if abs(math.log(ranks[a].memory_bytes / ranks[b].memory_bytes)) > _MEMORY_ALIKE:
+        return False
+    ratios = [math.log(median(r.seconds[a]) / median(r.seconds[b])) for r in records]
+    middle = median(ratios)
+    # How well the middle of so many ratios is known, were they drawn from a normal law.
+    error = 1.25 * 1.48 * median(abs(x - middle) for x in ratios) / math.sqrt(len(ratios))
+    return abs(middle) <= max(ALIKE, 2 * error)
+
+
+def _fitted(
+    ranks: Sequence[Rank], records: Sequence[OpRecord], group: list[int], date: str
+) -> Type:
+    """One fit to the medians of all windows of a group's ranks."""
+    windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
+    samples = [
+        Sample(works=[record.work], seconds=median(seconds), noise=spread(seconds))
+        for record, seconds in zip(records, windows, strict=True)
+    ]
+    memory = min(ranks[rank].memory_bytes for rank in group)
+    start = prior(samples, ranks[group[0]].kind, memory)
+    device = fit_device(samples, prior=start, source="", launch=True, kinds=tuple(start.efficiency))
+    residuals = tuple(
+        Residual(
+            name=record.name, kind=f"{record.work.kind} {record.work.dtype}",
+            measured_s=sample.seconds, predicted_s=predict(device, sample.works),
+            spread=spread(seconds),
+        )
+        for record, sample, seconds in zip(records, samples, windows, strict=True)
+    )  # fmt: skip
+    device = replace(device, source=_provenance(device, residuals, date, len(group)))
+    return Type(ranks=tuple(group), device=device, residuals=residuals)
+
+
+def prior(samples: Sequence[Sample], kind: str, memory_bytes: int) -> Device:
+    """A first guess from the samples themselves: each figure by the works that it may bind."""
+    rates: dict[str, list[float]] = {}
+    kinds: dict[str, list[float]] = {}
+    traffic, least = [], math.inf
+    for sample in samples:
+        (work,) = sample.works
+        least = min(least, sample.seconds)
+        if work.kind == "matmul":
+            rates.setdefault(work.dtype, []).append(work.flops / sample.seconds)
+        elif work.kind == "memory":
+            traffic.append(work.bytes / sample.seconds)
+        else:
+            kinds.setdefault(work.kind, []).append(work.flops / sample.seconds)
+    flops = {dtype: max(found) for dtype, found in rates.items()}
+    return Device(
+        name=kind, kind=kind, node="", memory_bytes=memory_bytes, flops_per_s=flops,
+        memory_bytes_per_s=max(traffic), launch_s=least,
+        efficiency={
+            kind: median(found) / flops["float32"]
+            for kind in (*PRODUCTS, *ELEMENTWISE) if (found := kinds.get(kind))
+        },
+        source={},
+    )  # fmt: skip
+
+
+def _provenance(
+    device: Device, residuals: Sequence[Residual], date: str, ranks: int
+) -> dict[str, str]:
+    """Per figure: when, from how many operators, how far the fit is from them, how they varied."""
+
+    def told(kind: str, dtype: str | None = None) -> str:
+        own = [
+            r
+            for r in residuals
+            if r.kind.split()[0] == kind and (not dtype or r.kind.endswith(dtype))
+        ]
+        own = own or list(residuals)
+        off = median(abs(r.error) for r in own)
+        varied = median(r.spread for r in own)
+        return (
+            f"measured {date}, n={len(own)} on {ranks} rank{'s' * (ranks > 1)}, "
+            f"fit off by {off:.0%}, spread {varied:.0%}"
+        )
+
+    kinds = ", ".join(f"{k} {told(k).split('off by ')[1]}" for k in device.efficiency)
+    return {
+        "memory_bytes": f"read {date}",
+        **{f"flops_per_s.{dtype}": told("matmul", dtype) for dtype in device.flops_per_s},
+        "memory_bytes_per_s": told("memory"),
+        "launch_s": f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}",
+        "efficiency": f"measured {date}, fit off by: {kinds}",
+    }

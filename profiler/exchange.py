@@ -1,0 +1,264 @@
+"""Times the collectives of a program, each implementation by itself, and messages between ranks.
+
+All ranks go through the same list in the same order. What decides how far it goes (a size that
+would take too long is left out) is the time of the last rank, which all ranks know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hap.cluster import IMPLEMENTATIONS
+from hap.hierarchy import exists, regular
+from hap.profiler.samples import MESSAGE, ExchangeRecord, exchange_key
+from hap.units import format_bytes
+
+WIDTH = 64
+"""Elements of a row; shards are whole rows."""
+
+_SHORT_S, _MANY = 0.02, 16
+
+
+class Comm(Protocol):
+    """What is measured: a rank's end of the collectives (:class:`hap.runtime.collectives.Comm`)."""
+
+    rank: int
+    world_size: int
+
+    def all_gather_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
+    ) -> list[Tensor]: ...
+    def reduce_scatter_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
+    ) -> list[Tensor]: ...
+    def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]: ...
+    def all_reduce_lse_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]: ...
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sequence[int], dst_sizes: Sequence[int],
+        how: str,
+    ) -> Tensor: ...  # fmt: skip
+    def all_reduce_max(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Bytes of whole tensors to try, repeats of each, and the longest that one may take."""
+
+    sizes: tuple[int, ...]
+    rounds: int
+    longest_s: float
+
+
+FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22, 2**24), rounds=5, longest_s=0.6)
+QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Ranks that exchange, this rank's end of it, and all the rings that do so side by side."""
+
+    comm: Comm
+    groups: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+    """Ranks of each machine; one entry if the ring is inside of machines."""
+
+
+def total(rings: Sequence[Ring], ranks: int, limits: Range) -> int:
+    """The number of records, if no size is left out."""
+    of_rings = sum(1 for ring in rings for _ in _cases(ring) for _ in limits.sizes)
+    return of_rings + len(_pairs(ranks)) * len(limits.sizes)
+
+
+def measure(
+    rings: Sequence[Ring],
+    ranks: int,
+    limits: Range,
+    device: torch.device,
+    known: dict[str, ExchangeRecord],
+    whole: Comm,
+) -> Iterator[str | ExchangeRecord | None]:
+    """In a fixed order, on all ranks: what comes next, and then its record.
+
+    None stands for the record of a size that was left out.
+
+    Args:
+        known: by key, records of an earlier run, which are not measured again.
+        whole: the communicator of all the ranks.
+    """
+    for pair in _pairs(ranks):
+        one = partial(_message, pair, limits, device, known, whole)
+        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits)
+    for ring in rings:
+        for case in _cases(ring):
+            one = partial(_collective, ring, *case, limits, device, known, whole)
+            yield from _grow(" ".join(case), one, limits)
+
+
+def _grow(
+    what: str, one: Callable[[int], ExchangeRecord], limits: Range
+) -> Iterator[str | ExchangeRecord | None]:
+    """Sizes from the smallest on, until the next would take too long."""
+    before = None
+    for nbytes in limits.sizes:
+        if before and _over(before, nbytes, limits.longest_s):
+            yield None
+            continue
+        yield f"{what}, {format_bytes(nbytes)}"
+        before = one(nbytes)
+        yield before
+
+
+def _over(before: ExchangeRecord, nbytes: int, longest_s: float) -> bool:
+    """Would it take too long? A slow start alone grows no longer with the size."""
+    seconds = median(before.seconds)
+    return seconds > longest_s / 8 and seconds * nbytes / before.nbytes > longest_s
+
+
+def _pairs(ranks: int) -> list[tuple[int, int]]:
+    """Each rank and the next one: every link of the ring in rank order. 16 of them at most."""
+    if ranks < 2:
+        return []
+    every = [(r, (r + 1) % ranks) for r in range(ranks if ranks > 2 else 1)]
+    return every[:16]
+
+
+def _cases(ring: Ring) -> Iterator[tuple[str, str, str]]:
+    """(collective, implementation, skew of the shards)."""
+    stages = exists(ring.counts)
+    for kind, ways in IMPLEMENTATIONS.items():
+        for how in ways:
+            possible = stages and (kind != "all_to_all" or regular(ring.counts))
+            if how == "hierarchical" and not possible:
+                continue
+            yield kind, how, "even"
+            if not kind.startswith("all_reduce"):
+                yield kind, how, "half on the first"
+
+
+def parts(rows: int, ranks: int, skew: str) -> list[int]:
+    """Rows of each rank: even ones, or half of all on the first rank."""
+    first = rows // 2 if skew != "even" and ranks > 1 else -1
+    if first < 0:
+        return [rows // ranks + (k < rows % ranks) for k in range(ranks)]
+    rest = rows - first
+    return [first, *(rest // (ranks - 1) + (k < rest % (ranks - 1)) for k in range(ranks - 1))]
+
+
+def _collective(
+    ring: Ring, kind: str, how: str, skew: str, limits: Range, device: torch.device,
+    known: dict[str, ExchangeRecord], whole: Comm, nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
+    n = len(ring.groups[0])
+    rows = max(2 * n, nbytes // (WIDTH * 4 * 2)) * 2  # of two tensors together
+    if kind == "all_to_all":
+        rows = max(4 * n, rows)
+    nbytes = rows * WIDTH * 4
+    key = exchange_key(kind, how, nbytes, ring.groups, skew)
+    if key in known:
+        return known[key]
+    half, even = parts(rows // 2, n, skew), parts(WIDTH, n, "even")
+    call = _call(ring.comm, kind, how, half, even, device)
+    seconds = _seconds(call, limits.rounds, device, whole)
+    split = np.array(half) / sum(half)
+    other = np.array(even) / sum(even)
+    ones = np.ones(n)
+    src, dst = {
+        "all_gather": (split, ones), "reduce_scatter": (ones, split), "all_to_all": (split, other)
+    }.get(kind, (ones, ones))  # fmt: skip
+    return ExchangeRecord(
+        kind=kind, how=how, nbytes=nbytes, groups=ring.groups, skew=skew, seconds=seconds,
+        src=tuple(src.tolist()), dst=tuple(dst.tolist()),
+    )  # fmt: skip
+
+
+def _call(
+    comm: Comm, kind: str, how: str, half: list[int], even: list[int], device: torch.device
+) -> Callable[[], object]:
+    """A collective of two tensors as one, as programs fuse them; an all-to-all of one."""
+    n, rank = comm.world_size, comm.rank
+    if n == 1:
+        return lambda: None
+    sizes = half[:n] if len(half) == n else parts(sum(half), n, "even")
+    rows = sum(sizes)
+    if kind == "all_gather":
+        mine = [torch.ones(sizes[rank], WIDTH, device=device) for _ in range(2)]
+        return lambda: comm.all_gather_many(mine, [0, 0], [sizes, sizes], how)
+    if kind == "all_to_all":
+        wide = torch.ones(2 * sizes[rank], WIDTH, device=device)
+        doubled = [2 * size for size in sizes]
+        return lambda: comm.all_to_all(wide, 0, 1, doubled, even, how)
+    terms = [torch.ones(rows, WIDTH, device=device) for _ in range(2)]
+    if kind == "reduce_scatter":
+        return lambda: comm.reduce_scatter_many(terms, [0, 0], [sizes, sizes], how)
+    if kind == "all_reduce":
+        return lambda: comm.all_reduce_many(terms, how)
+    return lambda: comm.all_reduce_lse_many(terms, how)
+
+
+def _message(
+    pair: tuple[int, int], limits: Range, device: torch.device,
+    known: dict[str, ExchangeRecord], whole: Comm, nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
+    """There and back again, so that one clock sees it; half of that is one way."""
+    key = exchange_key(MESSAGE, "", nbytes, [pair], "")
+    if key in known:
+        return known[key]
+    a, b = pair
+    x = torch.ones(nbytes // 4, device=device)
+
+    def call() -> None:
+        if whole.rank == a:
+            dist.send(x, b)
+            dist.recv(x, b)
+        elif whole.rank == b:
+            dist.recv(x, a)
+            dist.send(x, a)
+
+    seconds = _seconds(call, limits.rounds, device, whole)
+    return ExchangeRecord(
+        kind=MESSAGE, how="", nbytes=nbytes, groups=(pair,), skew="",
+        seconds=tuple(s / 2 for s in seconds), src=(1.0, 1.0), dst=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def _seconds(
+    call: Callable[[], object], rounds: int, device: torch.device, whole: Comm
+) -> tuple[float, ...]:
+    """Seconds of a call until the last rank has its result, per round."""
+    call()  # makes connections, and memory
+    once = _last([_one(call, 1, device, whole)], device, whole)[0]
+    # Short ones in a row: a throttled rank may sleep through a whole one.
+    count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
+    mine = [_one(call, count, device, whole) for _ in range(rounds)]
+    return tuple(_last(mine, device, whole))
+
+
+def _one(call: Callable[[], object], count: int, device: torch.device, whole: Comm) -> float:
+    whole.all_reduce_max(torch.zeros((), device=device))  # all start together
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    _synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
+def _last(seconds: list[float], device: torch.device, whole: Comm) -> list[float]:
+    """The slowest rank's, known to all."""
+    found: list[float] = whole.all_reduce_max(torch.tensor(seconds, device=device)).tolist()
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

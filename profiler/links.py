@@ -1,0 +1,142 @@
+"""From records of messages and collectives to links, and to links as each implementation sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+
+from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Collectives, Link
+from hap.profiler.fit import fit_links
+from hap.profiler.samples import MESSAGE, ExchangeRecord, spread
+
+Price = Callable[[Cluster, ExchangeRecord], float]
+"""Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
+
+_UNMEASURED = Link(1e10, 1e-5, "assumed: nothing was measured")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """A collective of one size and skew, and what the fitted links say."""
+
+    record: ExchangeRecord
+    predicted_s: float
+
+    @property
+    def measured_s(self) -> float:
+        return median(self.record.seconds)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus one."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def message_links(
+    nodes: Sequence[str], records: Sequence[ExchangeRecord], date: str
+) -> tuple[dict[str, Link], Link]:
+    """(node -> the link inside, the link between nodes), by messages between two ranks."""
+    inside: dict[str, list[Link]] = {}
+    between: list[Link] = []
+    pairs: dict[tuple[int, ...], list[ExchangeRecord]] = {}
+    for record in records:
+        if record.kind == MESSAGE:
+            pairs.setdefault(record.groups[0], []).append(record)
+    for (a, b), own in pairs.items():
+        home = inside.setdefault(nodes[a], []) if nodes[a] == nodes[b] else between
+        home.append(_line(own, date))
+    anywhere = [link for links in inside.values() for link in links]
+    slowest_inside = _slowest(anywhere) or _UNMEASURED
+    outer = _slowest(between)
+    return (
+        {node: _slowest(inside.get(node, [])) or slowest_inside for node in dict.fromkeys(nodes)},
+        outer or replace(slowest_inside, source="not used: there is one node"),
+    )
+
+
+def _line(records: Sequence[ExchangeRecord], date: str) -> Link:
+    """Latency and bandwidth of one pair."""
+    seconds = [median(r.seconds) for r in records]
+    sizes = [r.nbytes for r in records]
+    start = Link(max(n / s for n, s in zip(sizes, seconds, strict=True)), min(seconds))
+
+    def price(links: Sequence[Link], i: int) -> float:
+        return links[0].latency_s + sizes[i] / links[0].bandwidth_bytes_per_s
+
+    noise = [spread(r.seconds) for r in records]
+    (link,) = fit_links(price, seconds, prior=[start], source="", noise=noise)
+    errors = [price([link], i) / s - 1 for i, s in enumerate(seconds)]
+    return replace(link, source=told(date, records, errors))
+
+
+def _slowest(links: Sequence[Link]) -> Link | None:
+    """The latency and the bandwidth of the worst of some links: a ring waits for it."""
+    if not links:
+        return None
+    slow = min(links, key=lambda link: link.bandwidth_bytes_per_s)
+    return replace(slow, latency_s=max(link.latency_s for link in links))
+
+
+def told(date: str, records: Sequence[ExchangeRecord], errors: Sequence[float]) -> str:
+    """Provenance: when, how many samples, how far the fit is from them, and how they varied."""
+    varied = median(spread(r.seconds) for r in records)
+    off = median(map(abs, errors))
+    return f"measured {date}, n={len(records)}, fit off by {off:.0%}, spread {varied:.0%}"
+
+
+def collectives(
+    cluster: Cluster, records: Sequence[ExchangeRecord], price: Price, date: str
+) -> tuple[Collectives, list[Residual]]:
+    """Links as each implementation sees them, and what is left unexplained.
+
+    Args:
+        cluster: with the links by messages, which are the first guess.
+    """
+    found: dict[str, dict[str, Mapping[str, Link]]] = {}
+    residuals: list[Residual] = []
+    for kind, ways in IMPLEMENTATIONS.items():
+        for how in ways:
+            own = [r for r in records if (r.kind, r.how) == (kind, how)]
+            if not own:
+                continue
+            levels, rests = _fit(cluster, kind, how, own, price, date)
+            found.setdefault(kind, {})[how] = levels
+            residuals += rests
+    return found, residuals
+
+
+def _fit(
+    cluster: Cluster, kind: str, how: str, records: Sequence[ExchangeRecord], price: Price,
+    date: str,
+) -> tuple[Mapping[str, Link], list[Residual]]:  # fmt: skip
+    wide = any(len(cluster.ranks(node)) > 1 for node in cluster.nodes)
+    used = {"inside": wide, "between": len(cluster.nodes) > 1}
+    names = [level for level in LEVELS if used[level]]
+    slowest = _slowest([cluster.intra[node] for node in cluster.nodes])
+    assert slowest is not None
+    guess = {"inside": slowest, "between": cluster.inter}
+
+    @cache
+    def seen(links: tuple[Link, ...]) -> Cluster:
+        own = dict(zip(names, links, strict=True))
+        return replace(cluster, collectives={kind: {how: own}})
+
+    def predicted(links: Sequence[Link], i: int) -> float:
+        # The name of the source is no figure; without it, equal figures are equal clusters.
+        return price(seen(tuple(replace(link, source="") for link in links)), records[i])
+
+    seconds = [median(r.seconds) for r in records]
+    noise = [spread(r.seconds) for r in records]
+    fitted = fit_links(
+        predicted, seconds, prior=[guess[name] for name in names], source="", noise=noise
+    )
+    residuals = [
+        Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)
+    ]
+    source = told(date, records, [r.error for r in residuals])
+    return (
+        {name: replace(link, source=source) for name, link in zip(names, fitted, strict=True)},
+        residuals,
+    )

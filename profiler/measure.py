@@ -1,0 +1,107 @@
+"""Times calls on one device: windows of many calls, the device's own clock, several windows.
+
+A window is much longer than the period in which a throttled processor is stopped and continued,
+so that it sees the rate that a training step sees. On CUDA the clock is a pair of events on the
+stream; elsewhere it is wall time, since that is what the others wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_GROUPS = Path("/sys/fs/cgroup")
+_KEPT_FREE = 0.94
+"""Part of a CUDA device's memory that a plan may use: the context and the allocator want some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long to measure: windows per operator, and seconds of one."""
+
+    windows: int
+    window_s: float
+
+
+FULL = Pace(windows=5, window_s=0.12)
+QUICK = Pace(windows=3, window_s=0.08)
+CUDA_WINDOW_S = 0.02
+
+
+Clock = Callable[[], float]
+
+
+def seconds_per_call(
+    call: Callable[[], object],
+    device: torch.device,
+    pace: Pace,
+    clock: Clock = time.perf_counter,
+) -> list[float]:
+    """Seconds of one call, once per window; the first calls warm up and are not counted.
+
+    Args:
+        clock: seconds, on a device that computes in this thread; CUDA keeps its own.
+    """
+    window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
+    call()
+    once = timed(call, 1, device, clock)
+    # Grow the number until it fills a good part of a window: one call may fall into a pause.
+    count = 1
+    while once * count < window_s / 4:
+        count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
+        once = timed(call, count, device, clock) / count
+    count = max(1, round(window_s / once))
+    return [timed(call, count, device, clock) / count for _ in range(pace.windows)]
+
+
+def timed(call: Callable[[], object], count: int, device: torch.device, clock: Clock) -> float:
+    """Seconds of ``count`` calls."""
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+    start = clock()
+    for _ in range(count):
+        call()
+    return clock() - start
+
+
+def memory_bytes(device: torch.device, ranks_here: int) -> int:
+    """What a plan may use of a device; the ranks of a machine share its main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_FREE)
+    page = os.sysconf("SC_PAGE_SIZE")
+    whole = page * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * page  # the interpreter, mostly
+    limits = [limit - held for limit in memory_limits(Path("/proc/self/cgroup").read_text())]
+    return max(1, min([whole, *limits]))
+
+
+def memory_limits(memberships: str, groups: Path = _GROUPS) -> list[int]:
+    """Bytes that this process's control groups may hold, where that is limited.
+
+    Args:
+        memberships: the text of ``/proc/self/cgroup``.
+    """
+    found = []
+    for line in memberships.splitlines():
+        _, names, path = line.split(":", 2)
+        home = groups / names / path.lstrip("/")  # version 2 has no names
+        for file in (home / "memory.limit_in_bytes", home / "memory.max"):
+            text = file.read_text().strip() if file.exists() else ""
+            found += [int(text)] if text.isdecimal() else []
+    return found
+
+
+def kind_name(device: torch.device) -> str:
+    """What the device calls itself: ``NVIDIA H200``, or ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

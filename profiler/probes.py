@@ -1,0 +1,275 @@
+"""What is run to learn a device's figures: operators of training, with the work that each is.
+
+Inputs are cut from an arena that is larger than the caches, each call from another place, since
+in a training step an operator's input was written long before it is read. Work is counted as
+:mod:`hap.synthesizer.work` counts it; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap import ops  # noqa: F401  (registers hap::sdpa)
+from hap.cluster import Work
+
+aten = torch.ops.aten
+ARENA_BYTES = 96 * 2**20
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One operator at one size.
+
+    Attributes:
+        name: Unique; what a resumed run knows it by.
+        work: What one call is.
+        make: Allocates what the call needs, and gives the call.
+        train: Only a fit of the whole uses it; ``--quick`` leaves the others out.
+    """
+
+    name: str
+    work: Work
+    make: Callable[[Arena], Call]
+    quick: bool = False
+
+
+class Arena:
+    """Tensors of one device, cut from a large block at places that move on with each cut."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        count = ARENA_BYTES // 4
+        # Small numbers of both signs: neither zeros nor denormals, which some kernels hurry over.
+        block = torch.arange(count, device=device, dtype=torch.float32)
+        self._blocks = {torch.float32: block.remainder_(977).sub_(488.5).div_(400)}
+        self._at = 0
+
+    def cut(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of ordinary numbers, most likely in no cache."""
+        if dtype not in self._blocks:
+            self._blocks[dtype] = self._blocks[torch.float32].to(dtype)
+        block, count = self._blocks[dtype], math.prod(shape)
+        if self._at + count > block.numel():
+            self._at = 0
+        start, self._at = self._at, self._at + -(-count // 64) * 64
+        return block[start : start + count].view(shape)
+
+
+def probes(device: torch.device) -> list[Probe]:
+    """All the operators, in the order in which they are run."""
+    found = [*_products("float32"), *_memory(), *_elementwise(), *_updates()]
+    found += [*_convolutions("float32"), *_attention("float32"), _launch()]
+    # Half precisions where they are computed in units of their own.
+    dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
+    for dtype in dtypes:
+        found += list(_products(dtype))
+    return found
+
+
+def _nbytes(dtype: str, *counts: int) -> float:
+    return float(sum(counts) * getattr(torch, dtype).itemsize)
+
+
+def _products(dtype: str) -> Iterator[Probe]:
+    """Forward, gradient of the input, gradient of the weight: the three layouts of training."""
+    of = getattr(torch, dtype)
+    shapes = [
+        (512, 512, 512, "nn"), (1024, 256, 1024, "nt"), (512, 1024, 512, "tn"),
+        (1024, 1024, 1024, "nt"), (64, 1024, 1024, "nt"), (2048, 128, 128, "nn"),
+    ]  # fmt: skip
+    if dtype != "float32":
+        shapes = shapes[:3]
+    for number, (m, k, n, layout) in enumerate(shapes):
+
+        def make(arena: Arena, m: int = m, k: int = k, n: int = n, layout: str = layout) -> Call:
+            def call() -> Tensor:
+                a = arena.cut(k, m, dtype=of).t() if layout[0] == "t" else arena.cut(m, k, dtype=of)
+                b = arena.cut(n, k, dtype=of).t() if layout[1] == "t" else arena.cut(k, n, dtype=of)
+                return torch.mm(a, b)
+
+            return call
+
+        yield Probe(
+            name=f"mm {dtype} {m}x{k}x{n} {layout}",
+            work=Work("matmul", dtype, 2.0 * m * k * n, _nbytes(dtype, m * k, k * n, m * n)),
+            make=make,
+            quick=number < 3 and dtype == "float32",
+        )
+
+
+def _memory() -> Iterator[Probe]:
+    """Operators that only move data; one of them from one layout into another."""
+
+    def simple(function: Callable[..., Tensor], count: int, inputs: int) -> Callable[[Arena], Call]:
+        return lambda arena: lambda: function(*(arena.cut(count) for _ in range(inputs)))
+
+    def turned(count: int) -> Callable[[Arena], Call]:
+        shape = (count // 2**14, 64, 4, 64)  # (batch, sequence, heads, width of a head)
+        return lambda arena: lambda: arena.cut(*shape).transpose(1, 2).contiguous()
+
+    for count in (2**19, 2**21):
+        quick = count == 2**21
+        for name, function, inputs in (
+            ("add", torch.add, 2), ("mul", torch.mul, 2), ("relu", torch.relu, 1),
+        ):  # fmt: skip
+            work = Work("memory", "float32", float(count), _nbytes("float32", count * (inputs + 1)))
+            yield Probe(
+                name=f"{name} {count}", work=work, make=simple(function, count, inputs),
+                quick=quick and name != "mul",
+            )  # fmt: skip
+        work = Work("memory", "float32", float(count), _nbytes("float32", 2 * count))
+        yield Probe(name=f"transposed copy {count}", work=work, make=turned(count))
+
+
+def _elementwise() -> Iterator[Probe]:
+    """What may be slower than its traffic, at 2 MiB and 8 MiB of float32."""
+    width = 512
+
+    def table(arena: Arena, rows: int, function: Callable[..., object], tensors: int) -> Call:
+        return lambda: function(*(arena.cut(rows, width) for _ in range(tensors)))
+
+    def norm(x: Tensor) -> object:
+        weight = x[0]
+        return aten.native_layer_norm(x, [width], weight, weight, 1e-5)
+
+    def dropout(x: Tensor) -> Tensor:  # as the runtime's context draws its masks
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(0.9)
+        return (x * mask).mul_(1 / 0.9)
+
+    def pool(x: Tensor) -> object:
+        return aten.max_pool2d_with_indices(x.view(-1, 32, 16, 16), [2, 2], [2, 2])
+
+    # name, kind, function, tensors read, elements written by element read
+    every: list[tuple[str, str, Callable[..., object], int, float]] = [
+        ("gelu", "math", aten.gelu, 1, 1),
+        ("gelu_backward", "math", aten.gelu_backward, 2, 1),
+        ("softmax", "math", lambda x: torch.softmax(x, -1), 1, 1),
+        ("exp", "math", torch.exp, 1, 1),
+        ("tanh", "tanh", torch.tanh, 1, 1),
+        ("sum of rows", "reduce", lambda x: x.sum(0, keepdim=True), 1, 0),
+        ("layer_norm", "reduce", norm, 1, 1),
+        ("dropout", "random", dropout, 1, 1.25),
+        ("max_pool", "pool", pool, 1, 0.75),
+    ]
+    for rows in (1024, 4096):
+        for name, kind, function, tensors, written in every:
+            count = rows * width
+            traffic = _nbytes("float32", count * tensors) + written * _nbytes("float32", count)
+            yield Probe(
+                name=f"{name} {rows}x{width}",
+                work=Work(kind, "float32", float(count * (1 + (name == "gelu_backward"))), traffic),
+                make=lambda arena, r=rows, f=function, t=tensors: table(arena, r, f, t),  # type: ignore[misc]
+                quick=rows == 4096 and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
+            )  # fmt: skip
+
+
+def _updates() -> Iterator[Probe]:
+    """Steps of torch's default optimizers; a call is the step of one parameter among several."""
+    kinds: list[tuple[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], int, int]] = [
+        ("sgd momentum", lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 1, 3),
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=1e-3), 2, 9),
+    ]
+    several = 4
+    for rows in (256, 1024):
+        for name, make_optimizer, states, kernels in kinds:
+            count = rows * 1024
+
+            def make(arena: Arena, rows: int = rows, build: Any = make_optimizer) -> Call:
+                parameters = [nn.Parameter(arena.cut(rows, 1024).clone()) for _ in range(several)]
+                for parameter in parameters:
+                    parameter.grad = arena.cut(rows, 1024).clone()
+                step: Call = build(parameters).step
+                return step
+
+            work = Work(
+                "update", "float32", float(several * kernels * count),
+                several * _nbytes("float32", (3 + 2 * states) * count),
+            )  # fmt: skip
+            yield Probe(name=f"{name} {rows}x1024", work=work, make=make, quick=rows == 1024)
+
+
+def _convolutions(dtype: str) -> Iterator[Probe]:
+    """3x3 convolutions forward and backward."""
+    of = getattr(torch, dtype)
+    for number, (batch, channels, size) in enumerate([(8, 64, 16), (8, 128, 8), (4, 32, 32)]):
+        x, w = (batch, channels, size, size), (channels, channels, 3, 3)
+        options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        pixels, weights = math.prod(x), math.prod(w)
+        flops = 2.0 * pixels * channels * 9
+
+        def forward(arena: Arena, x: Any = x, w: Any = w, options: Any = options) -> Call:
+            def call() -> Tensor:
+                bias = arena.cut(w[0], dtype=of)
+                out: Tensor = aten.convolution(
+                    arena.cut(*x, dtype=of), arena.cut(*w, dtype=of), bias, *options
+                )
+                return out
+
+            return call
+
+        def backward(arena: Arena, x: Any = x, w: Any = w, options: Any = options) -> Call:
+            def call() -> object:
+                tensors = (arena.cut(*shape, dtype=of) for shape in (x, x, w))
+                return aten.convolution_backward(*tensors, [w[0]], *options, [True, True, True])
+
+            return call
+
+        name = f"{dtype} {batch}x{channels}x{size}x{size}"
+        yield Probe(
+            name=f"conv {name}", make=forward, quick=number == 0,
+            work=Work("conv", dtype, flops, _nbytes(dtype, 2 * pixels, weights)),
+        )  # fmt: skip
+        yield Probe(
+            name=f"conv_backward {name}", make=backward, quick=number == 0,
+            work=Work("conv_backward", dtype, 2 * flops, _nbytes(dtype, 3 * pixels, 2 * weights)),
+        )  # fmt: skip
+
+
+def _attention(dtype: str) -> Iterator[Probe]:
+    """Fused attention forward and backward."""
+    of = getattr(torch, dtype)
+    for number, (batch, heads, length, width) in enumerate([(4, 8, 128, 64), (8, 4, 64, 64)]):
+        shape = (batch, heads, length, width)
+        count, scores = math.prod(shape), batch * heads * length * length
+
+        def forward(arena: Arena, shape: Any = shape) -> Call:
+            return lambda: torch.ops.hap.sdpa(
+                *(arena.cut(*shape, dtype=of) for _ in range(3)), None, False, shape[-1] ** -0.5
+            )
+
+        def backward(arena: Arena, shape: Any = shape) -> Call:
+            scale = shape[-1] ** -0.5
+            q, k, v, grad = (arena.cut(*shape, dtype=of) for _ in range(4))
+            out, lse = torch.ops.hap.sdpa(q, k, v, None, False, scale)
+            return lambda: torch.ops.hap.sdpa_backward(grad, q, k, v, None, out, lse, False, scale)
+
+        name = f"{dtype} {'x'.join(map(str, shape))}"
+        lse_bytes = 4.0 * batch * heads * length
+        yield Probe(
+            name=f"attention {name}", make=forward, quick=number == 0,
+            work=Work("attention", dtype, 4.0 * scores * width, _nbytes(dtype, 4 * count) + lse_bytes),
+        )  # fmt: skip
+        yield Probe(
+            name=f"attention_backward {name}", make=backward, quick=number == 0,
+            work=Work(
+                "attention_backward", dtype, 10.0 * scores * width,
+                _nbytes(dtype, 8 * count) + lse_bytes,
+            ),
+        )  # fmt: skip
+
+
+def _launch() -> Probe:
+    """An addition of hardly anything."""
+
+    def make(arena: Arena) -> Call:
+        x = arena.cut(16)
+        return lambda: torch.add(x, x)
+
+    return Probe(name="launch", work=Work("memory", "float32", 16.0, 192.0), make=make, quick=True)

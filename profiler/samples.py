@@ -1,0 +1,189 @@
+"""What was measured: plain records, and the file beside the output that they are appended to.
+
+The file has a JSON object per line: first who measured, then a record per operator, link or
+collective, as soon as all ranks have it. A run that was cut short leaves whole lines, and at
+most one that is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from hap.cluster import Work
+from hap.errors import InputError
+
+FORMAT = 1
+MESSAGE = "message"
+"""The kind of a record of a message between two ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One rank: the machine it is on, what its device calls itself, the memory it may use."""
+
+    node: str
+    kind: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Who measured, and how thoroughly. Records of another header are of another cluster."""
+
+    ranks: tuple[Rank, ...]
+    quick: bool
+    date: str
+
+    def same(self, other: Header) -> bool:
+        """The same ranks, asked for the same? Free memory may have changed a little."""
+        mine, theirs = ([(r.node, r.kind) for r in h.ranks] for h in (self, other))
+        return mine == theirs and self.quick == other.quick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """An operator on every rank: seconds of a call per window."""
+
+    name: str
+    work: Work
+    seconds: tuple[tuple[float, ...], ...]
+
+    @property
+    def key(self) -> str:
+        return f"op/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRecord:
+    """A collective among some ranks, or a message between two: seconds until the last has it.
+
+    ``groups`` ran side by side; the slowest counts. ``src`` and ``dst`` are the parts of the
+    ranks of a group, where that side is sharded. A message has the kind :data:`MESSAGE`.
+    """
+
+    kind: str
+    how: str
+    nbytes: int
+    groups: tuple[tuple[int, ...], ...]
+    src: tuple[float, ...]
+    dst: tuple[float, ...]
+    skew: str
+    seconds: tuple[float, ...]
+
+    @property
+    def key(self) -> str:
+        return exchange_key(self.kind, self.how, self.nbytes, self.groups, self.skew)
+
+
+def exchange_key(
+    kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
+) -> str:
+    """What a resumed run knows an exchange by."""
+    ranks = "|".join(",".join(map(str, group)) for group in groups)
+    return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
+
+
+Record = OpRecord | ExchangeRecord
+
+
+class Journal:
+    """The records of a run, kept in a file as they come.
+
+    Args:
+        path: the file; made anew unless it is resumed.
+    """
+
+    def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
+        self.records: dict[str, Record] = {}
+        kept = list(read(path)) if resume and path.exists() else []
+        if kept:
+            before, records = kept[0], kept[1:]
+            if not isinstance(before, Header) or not before.same(header):
+                raise InputError(
+                    f"{path} was measured by other ranks, or not as thoroughly",
+                    hint="profile anew without --resume, or start the same ranks",
+                )
+            self.records = {r.key: r for r in records if not isinstance(r, Header)}
+        text = "".join(line(item) for item in (header, *self.records.values()))
+        path.write_text(text)  # without a line that was cut short
+        self._file = path.open("a")
+
+    def add(self, record: Record) -> None:
+        """Keep a record; it is on disk when this returns."""
+        self.records[record.key] = record
+        self._file.write(line(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def line(item: Header | Record) -> str:
+    """An item as a line of the file."""
+    return json.dumps({"is": type(item).__name__, "format": FORMAT, **asdict(item)}) + "\n"
+
+
+def read(path: Path) -> Iterator[Header | Record]:
+    """The items of a file; a last line that was cut short is passed over.
+
+    Raises:
+        InputError: another line cannot be read.
+    """
+    lines = path.read_text().split("\n")
+    for number, text in enumerate(lines[:-1], 1):  # what follows the last line break is cut short
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise KeyError("format")
+            yield _item(data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"cannot read a sample: {error!r}", where=f"{path}:{number}",
+                hint="profile anew without --resume",
+            ) from error  # fmt: skip
+
+
+def _item(data: dict[str, Any]) -> Header | Record:
+    what = data.pop("is")
+    if what == "Header":
+        ranks = tuple(Rank(**rank) for rank in data.pop("ranks"))
+        return Header(ranks=ranks, **data)
+    if what == "OpRecord":
+        data["work"] = Work(*data["work"])
+    kind: type[OpRecord] | type[ExchangeRecord] = {
+        "OpRecord": OpRecord, "ExchangeRecord": ExchangeRecord
+    }[what]  # fmt: skip
+    return kind(**{key: v if key == "work" else _frozen(v) for key, v in data.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """How far a few repeats are off: their median distance from the median, relative to it."""
+    middle = median(seconds)
+    return median(abs(s - middle) for s in seconds) / middle
+
+
+def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:
+    values = records.values() if isinstance(records, Mapping) else records
+    return [r for r in values if isinstance(r, OpRecord)]
+
+
+def exchanges(records: Mapping[str, Record] | Iterable[Record]) -> list[ExchangeRecord]:
+    values = records.values() if isinstance(records, Mapping) else records
+    return [r for r in values if isinstance(r, ExchangeRecord)]

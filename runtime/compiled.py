@@ -1,0 +1,348 @@
+"""A rank's graphs compiled by TorchInductor: the stretches between what the context is asked for.
+
+Calls of the context's methods start collectives, or wait for one. They stay what they are, in
+the program's order, and cut the graph into pieces. Drawing a mask alone cuts nothing: it needs
+no tensor, and runs before the piece that uses it. A piece is compiled when it first runs, for
+the strides that its inputs have then; repeated layers share the code of the first of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hap import torch_private
+from hap.errors import HapError, InputError
+from hap.runtime.context import Context, kept_scale
+from hap.runtime.emit import Emitted
+
+Boxed = Callable[[list[Any]], Sequence[Tensor]]
+"""A function that empties its list of arguments, so that each can be freed after its last use."""
+
+BACKENDS = ("eager", "inductor")
+DRAWN = frozenset({"mask", "scale"})
+"""Methods of the context that need no tensor and whose order is free."""
+
+FEWEST = 2
+"""Kernels that a piece must have to be compiled: one alone has nothing to be fused with."""
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Find out before the long work whether graphs can be compiled for ``device``.
+
+    Raises:
+        InputError: there is no such backend, or what it needs is not installed.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
+    if backend == "inductor" and (lack := torch_private.inductor_lacks(device)):
+        raise InputError(
+            f"backend 'inductor' cannot compile for {device.type}: {lack[0]}",
+            hint=f"{lack[1]}, or use the backend 'eager'",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable:
+    """What a rank runs: both functions take ``(ctx, arguments)`` and empty the list.
+
+    The fields are those of :class:`hap.runtime.emit.Emitted`.
+    """
+
+    forward: Callable[[Context, list[Any]], Sequence[Tensor]]
+    backward: Callable[[Context, list[Any]], Sequence[Tensor]]
+    buffers: tuple[str, ...]
+    gradient_of: tuple[int | None, ...]
+
+
+def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
+    """An emitted rank for a backend; its two graphs are used up."""
+    library = Library()
+
+    def function(module: fx.GraphModule) -> Callable[[Context, list[Any]], Sequence[Tensor]]:
+        if backend == "inductor":
+            return Staged(module, library, device)
+        module.graph.set_codegen(torch_private.BoxedCode())
+        module.recompile()
+        return module.forward
+
+    return Runnable(
+        forward=function(emitted.forward), backward=function(emitted.backward),
+        buffers=emitted.buffers, gradient_of=emitted.gradient_of,
+    )  # fmt: skip
+
+
+class Library:
+    """Compiled code, found by everything that it depends on."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Boxed] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def compile(self, piece: fx.GraphModule, described: Hashable, args: list[Tensor]) -> Boxed:
+        """The code of a piece for inputs of the shapes, strides and dtypes of ``args``.
+
+        Raises:
+            HapError: the compiler failed; its own error is the cause.
+        """
+        looks = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in args)
+        key = described, looks
+        if key not in self._made:
+            try:
+                self._made[key] = torch_private.inductor(piece, args)
+            except Exception as error:
+                raise HapError(
+                    f"inductor failed on a piece of {len(piece.graph.nodes)} operators: "
+                    f"{type(error).__name__}: {error}",
+                    hint="use the backend 'eager', and report this with the plan file",
+                ) from error
+        return self._made[key]
+
+
+class Piece:
+    """Operators that ask the context for nothing, as one function; compiled at its first run."""
+
+    def __init__(self, graph: fx.Graph, library: Library) -> None:
+        self._module = fx.GraphModule(torch.nn.Module(), graph, "Piece")
+        self._described = describe(graph)
+        self._library = library
+        self._made: dict[tuple[tuple[int, ...], ...], Boxed] = {}
+        self.alone = sum(map(_is_kernel, graph.nodes)) < FEWEST
+
+    def __call__(self, ctx: Context, args: list[Any]) -> Sequence[Any]:
+        if self.alone:
+            return self._module(*args)  # type: ignore[no-any-return]
+        strides = tuple([x.stride() for x in args])
+        made = self._made.get(strides)
+        if made is None:
+            made = self._library.compile(self._module, self._described, args)
+            self._made[strides] = made
+        return made(args)
+
+
+class Hole(int):
+    """Stands in the arguments of a call for one of the values that the stage reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of a method of the context."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, ctx: Context, values: list[Any]) -> Sequence[Any]:
+        args, kwargs = _filled(self.args, values), _filled(self.kwargs, values)
+        return (getattr(ctx, self.method)(*args, **kwargs),)
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """One of several results of a call."""
+
+    place: int
+
+    def __call__(self, ctx: Context, values: list[Any]) -> Sequence[Any]:
+        return (values[0][self.place],)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What runs, the slots that it reads and writes, and those that nothing reads after it."""
+
+    run: Piece | Asked | Picked
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+class Staged:
+    """A forward or a backward as pieces and calls of the context, in the program's order.
+
+    ``staged(ctx, args)`` returns what the emitted graph does, and empties ``args``.
+
+    Args:
+        module: the emitted graph, whose first argument is the context; it is used up.
+        library: where compiled pieces are kept and found.
+        device: where masks are drawn.
+    """
+
+    def __init__(self, module: fx.GraphModule, library: Library, device: torch.device) -> None:
+        graph = module.graph
+        draw_masks_apart(graph, device)
+        slots = {node: k for k, node in enumerate(graph.nodes)}
+        self._size = len(slots)
+        self._given = [slots[n] for n in graph.nodes if n.op == "placeholder"][1:]
+        self._results = [slots[n] for n in _results(graph)]
+        self.stages = _stages(graph, slots, library)
+
+    def __call__(self, ctx: Context, args: list[Any]) -> list[Any]:
+        kept: list[Any] = [None] * self._size
+        for slot in reversed(self._given):
+            kept[slot] = args.pop()
+        for stage in self.stages:
+            values = [kept[slot] for slot in stage.reads]
+            for slot in stage.last:
+                kept[slot] = None
+            results = stage.run(ctx, values)
+            for place, slot in enumerate(stage.writes):
+                kept[slot] = results[place]
+            del values, results
+        return [kept[slot] for slot in self._results]
+
+
+def draw_masks_apart(graph: fx.Graph, device: torch.device) -> None:
+    """Write each dropout as a mask that the context draws and a product that can be compiled."""
+    ctx = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.args[0] is not ctx:
+            continue
+        with graph.inserting_before(node):
+            if node.target == "dropout":
+                x, p, *place = _args(node)[1:]
+                mask = graph.call_method("mask", (ctx, node.meta["shape"], device, p, *place))
+                _replace_results(node, [_scaled(graph, ctx, x, mask, kept_scale(p), device), mask])
+            elif node.target == "dropout_backward":
+                x, mask, by = _args(node)[1:]
+                node.replace_all_uses_with(_scaled(graph, ctx, x, mask, by, device))
+            else:
+                continue
+        graph.erase_node(node)
+
+
+def _scaled(
+    graph: fx.Graph, ctx: fx.Node, x: fx.Node, mask: fx.Node, by: float, device: torch.device
+) -> fx.Node:
+    scale = graph.call_method("scale", (ctx, by, device))
+    return graph.call_function(torch.mul, (graph.call_function(torch.mul, (x, mask)), scale))
+
+
+def _replace_results(node: fx.Node, results: list[fx.Node]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(results[_args(user)[1]])
+        user.graph.erase_node(user)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    results: Any = graph.output_node().args[0]
+    return list(results)
+
+
+def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> list[Stage]:
+    """The graph cut at its calls of the context."""
+    ctx = next(iter(graph.nodes))
+    found: list[Stage] = []
+    run: list[fx.Node] = []
+
+    def close() -> None:
+        if run:
+            found.append(_piece(run, slots, library))
+            run.clear()
+
+    asked = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_method" and node.args[0] is ctx:
+            if node.target not in DRAWN:
+                close()
+            asked.add(node)
+            found.append(_ask(node, slots))
+        elif node.target is operator.getitem and node.args[0] in asked:
+            # What several results come from ran before: this needn't wait for the piece.
+            asked.add(node)
+            read = (slots[node.args[0]],)
+            found.append(Stage(Picked(node.args[1]), read, (slots[node],), ()))
+        else:
+            run.append(node)
+    close()
+    return _with_last(found, {slots[n] for n in _results(graph)})
+
+
+def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Stage:
+    read: dict[fx.Node, Hole] = {}
+
+    def hole(given: fx.Node) -> Any:
+        return read.setdefault(given, Hole(len(read)))
+
+    args = fx.node.map_arg(node.args[1:], hole)
+    asked = Asked(str(node.target), args, fx.node.map_arg(node.kwargs, hole))
+    return Stage(asked, tuple(slots[n] for n in read), (slots[node],), ())
+
+
+def _piece(run: list[fx.Node], slots: dict[fx.Node, int], library: Library) -> Stage:
+    inside = set(run)
+    given = dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside)
+    results = [node for node in run if any(user not in inside for user in node.users)]
+    piece = fx.Graph()
+    env = {node: piece.placeholder(f"given_{k}") for k, node in enumerate(given)}
+    for node in run:
+        env[node] = piece.node_copy(node, env.__getitem__)
+    piece.output(tuple(env[node] for node in results))
+    reads, writes = (tuple(slots[n] for n in ends) for ends in (given, results))
+    return Stage(Piece(piece, library), reads, writes, ())
+
+
+def _with_last(stages: list[Stage], results: set[int]) -> list[Stage]:
+    """The stages with the slots that each may empty: it reads them last."""
+    later, found = set(results), []
+    for stage in reversed(stages):
+        last = tuple(slot for slot in stage.reads if slot not in later)
+        later.update(stage.reads)
+        found.append(Stage(stage.run, stage.reads, stage.writes, last))
+    return found[::-1]
+
+
+def describe(graph: fx.Graph) -> Hashable:
+    """What a graph computes, whatever its values are called: equal graphs, equal descriptions."""
+    number = {node: ("value", k) for k, node in enumerate(graph.nodes)}
+    return tuple(
+        (n.op, None if n.op == "placeholder" else n.target, _plain(n.args, number),
+         _plain(n.kwargs, number))
+        for n in graph.nodes
+    )  # fmt: skip
+
+
+def _plain(arg: Any, number: dict[fx.Node, tuple[str, int]]) -> Hashable:
+    match arg:
+        case fx.Node():
+            return number[arg]
+        case list() | tuple():
+            return tuple(_plain(a, number) for a in arg)
+        case dict():
+            return tuple((k, _plain(a, number)) for k, a in arg.items())
+        case slice():
+            return "slice", *(_plain(a, number) for a in (arg.start, arg.stop, arg.step))
+        case float() | bool():
+            return type(arg), arg  # 1, 1.0 and True are equal, and not the same to an operator
+    return arg  # type: ignore[no-any-return]
+
+
+def _filled(arg: Any, values: list[Any]) -> Any:
+    match arg:
+        case Hole():
+            return values[arg]
+        case list() | tuple():
+            return type(arg)(_filled(a, values) for a in arg)
+        case dict():
+            return {k: _filled(a, values) for k, a in arg.items()}
+    return arg
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Does the node write memory? Views don't."""
+    if node.op not in ("call_function", "call_method") or node.target is operator.getitem:
+        return False
+    return not getattr(node.target, "is_view", False)

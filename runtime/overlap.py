@@ -1,0 +1,164 @@
+"""Collectives beside computing: issued where the program says, waited for where they are read.
+
+A *lane* runs a rank's collectives one after the other, in the order in which they are issued,
+which is the same on all ranks. The emitted program goes on computing, and waits for a
+:class:`Pending` result right before the first operator that reads it.
+
+* :class:`ThreadLane`: for gloo, a thread. PyTorch's kernels and gloo's calls release the
+  interpreter's lock, so that both proceed.
+* :class:`StreamLane`: for NCCL, a CUDA stream; nothing blocks the host.
+* :class:`InlineLane`: at once, where ranks are emulated in one process.
+
+What packs and unpacks tensors around a collective runs in the lane as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hap.runtime.collectives import Comm, ProcessGroupComm
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A result that may not be there yet; ``pending[k]`` is the ``k``-th of several tensors.
+
+    ``done`` is the CUDA event after which it is there; without one, ``result`` says when.
+    """
+
+    result: Future[Any]
+    place: int | None = None
+    done: torch.cuda.Event | None = None
+
+    def __getitem__(self, place: int) -> Pending:
+        return replace(self, place=place)
+
+    def tensor(self) -> Tensor:
+        """The tensor, once it has been made; raises what the collective raised."""
+        result = self.result.result()
+        found: Tensor = result if self.place is None else result[self.place]
+        return found
+
+
+class Lane(ABC):
+    """Where a rank's collectives run, one after the other."""
+
+    @abstractmethod
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        """Have ``run(*args)`` executed after all that was issued before.
+
+        ``args`` may hold pending results of this lane, also in lists.
+        """
+
+    def wait(self, pending: Pending) -> Tensor:
+        """A result, fit to be read by what is run next."""
+        return pending.tensor()
+
+
+class InlineLane(Lane):
+    """Runs everything at once."""
+
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        return Pending(_done(run(*map(_resolved, args))))
+
+
+class ThreadLane(Lane):
+    """Runs collectives in a thread of its own, which ends with the lane.
+
+    After a failure nothing more is run: all that is issued later raises the same.
+    """
+
+    def __init__(self) -> None:
+        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = jobs
+        # A daemon: a collective whose partner died must not keep this process alive.
+        threading.Thread(target=_serve, args=(jobs,), name="collectives", daemon=True).start()
+        weakref.finalize(self, jobs.put, None)
+
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        result: Future[Any] = Future()
+        self._jobs.put(_Job(run, args, result))
+        return Pending(result)
+
+
+class StreamLane(Lane):
+    """Runs collectives in a CUDA stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        resolved = [_resolved(arg) for arg in args]
+        for tensor in _tensors(resolved):
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            result = run(*resolved)
+        return Pending(_done(result), done=self._stream.record_event())
+
+    def wait(self, pending: Pending) -> Tensor:
+        current = torch.cuda.current_stream(self._stream.device)
+        assert pending.done is not None
+        current.wait_event(pending.done)
+        tensor = pending.tensor()
+        tensor.record_stream(current)
+        return tensor
+
+
+def lane_of(comm: Comm, device: torch.device) -> Lane:
+    """The lane for a communicator whose tensors lie on a device."""
+    if not isinstance(comm, ProcessGroupComm):
+        return InlineLane()
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()
+
+
+class _Job(NamedTuple):
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    result: Future[Any]
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    failed: BaseException | None = None
+    with torch.no_grad():  # this is a setting of the thread
+        while (job := jobs.get()) is not None:
+            run, args, result = job
+            del job  # results and arguments live as long as their readers want them
+            if failed is None:
+                try:
+                    result.set_result(run(*map(_resolved, args)))
+                except BaseException as error:
+                    failed = error
+            if failed is not None:
+                result.set_exception(failed)
+            del run, args, result
+
+
+def _resolved(arg: Any) -> Any:
+    if isinstance(arg, Pending):
+        return arg.tensor()
+    return [_resolved(entry) for entry in arg] if isinstance(arg, list) else arg
+
+
+def _tensors(args: list[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list):
+            yield from _tensors(arg)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

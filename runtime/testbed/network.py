@@ -1,0 +1,243 @@
+"""Hosts in network namespaces, joined by links whose rates the kernel limits.
+
+A rank has a namespace of its own with a loopback and one interface. All bridges stand in one
+more namespace, the switch: a core, and a bridge for each node that has several ranks. Nothing
+is made in the namespace of this process, so that nothing can clash with its interfaces.
+
+    rank 0 --inside-- node0 --between-- core --between-- rank 2      (rank 2: alone on its node)
+    rank 1 --inside--/
+
+Every ``--`` is a pair of virtual Ethernet interfaces with a token bucket (``tc ... tbf``) on
+either end, so that both directions are limited, each for itself: a node's adapter is shared
+by what leaves it, and by what enters it. Latency is that of the kernel, some ten microseconds.
+
+A namespace takes all that is inside with it, so that removing leftovers is removing names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hap.cluster import Cluster
+from hap.errors import HapError, InputError
+from hap.runtime.testbed.owner import left_over, new_name
+
+INTERFACE = "net0"
+"""A rank's interface."""
+
+SWITCH_ADDRESS = "10.77.0.1"
+
+_PREFIX = "hap-bed"
+_NAMES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000  # from <sched.h>
+_PER_SUBNET = 250
+_MOST_RANKS = 250 * _PER_SUBNET
+
+# A bucket that is idle fills up, and what is in it is sent at once. 2 ms of the rate keeps that
+# small, and still covers the delay with which a busy machine wakes the bucket up.
+_BURST_S = 2e-3
+_LEAST_BURST_BYTES = 4_000  # more than two packets
+# The kernel hands packets of a stream on in trains. One that does not fit into the bucket, with
+# all its headers, is taken apart, which costs ten times the processor time.
+_MOST_TRAIN_BYTES = 65_536
+_TRAIN_OF_BURST = 0.9
+# The bucket counts frames of 1514 bytes, and a cluster file means the 1448 that carry data.
+_FRAME_OF_DATA = 1514 / 1448
+_QUEUE_S = 0.02  # what waits at a link before packets are lost; ACKs wait as well
+_LEAST_QUEUE_BYTES = 512 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipe:
+    """A limited link: interface ``near`` in namespace ``where``, ``far`` a port of ``bridge``."""
+
+    near: str
+    rank: int | None  # whose namespace `near` is in; None: the switch
+    near_bridge: str  # of which `near` is a port; "" in a rank's namespace
+    far: str
+    bridge: str
+    bytes_per_s: float
+
+
+class Network:
+    """The namespaces of a cluster's ranks, up and joined; see :func:`network`."""
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self._name = name
+        self.world_size = world_size
+
+    def namespace(self, rank: int | None) -> str:
+        """The name of a rank's namespace (None: the switch), for ``ip netns exec``."""
+        return f"{self._name}-{'switch' if rank is None else f'rank{rank}'}"
+
+    @contextlib.contextmanager
+    def inside(self, rank: int | None) -> Iterator[None]:
+        """This thread in a namespace: sockets and processes that it makes belong there."""
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def enter(descriptor: int) -> None:
+            if libc.setns(descriptor, _CLONE_NEWNET):
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code), "setns")
+
+        with open("/proc/thread-self/ns/net") as home:
+            with open(_NAMES / self.namespace(rank)) as there:
+                enter(there.fileno())
+            try:
+                yield
+            finally:
+                enter(home.fileno())
+
+
+def address(rank: int) -> str:
+    """The address of a rank's interface."""
+    return f"10.77.{1 + rank // _PER_SUBNET}.{1 + rank % _PER_SUBNET}"
+
+
+def pipes(cluster: Cluster) -> list[Pipe]:
+    """The links of a cluster: those of its ranks, then the uplinks of nodes with several."""
+    between = cluster.inter.bandwidth_bytes_per_s
+    found: list[Pipe] = []
+    for at, node in enumerate(cluster.nodes):
+        ranks = cluster.ranks(node)
+        inside = cluster.intra[node].bandwidth_bytes_per_s
+        own = len(ranks) > 1 and len(cluster.nodes) > 1
+        if own:
+            found.append(Pipe(near=f"up{at}", rank=None, near_bridge=f"node{at}",
+                              far=f"down{at}", bridge="core", bytes_per_s=between))  # fmt: skip
+        rate = inside if len(ranks) > 1 else between
+        found += [
+            Pipe(near=INTERFACE, rank=rank, near_bridge="", far=f"rank{rank}",
+                 bridge=f"node{at}" if own else "core", bytes_per_s=rate)
+            for rank in ranks
+        ]  # fmt: skip
+    return found
+
+
+@contextlib.contextmanager
+def network(cluster: Cluster) -> Iterator[Network]:
+    """Bring up the hosts and links of a cluster; take them down at the end.
+
+    Raises:
+        InputError: More ranks than there are addresses for.
+        HapError: It cannot be done here; says what is missing and what is possible without.
+    """
+    if why_not := missing():
+        hint = 'links="unlimited" (--links unlimited) emulates speeds alone'
+        raise HapError(f"links cannot be limited here: {why_not}", hint=hint)
+    if cluster.world_size > _MOST_RANKS:
+        raise InputError(f"{cluster.world_size} ranks on one machine", hint="take fewer")
+    made = Network(f"{_PREFIX}-{new_name()}", cluster.world_size)
+    spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
+    try:
+        _ip("", [f"netns add {space}" for space in spaces])
+        _join(made, cluster)
+        yield made
+    finally:
+        _remove(spaces)
+
+
+def missing() -> str:
+    """What this machine lacks for limited links; empty if nothing."""
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    # Root in a container may lack the capability, and a kernel the modules. A child tries.
+    trial = "ip link add hap0 type veth peer name hap1 && tc qdisc add dev hap0 root tbf "
+    trial += "rate 1mbit burst 4kb limit 64kb && ip link add hap2 type bridge"
+    command = ["unshare", "--net", "sh", "-c", trial]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unshare not found: install util-linux"
+    return tried.stderr.strip() if tried.returncode else ""
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the namespaces of ended owners, and say which. Without root there can be none."""
+    if os.geteuid() != 0 or not _NAMES.is_dir():
+        return []
+    found = sorted(file.name for file in _NAMES.iterdir() if left_over(file.name, _PREFIX))
+    _remove(found)
+    return found
+
+
+def _remove(spaces: Sequence[str]) -> None:
+    for space in spaces:
+        try:
+            if (_NAMES / space).exists():
+                _ip("", [f"netns delete {space}"])
+        except HapError:
+            if (_NAMES / space).exists():  # else another run removed the same leftover
+                raise
+
+
+def _join(made: Network, cluster: Cluster) -> None:
+    """Interfaces, bridges, addresses and rates."""
+    switch, links = made.namespace(None), pipes(cluster)
+    bridges = sorted({"core"} | {link.bridge for link in links})
+    _ip(switch, [line for name in bridges for line in (
+        f"link add name {name} type bridge", f"link set dev {name} up")])  # fmt: skip
+    _ip(switch, [f"address add {SWITCH_ADDRESS}/16 dev core", "link set dev lo up"])
+    for link in links:
+        there = "" if link.rank is None else f" netns {made.namespace(link.rank)}"
+        train = min(_MOST_TRAIN_BYTES, round(_TRAIN_OF_BURST * _burst(link.bytes_per_s)))
+        most = f"gso_max_size {train}"
+        lines = [f"link add name {link.far} {most} type veth peer name {link.near} {most}{there}",
+                 f"link set dev {link.far} master {link.bridge} up"]  # fmt: skip
+        if link.rank is None:
+            lines.append(f"link set dev {link.near} master {link.near_bridge} up")
+        _ip(switch, lines)
+        if link.rank is not None:
+            _ip(made.namespace(link.rank), [
+                "link set dev lo up",
+                f"address add {address(link.rank)}/16 dev {link.near}",
+                f"link set dev {link.near} up",
+            ])  # fmt: skip
+    for link in links:
+        limit = tbf(link.bytes_per_s)
+        _tc(switch, f"qdisc add dev {link.far} root {limit}")
+        _tc(made.namespace(link.rank), f"qdisc add dev {link.near} root {limit}")
+
+
+def tbf(bytes_per_s: float) -> str:
+    """The token bucket of a link, as words for ``tc``; its rate has room for headers."""
+    bits_per_s = round(bytes_per_s * _FRAME_OF_DATA * 8)
+    burst = _burst(bytes_per_s)
+    queue = burst + max(_LEAST_QUEUE_BYTES, round(bytes_per_s * _QUEUE_S))
+    return f"tbf rate {bits_per_s}bit burst {burst} limit {min(queue, 1 << 30)}"
+
+
+def _burst(bytes_per_s: float) -> int:
+    return min(max(_LEAST_BURST_BYTES, round(bytes_per_s * _BURST_S)), 1 << 24)
+
+
+def _ip(space: str, lines: Sequence[str]) -> None:
+    _batch("ip", space, lines)
+
+
+def _tc(space: str, line: str) -> None:
+    _batch("tc", space, [line])
+
+
+def _batch(tool: str, space: str, lines: Sequence[str]) -> None:
+    """Run lines of a tool in a namespace, in one process.
+
+    Raises:
+        HapError: One failed; with what the tool says.
+    """
+    command = [tool, *(("-n", space) if space else ()), "-batch", "-"]
+    ran = subprocess.run(
+        command, input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        raise HapError(f"{' '.join(command)}: {ran.stderr.strip()}", hint=f"of: {lines}")

@@ -1,0 +1,140 @@
+"""A program and its shares as the planner weighs them: predicted to run one after the other,
+and, where that matters, in the order that hides communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.axes import Shares
+from hap.program import Program
+from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.footprint import memory
+from hap.synthesizer.overlap import Order, estimate_s, orders
+from hap.synthesizer.simulate import Timeline, timeline
+
+_WORTH = 1e-3
+"""Part of a step; for less than that, no more buckets."""
+
+_LITTLE = 5e-3
+"""Part of a step; for what overlapping could save less of, it is not estimated."""
+
+Rank = tuple[float, float]
+"""Bytes that lack on the rank that lacks most, seconds of a step."""
+
+
+class Scheduled(NamedTuple):
+    """A program in the order in which it runs, and what that is predicted to do."""
+
+    program: Program
+    timeline: Timeline
+    until: tuple[int, ...]
+    """As of :class:`hap.synthesizer.overlap.Order`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A program and its shares, and what they are predicted to do.
+
+    ``program`` is as the search wrote it, ``serial`` its prediction with nothing overlapped.
+    What runs is ``scheduled``. With ``overlap=False`` its collectives stay where they are, as
+    of a method that knows no better.
+    """
+
+    program: Program
+    shares: Shares
+    serial: Timeline
+    price: Callable[[], CostModel]
+    overlap: bool = True
+
+    @cached_property
+    def scheduled(self) -> Scheduled:
+        """The fastest schedule that fits the memory; if none does, the one that lacks least."""
+        cost = self.price()
+        found = list(orders(cost.graph, self.program, cost))
+        first, others = found[0], found[1:] if self.overlap else []
+        least = min((order.step_s for order in others), default=first.step_s)
+        # The simplest that is about as fast as the fastest, then what runs as it stands: it
+        # holds gathered parameters and unreduced gradients for the shortest time.
+        fastest = next((o for o in others if o.step_s <= least * (1 + _WORTH)), first)
+        tried = [self._judged(fastest, cost)]
+        if fastest is not first and _lacking(tried[0].timeline, cost).any():
+            tried.append(self._judged(first, cost))
+        return min(tried, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
+
+    def _judged(self, order: Order, cost: CostModel) -> Scheduled:
+        held = memory(cost.graph, order.program, cost, until=order.until)
+        line = timeline(order.step_s, self.serial.compute_s, order.communicate_s, *held)
+        return Scheduled(order.program, line, order.until)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The prediction of the schedule that runs."""
+        return self.scheduled.timeline
+
+    @cached_property
+    def lacking_bytes(self) -> PerRank:
+        """Per rank, by how much the peak exceeds the memory; all zero if it fits."""
+        return _lacking(self.timeline, self.price())
+
+    @cached_property
+    def lacking_in_series(self) -> PerRank:
+        """:attr:`lacking_bytes` with nothing overlapped, which takes no schedule to know."""
+        return _lacking(self.serial, self.price())
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacking_bytes.any()
+
+    @property
+    def rank(self) -> Rank:
+        """The order of candidates: what fits first, then what is faster."""
+        return float(self.lacking_bytes.max()), self.timeline.step_s
+
+    @cached_property
+    def estimate(self) -> Rank:
+        """About what :attr:`rank` is, for a fraction of its price."""
+        in_turn_s = self.serial.step_s
+        if not self.overlap or in_turn_s <= self.floor[1] * (1 + _LITTLE):
+            return self.floor[0], in_turn_s
+        cost = self.price()
+        return self.floor[0], estimate_s(cost.graph, self.program, cost)
+
+    @property
+    def in_turn(self) -> Rank:
+        """:attr:`rank` with nothing overlapped."""
+        return float(self.lacking_in_series.max()), self.serial.step_s
+
+    @cached_property
+    def floor(self) -> Rank:
+        """What :attr:`estimate` is hardly ever below: the busier of computing and communicating."""
+        busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
+        return float(self.lacking_in_series.max()), busiest_s
+
+
+def fastest(candidates: Iterable[Candidate]) -> Candidate:
+    """The first in the order of :attr:`Candidate.estimate`; few are scheduled to find it.
+
+    Raises:
+        ValueError: there are none.
+    """
+    best: Candidate | None = None
+    for candidate in sorted(candidates, key=lambda c: c.floor):
+        if best is not None and candidate.floor >= best.estimate:
+            break
+        if best is None or candidate.estimate < best.estimate:
+            best = candidate
+    if best is None:
+        raise ValueError("no candidates")
+    return best
+
+
+def _lacking(line: Timeline, cost: CostModel) -> PerRank:
+    room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
+    lacking: PerRank = np.maximum(line.peak_bytes - room, 0.0)
+    return lacking

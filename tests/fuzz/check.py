@@ -1,0 +1,133 @@
+"""One case: capture, plan, verify; and random programs of the same space, verified."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+import hap
+from hap import torch_private
+from hap.capture import capture
+from hap.discover import with_rules
+from hap.errors import InfeasibleError, UnsupportedOpError
+from hap.graph import Graph
+from hap.plan import Plan
+from hap.runtime.verify import Observed, _error, observe_reference, prepared
+from hap.synthesizer.space import build_space
+from tests.fuzz.recipe import Recipe
+from tests.random_plans import Case, adamw, random_plan, verdict, widened
+
+WISHES: tuple[dict[str, Any] | None, ...] = (
+    {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False}, None,
+)  # fmt: skip
+"""What is asked of the planner, in turn: leaving devices out and two mesh axes take long. With
+nothing asked there are random programs alone."""
+
+PROGRAMS = 2
+"""Random programs per case, beside the planned one."""
+
+NOISE = 1e-15
+"""Relative to the largest element of a result: a few times the rounding of float64."""
+
+
+class Outcome(StrEnum):
+    """What became of a case that is no failure."""
+
+    CLEAN = "clean"
+    DISCOVERED = "with discovered rows"
+    """An operator has no rule; with rows that were discovered the case is clean."""
+    REFUSED = "refused"
+    """An operator has no rule, and none was discovered."""
+    INFEASIBLE = "infeasible"
+    """No program fits the memory; random ones were verified all the same."""
+    ROUNDING = "rounding"
+    """Differs, but so does the module on one device if its operators round otherwise."""
+
+
+def check(recipe: Recipe) -> Outcome:
+    """Plan and verify a case.
+
+    Raises:
+        AssertionError: a program computes something else than one device.
+        Exception: whatever the capture, the planner or the program fails with.
+    """
+    model, batch, cluster = recipe.model(), recipe.batch(), recipe.cluster()
+    wishes = WISHES[recipe.seed % len(WISHES)]
+
+    outcome, plans = Outcome.CLEAN, []
+    if wishes is not None:
+        try:
+            plans = [hap.plan(model, batch, cluster, allow_idle=True, discover=True, **wishes)]
+        except InfeasibleError:
+            outcome = Outcome.INFEASIBLE
+        except UnsupportedOpError:
+            return Outcome.REFUSED
+    try:
+        graph = plans[0].graph if plans else captured(model, batch)
+    except UnsupportedOpError:
+        return Outcome.REFUSED
+    if outcome is Outcome.CLEAN and graph.rules:
+        outcome = Outcome.DISCOVERED
+    case = Case(model=model, batch=batch, loss=None, optimizer=adamw, space=build_space(graph))
+    for k in range(PROGRAMS):
+        plans.append(random_plan(case, cluster.world_size, recipe.seed + k, cluster=cluster))
+    for number, plan in enumerate(plans):
+        if not _right(case, plan, number):
+            return Outcome.ROUNDING
+    return outcome
+
+
+def captured(model: nn.Module, batch: Any) -> Graph:
+    """The graph of a step, with discovered rows where the table has none."""
+    return with_rules(capture(model, batch), {}, discover=True, progress=lambda text: None)
+
+
+def _right(case: Case, plan: Plan, number: int) -> bool:
+    """Does a plan compute what one device does? False where rounding alone could differ as much."""
+    found = verdict(case, plan)
+    if found.ok:
+        return True
+    if _ill_conditioned(case.model, case.batch, found.tolerance):
+        return False
+    wrong = [f"{r.what} {r.tensor} off by {r.error:.1e}" for r in found.rows if not r.ok]
+    raise AssertionError(
+        f"program {number} computes something else, first {found.first_bad}: {'; '.join(wrong)}"
+    )
+
+
+class _Noise(torch_private.TorchDispatchMode):
+    """Every result is off by a few units of rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = torch.Generator().manual_seed(5)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        out = func(*args, **(kwargs or {}))
+        views = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
+        if views or not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            return out
+        if not out.numel():
+            return out
+        noise = torch.randn(out.shape, generator=self._random, dtype=out.dtype)
+        return out + NOISE * out.abs().max() * noise
+
+
+def _ill_conditioned(model: nn.Module, batch: Any, tolerance: float) -> bool:
+    """Does noise of the size of rounding change what one device computes beyond the tolerance?"""
+    model, batch = prepared(model, widen=True), widened(batch)
+    exact = observe_reference(model, batch, None, adamw)
+    with _Noise():
+        noisy = observe_reference(model, batch, None, adamw)
+    return any(
+        _error([noisy[what][name]], value, 1e-3 * _largest(exact, what)) > tolerance / 10
+        for what, tensors in exact.items()
+        for name, value in tensors.items()
+    )
+
+
+def _largest(seen: Observed, what: str) -> float:
+    return max((float(t.abs().max()) for t in seen[what].values() if t.numel()), default=0.0)

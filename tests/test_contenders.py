@@ -1,0 +1,123 @@
+"""Every contender of the race trains as one device does: the same losses, step by step.
+
+Also what contenders are made of: rows by speed, weights of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.contenders import CONTENDERS, EVEN, OURS, PAPER, PROPORTIONAL, make
+from benchmarks.contenders.base import Setting, even, proportional, rows_of, terms
+from benchmarks.racing import plans
+from benchmarks.racing.cell import global_batches
+from benchmarks.racing.run import reference
+from hap import api
+from hap.cluster import load_cluster
+from hap.model_file import ModelFile, load_model_file
+from hap.runtime.launch import spawn
+
+MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
+STEPS = 4
+UNLIKE = load_cluster("""
+links: {between: 10 Gbit/s}
+nodes:
+  - {name: fast, gpus: 1, type: A100-40}
+  - {name: slow, gpus: 1, type: P100}
+""")
+
+Losses = dict[str, list[float]]
+
+
+def losses(names: tuple[str, ...], setting: Setting, planned: Mapping[str, Path]) -> Losses:
+    """What one rank sees of each contender."""
+    found: Losses = {}
+    for name in names:
+        contender = make(name, replace(setting, plan=planned.get(name)))
+        steps = [contender.step(batch) for batch in global_batches(setting.file, STEPS)]
+        found[name] = [loss for loss in steps if loss is not None]
+    return found
+
+
+def on_two_ranks(file: ModelFile, folder: Path, names: list[str]) -> Losses:
+    spec = f"{file.path}:{file.function}"
+    makers = {
+        OURS: lambda: api.plan_file(spec, UNLIKE, all_devices=True),
+        PAPER: lambda: plans.baseline(spec, UNLIKE, plans.PAPER_METHOD),
+    }
+    planned = {name: folder / f"{name}.json" for name in names if name in makers}
+    for name, path in planned.items():
+        makers[name]().save(path)
+    setting = Setting(file=file, speeds=(2.0, 1.0), devices=tuple(d.name for d in UNLIKE.devices))
+    return spawn(losses, 2, args=(tuple(names), setting, planned))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("model", ["vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp"])
+def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
+    file = load_model_file(f"{MODELS / model}.py:race_tiny")
+    want = reference(file, STEPS)
+    assert want[0] != pytest.approx(want[-1], rel=1e-4)  # it trains
+    for name, got in on_two_ranks(file, tmp_path, list(CONTENDERS)).items():
+        assert got == pytest.approx(want, rel=1e-4), name
+
+
+@pytest.mark.gloo
+def test_weights_by_terms_where_rows_have_unlike_numbers_of_them(tmp_path: Path) -> None:
+    """Masks are random here: equal weights of the ranks' means are then not the mean."""
+    file = load_model_file(f"{MODELS / 'bert'}.py:tiny")
+    want = reference(file, STEPS)
+    got = on_two_ranks(file, tmp_path, [EVEN, PROPORTIONAL])
+    assert got[PROPORTIONAL] == pytest.approx(want, rel=1e-5)
+    assert got[EVEN] != pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.gloo
+def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
+    """The rank that is left out reports no loss, and the others do not wait for it."""
+    file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")
+    plan = api.plan_file(f"{file.path}:{file.function}", UNLIKE.without(0))
+    plan.save(tmp_path / "one.json")
+    devices = tuple(d.name for d in UNLIKE.devices)
+    setting = Setting(file=file, devices=devices)
+    first, second = spawn(losses, 2, args=((OURS,), setting, {OURS: tmp_path / "one.json"}))
+    assert first[OURS] == []
+    assert second[OURS] == pytest.approx(reference(file, STEPS), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "speeds", "want"),
+    [
+        (12, (2.0, 1.0), (8, 4)),
+        (32, (4.0, 4.0, 1.0, 1.0), (13, 13, 3, 3)),
+        (32, (20.0, 20.0, 20.0, 1.0), (11, 10, 10, 1)),  # a row even for the slowest
+        (4, (100.0, 1.0, 1.0, 1.0), (1, 1, 1, 1)),
+    ],
+)
+def test_rows_by_speed(rows: int, speeds: tuple[float, ...], want: tuple[int, ...]) -> None:
+    assert proportional(rows, speeds) == want
+
+
+def test_rows_by_speed_are_refused_where_a_rank_would_have_none() -> None:
+    with pytest.raises(ValueError, match="fewer than the 3 ranks"):
+        proportional(2, (1.0, 1.0, 1.0))
+
+
+def test_rows_are_cut_without_a_gap() -> None:
+    batch = {"x": torch.arange(7), "y": torch.arange(14).view(7, 2)}
+    counts = even(7, 3)
+    assert counts == (3, 2, 2)
+    parts = [rows_of(batch, counts, rank) for rank in range(3)]
+    for key, whole in batch.items():
+        assert torch.equal(torch.cat([part[key] for part in parts]), whole)
+
+
+def test_terms_of_a_mean() -> None:
+    assert terms({"labels": torch.tensor([[1, -100], [-100, -100]])}) == 1
+    assert terms((torch.zeros(5, 2), torch.zeros(5))) == 5

@@ -1,0 +1,484 @@
+"""The profiler: fits recover known figures, files survive, dead ranks are named, runs resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hap import profiling
+from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, Cluster, Device, Link, Work, load_cluster
+from hap.cluster_text import cluster_yaml
+from hap.errors import ClusterError, HapError, InputError
+from hap.graph import Graph, Input, Node, Ref, Tensor
+from hap.profiler import devices, exchange, links
+from hap.profiler.measure import QUICK, seconds_per_call
+from hap.profiler.probes import Arena, Probe, probes
+from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, Rank, line, read
+from hap.profiler.watch import Watch
+from hap.runtime.launch import report, spawn
+from hap.synthesizer.communication import Network
+from hap.synthesizer.work import node_work
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+TRUTH = Device(
+    name="x:0", kind="x", node="x", memory_bytes=2**33,
+    flops_per_s={"float32": 80e9, "float64": 35e9}, memory_bytes_per_s=20e9, launch_s=2e-6,
+    efficiency={
+        "conv": 1.05, "conv_backward": 0.9, "attention": 0.5, "attention_backward": 0.65,
+        "math": 0.015, "tanh": 0.0045, "reduce": 0.028, "pool": 0.0057, "random": 0.0015,
+        "update": 0.038,
+    },
+)  # fmt: skip
+
+
+# --- devices --------------------------------------------------------------------------------
+
+
+def op_records(speeds: list[float], noise: float, rng: random.Random) -> list[OpRecord]:
+    """What ranks of given speeds would measure of the profiler's own operators, three windows."""
+    return [
+        OpRecord(
+            name=probe.name,
+            work=probe.work,
+            seconds=tuple(
+                tuple(
+                    TRUTH.seconds(probe.work) / speed * rng.uniform(1 - noise, 1 + noise)
+                    for _ in range(3)
+                )
+                for speed in speeds
+            ),
+        )
+        for probe in probes(CPU)
+    ]
+
+
+def ranks(count: int, memory: int = 2**33) -> list[Rank]:
+    return [Rank(node=f"n{k}", kind="x", memory_bytes=memory) for k in range(count)]
+
+
+def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
+    records = op_records([1.0], 0.05, random.Random(0))
+    (found,) = devices.types(ranks(1), records, "today")
+    fitted = found.device
+    assert fitted.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.06)
+    assert fitted.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.06)
+    assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=0.1)
+    for kind in TRUTH.efficiency:  # of what it costs: at the roof's ridge figures trade places
+        work = Work(kind, "float32", 1e8, 1e6)
+        assert fitted.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.1), kind
+    assert max(abs(r.error) for r in found.residuals) < 0.12
+    assert "n=6" in fitted.source["flops_per_s.float32"]
+    assert re.search(r"spread \d+%", fitted.source["memory_bytes_per_s"])
+
+
+def test_alike_ranks_are_one_type_and_unlike_ones_are_not() -> None:
+    rng = random.Random(1)
+    records = op_records([4.0, 4.1, 1.0, 1.02, 2.0], 0.04, rng)
+    found = devices.types(ranks(5), records, "today")
+    assert [t.ranks for t in found] == [(0, 1), (2, 3), (4,)]
+    fast, slow = (t.device.flops_per_s["float32"] for t in found[:2])
+    assert fast / slow == pytest.approx(4.0, rel=0.05)
+    unlike = [*ranks(2), *ranks(3, memory=2**30)]
+    assert [t.ranks for t in devices.types(unlike, records, "today")] == [(0, 1), (2, 3), (4,)]
+    alike_but_small = op_records([1.0, 1.0], 0.01, rng)
+    small = [ranks(1)[0], replace(ranks(1)[0], memory_bytes=2**30)]
+    assert len(devices.types(small, alike_but_small, "today")) == 2
+
+
+class Recorder(TorchDispatchMode):
+    """The last operator that a call runs, as a node of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node: Node | None = None
+        self.tensors: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        if not any(word in name for word in ("slice", "view", "aten.t.", "detach")):
+            self.tensors = {}
+            outs = out if isinstance(out, tuple | list) else (out,)
+            made = tuple(self._note(o).name if o is not None and o.numel() else None for o in outs)
+            self.node = Node(
+                name="n", op=name, args=tuple(map(self._arg, args)), kwargs=(), outputs=made,
+                source="", module="",
+            )  # fmt: skip
+        return out
+
+    def _note(self, x: torch.Tensor) -> Tensor:
+        tensor = Tensor(
+            name=f"t{len(self.tensors)}", shape=tuple(x.shape), dtype=str(x.dtype).split(".")[1]
+        )
+        self.tensors[tensor.name] = tensor
+        return tensor
+
+    def _arg(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return Ref(self._note(arg).name)
+        return tuple(map(self._arg, arg)) if isinstance(arg, list | tuple) else arg
+
+
+# What is several operators at once, or never in a graph.
+COMPOSED = ("dropout", "sgd", "adamw", "launch", "transposed", "exp", "relu", "sum")
+
+
+@pytest.mark.parametrize(
+    "probe", [p for p in probes(CPU) if not p.name.startswith(COMPOSED)], ids=lambda p: p.name
+)
+def test_a_probe_is_the_work_that_planning_takes_it_for(probe: Probe) -> None:
+    call = probe.make(Arena(CPU))
+    with Recorder() as seen:
+        call()
+    assert seen.node is not None
+    made = {o for o in seen.node.outputs if o}
+    given = tuple(Input(tensor=t, role="input", target=t) for t in seen.tensors if t not in made)
+    graph = Graph(inputs=given, nodes=(seen.node,), outputs=(), tensors=seen.tensors)
+    work = node_work(seen.node, graph)
+    assert (work.kind, work.dtype) == probe.work[:2]
+    assert work.flops == probe.work.flops
+    assert work.bytes == pytest.approx(probe.work.bytes, rel=0.01)
+
+
+def test_every_kind_of_elementwise_work_is_probed() -> None:
+    assert {p.work.kind for p in probes(CPU) if p.quick} >= {*ELEMENTWISE, "conv_backward"}
+
+
+def test_a_call_is_timed_by_windows() -> None:
+    arena = Arena(CPU)
+    x = arena.cut(256, 256)
+    one = seconds_per_call(lambda: torch.mm(x, x), CPU, QUICK)
+    assert len(one) == QUICK.windows
+    assert all(s > 0 for s in one)
+    assert (arena.cut(100) != 0).all()
+    assert arena.cut(64).data_ptr() != arena.cut(64).data_ptr()
+
+
+@pytest.mark.gpu
+def test_cuda_is_timed_with_events() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(2048, 2048, device=device)
+    seconds = seconds_per_call(lambda: torch.mm(x, x), device, QUICK)
+    assert all(1e13 > 2 * 2048**3 / s / 1e2 > 1e9 for s in seconds)
+
+
+# --- links and collectives ------------------------------------------------------------------
+
+
+def cluster(nodes: str, inside: Link, between: Link) -> Cluster:
+    made = tuple(replace(TRUTH, name=f"{node}:{k}", node=node) for k, node in enumerate(nodes))
+    return Cluster("made", made, dict.fromkeys(nodes, inside), between)
+
+
+def exchange_records(
+    true: Cluster, noise: float, rng: random.Random, sizes: tuple[int, ...]
+) -> list[ExchangeRecord]:
+    """What the ranks of a cluster would measure, were the prices true."""
+    nodes = [d.node for d in true.devices]
+    world = tuple(range(len(nodes)))
+    groups: list[tuple[tuple[int, ...], ...]] = [(world,)]
+    apart = tuple(true.ranks(node) for node in true.nodes)
+    if len(apart) > 1 and len(apart[0]) > 1:
+        groups.append(apart)
+    found = []
+    for group in groups:
+        n = len(group[0])
+        for kind, ways in IMPLEMENTATIONS.items():
+            for how in ways:
+                if how == "hierarchical" and (len(group) > 1 or len(groups) == 1):
+                    continue
+                for skew, nbytes in ((s, b) for s in ("even", "half") for b in sizes):
+                    parts = np.array(exchange.parts(1024, n, skew)) / 1024
+                    even = np.full(n, 1 / n)
+                    src, dst = (even, parts) if kind == "reduce_scatter" else (parts, even)
+                    record = ExchangeRecord(
+                        kind=kind, how=how, nbytes=nbytes, groups=group, skew=skew,
+                        src=tuple(src.tolist()), dst=tuple(dst.tolist()), seconds=(1.0,),
+                    )  # fmt: skip
+                    s = profiling.price(true, record) * rng.uniform(1 - noise, 1 + noise)
+                    found.append(replace(record, seconds=(s, s * 1.01, s * 0.99)))
+    return found
+
+
+@pytest.mark.parametrize("nodes", ["abcd", "aabb"])
+def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> None:
+    rng = random.Random(nodes)
+    plain = cluster(nodes, Link(4e9, 20e-6), Link(25e6, 1e-3))
+    own = {
+        kind: {
+            how: {
+                "inside": Link(4e9 * rng.uniform(0.3, 1), 20e-6 * rng.uniform(1, 10)),
+                "between": Link(25e6 * rng.uniform(0.5, 1), 1e-3 * rng.uniform(0.5, 3)),
+            }
+            for how in ways
+        }
+        for kind, ways in IMPLEMENTATIONS.items()
+    }
+    true = replace(plain, collectives=own)
+    records = exchange_records(true, 0.03, rng, (2**12, 2**16, 2**20, 2**24))
+    found, residuals = links.collectives(plain, records, profiling.price, "today")
+    assert max(abs(r.error) for r in residuals) < 0.1
+    for kind, ways in found.items():
+        for how, levels in ways.items():
+            meant = own[kind][how]["between"]
+            assert levels["between"].bandwidth_bytes_per_s == pytest.approx(
+                meant.bandwidth_bytes_per_s, rel=0.1
+            ), (kind, how)
+            assert levels["between"].latency_s == pytest.approx(meant.latency_s, rel=0.2)
+            assert ("inside" in levels) == (nodes == "aabb")
+
+
+def test_messages_give_the_links() -> None:
+    records = [
+        ExchangeRecord(
+            kind="message", how="", nbytes=nbytes, groups=((a, b),), skew="", src=(1.0, 1.0),
+            dst=(1.0, 1.0), seconds=(latency_s + nbytes / rate,) * 3,
+        )
+        for a, b, latency_s, rate in ((0, 1, 1e-5, 4e9), (1, 2, 1e-3, 25e6), (2, 0, 2e-3, 20e6))
+        for nbytes in (2**12, 2**18, 2**22)
+    ]  # fmt: skip
+    inside, between = links.message_links(["a", "a", "b"], records, "today")
+    assert inside["a"].bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
+    assert between.bandwidth_bytes_per_s == pytest.approx(20e6, rel=0.02)  # the slowest hop
+    assert between.latency_s == pytest.approx(2e-3, rel=0.05)
+    assert "n=3" in between.source
+
+
+def test_measured_figures_stand_for_their_implementation_alone() -> None:
+    plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
+    own = {"all_gather": {"padded": {"between": Link(5e6, 1e-3)}}}
+    ones, parts = np.ones(4), np.full(4, 0.25)
+    for kind in IMPLEMENTATIONS:
+        before, after = (
+            dict(Network(c).choices(kind, 10**6, parts, parts if "to" in kind else ones))
+            for c in (plain, replace(plain, collectives=own))
+        )
+        changed = {how for how in before if after[how] != before[how]}
+        assert changed == ({"padded"} if kind == "all_gather" else set())
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+def measured_cluster() -> Cluster:
+    own = {
+        "all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "measured today, n=4")}},
+        "all_gather": {
+            "padded": {"inside": Link(3e9, 1e-5, "m"), "between": Link(2e7, 1e-3, "m")},
+            "hierarchical": {"between": Link(2e7, 1e-3, "m")},
+        },
+    }
+    made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, source={
+        "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
+    })  # fmt: skip
+    return replace(made, devices=(*made.devices[:3], slower), collectives=own)
+
+
+def test_a_cluster_survives_the_yaml_file() -> None:
+    cluster = measured_cluster()
+    found = load_cluster(cluster_yaml(cluster, "measured\nby hand"))
+    assert found.types() == cluster.types()
+    assert found.collectives.keys() == cluster.collectives.keys()
+    gather = found.collectives["all_gather"]["padded"]["between"]
+    assert gather.bandwidth_bytes_per_s == pytest.approx(2e7, rel=1e-4)
+    for mine, theirs in zip(found.devices, cluster.devices, strict=True):
+        assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)
+        assert mine.flops_per_s == pytest.approx(theirs.flops_per_s, rel=1e-4)
+        assert mine.memory_bytes == theirs.memory_bytes
+    assert found.devices[3].source["flops_per_s.float32"].startswith("measured today, n=5 (")
+    assert load_cluster(cluster_yaml(found)).digest == found.digest
+
+
+def test_measured_collectives_are_part_of_a_plans_cluster() -> None:
+    cluster = measured_cluster()
+    assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert replace(cluster, collectives={}).digest != cluster.digest
+    renamed = {"all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "another day")}}}
+    one, other = (
+        replace(cluster, collectives=c)
+        for c in (renamed, {"all_reduce": cluster.collectives["all_reduce"]})
+    )
+    assert one.digest == other.digest  # where a figure comes from is no figure
+    assert "collectives" not in replace(cluster, collectives={}).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("  all_gathr: {padded: {between: 1 GB/s}}", 3, "all_gather"),
+        ("  all_gather: {paded: {between: 1 GB/s}}", 3, "padded"),
+        ("  all_gather:\n    padded:\n      betwen: 1 GB/s", 5, "between"),
+        ("  all_gather: {padded: {between: 1 Gb}}", 3, "unit"),
+        ("  all_gather: fast", 3, "key"),
+    ],
+)
+def test_a_wrong_collective_is_told_with_its_line(text: str, place: int, what: str) -> None:
+    whole = f"name: x\ncollectives:\n{text}\nnodes:\n  - {{name: a, gpus: 1, type: V100}}\n"
+    with pytest.raises(ClusterError) as error:
+        load_cluster(whole)
+    assert error.value.where == f"<text>:{place}"
+    assert what in str(error.value)
+
+
+def header(**changes: Any) -> Header:
+    return replace(Header(ranks=tuple(ranks(2)), quick=True, date="today"), **changes)
+
+
+def test_samples_are_kept_and_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml.samples.jsonl"
+    records = op_records([1.0, 2.0], 0.0, random.Random(0))[:3]
+    sent = exchange_records(cluster("ab", Link(1e9, 0), Link(1e8, 1e-3)), 0, random.Random(0), (8,))
+    with Journal(path, header(), resume=False) as journal:
+        for record in (*records, sent[0]):
+            journal.add(record)
+    assert list(read(path)) == [header(), *records, sent[0]]
+    with path.open("a") as file:
+        file.write(line(sent[1])[:40])  # cut short
+    with Journal(path, header(date="later"), resume=True) as journal:
+        assert list(journal.records.values()) == [*records, sent[0]]
+        journal.add(sent[1])
+    assert [r for r in read(path) if not isinstance(r, Header)] == [*records, *sent[:2]]
+    for other in (header(quick=False), header(ranks=tuple(ranks(3)))):
+        with pytest.raises(InputError, match="other ranks"):
+            Journal(path, other, resume=True)
+    path.write_text(path.read_text().replace('"ms"', "").replace('"name"', "name", 1))
+    with pytest.raises(InputError, match=":2"):
+        Journal(path, header(), resume=True)
+    with Journal(path, header(), resume=False) as journal:
+        assert not journal.records
+
+
+# --- real ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
+    output = tmp_path / "two.yaml"
+    settings = profiling.Settings(output=str(output), nodes=("a", "b"), quick=True)
+    steps: list[tuple[int, int, str]] = []
+    launch = partial(spawn, world_size=2, timeout_s=400)
+
+    def progress(done: int, total: int, what: str) -> None:
+        steps.append((done, total, what))
+
+    found = profiling.profile(settings, 2, launch=launch, progress=progress)
+    assert steps[-1][0] == steps[-1][1]
+    loaded = load_cluster(output)
+    assert loaded == found.cluster
+    assert loaded.nodes == ("a", "b")
+    assert set(loaded.collectives) == set(IMPLEMENTATIONS)
+    assert all("measured 20" in d.source["flops_per_s.float32"] for d in loaded.devices)
+    assert [p for p in tmp_path.iterdir() if ".part" in p.name] == []
+    plan = subprocess.run(
+        [sys.executable, "-m", "hap.cli", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
+         "--cluster", str(output), "-o", str(tmp_path / "plan.json")],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert plan.returncode == 0, plan.stderr
+
+    lines = settings.samples.read_text().splitlines(keepends=True)
+    settings.samples.write_text("".join(lines[:-2]) + lines[-2][:30])
+    steps.clear()
+    profiling.profile(replace(settings, resume=True), 2, launch=launch, progress=progress)
+    again = settings.samples.read_text().splitlines(keepends=True)
+    assert len(again) == len(lines)
+    assert again[1:-2] == lines[1:-2]  # kept, to the last digit
+    assert again[-1] != lines[-1]  # measured anew
+
+
+@pytest.mark.gloo
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    settings = profiling.Settings(output=str(tmp_path / "c.yaml"), nodes=("a", "b"), quick=True)
+    pids: dict[int, int] = {}
+
+    def progress(done: int, total: int, what: str) -> None:
+        if done == 1:
+            os.kill(pids[1], signal.SIGKILL)
+
+    with pytest.raises(HapError, match=r"rank 1: killed by SIGKILL"):
+        launch = partial(spawn, world_size=2, before_rank=pids.__setitem__, timeout_s=120)
+        profiling.profile(settings, 2, launch=launch, progress=progress)
+    assert not (tmp_path / "c.yaml").exists()
+    assert len(list(read(settings.samples))) >= 2  # what was measured is kept
+
+
+def silent_rank() -> str:
+    """Rank 1 stops; rank 0 waits to hear of it, and wakes it up again."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    heard: list[HapError] = []
+    told = threading.Event()
+
+    def on_death(error: HapError) -> None:
+        heard.append(error)
+        told.set()
+
+    with Watch(dist.get_rank(), ["on a", "on b"], on_death=on_death, dead_s=4) as watch:
+        watch.at("mm 512")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            told.wait(3)  # its place is known to the store now
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            told.wait(60)
+            os.kill(pids[1], signal.SIGCONT)
+        report("awake")
+    return str(heard[0]) if heard and dist.get_rank() == 0 else ""
+
+
+@pytest.mark.gloo
+def test_a_rank_that_stops_is_named_by_the_others() -> None:
+    told, _ = spawn(silent_rank, 2, timeout_s=150)
+    assert "rank 1 (on b) died, or stopped answering" in told
+    assert "last seen at mm 512" in told
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
+    """Two processes that only share a store, as on two machines; nobody watches over them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "hap.cli", "profile", "--quick", "--nodes", "a,b"]
+    processes = [
+        subprocess.Popen(
+            [*words, "-o", str(tmp_path / "c.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert processes[0].stderr is not None
+        first = processes[0].stderr.readline()
+        assert "samples" in first
+        processes[1].kill()
+        _, errors = processes[0].communicate(timeout=100)
+        assert processes[0].returncode == 1
+        assert "rank 1 (on b) died" in errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

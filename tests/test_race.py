@@ -1,0 +1,211 @@
+"""The race's arithmetic on made-up cells, its files, and how it drops a contender that fails."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
+from benchmarks.race import CLUSTERS, HERE, MODELS
+from benchmarks.racing import results, tables
+from benchmarks.racing.cell import Said, Task
+from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
+from benchmarks.racing.run import reference, run_cell
+from benchmarks.racing.summary import (
+    PLAN,
+    best_other,
+    distance,
+    geometric_mean,
+    rank_correlation,
+    ratio,
+    summary,
+)
+from hap.cluster import load_cluster
+from hap.model_file import load_model_file
+from hap.runtime.testbed import Testbed
+
+
+def cell(model: str, unlike: bool, **medians: float) -> Cell:
+    """Contenders (``_`` for ``-``) whose rounds take a little less, and a little more."""
+    entries = [
+        Entry(name=name.replace("_", "-"), seconds=[m * 0.9, m, m * 1.2])
+        for name, m in medians.items()
+    ]
+    return Cell(
+        model=model, cluster="some", unlike=unlike, reference=[], entries=entries,
+        arithmetic_s=0.5,
+    )  # fmt: skip
+
+
+def figures(cells: list[Cell]) -> dict[str, float]:
+    return {figure.name: figure.value for figure in summary(cells)}
+
+
+def test_ratios_are_within_a_round() -> None:
+    ours = Entry(name=OURS, seconds=[1.0, 10.0, 1.0])
+    other = Entry(name=EVEN, seconds=[2.0, 20.0, 30.0])
+    assert ratio(other, ours) == 2.0  # of the medians it would be 20
+
+
+def test_the_best_other_is_no_plan_and_not_void() -> None:
+    found = cell("m", True, ours=1.0, ddp_even=3.0, hap_paper=1.5, zero=2.0)
+    found.entries[-1].void = "loss"
+    found.entries.append(Entry(name=f"{PLAN}ZeRO-2", seconds=[0.1]))
+    best = best_other(found)
+    assert best is not None
+    assert best.name == EVEN
+
+
+def test_summary_of_known_cells() -> None:
+    cells = [
+        cell("a", True, ours=1.0, ddp_even=4.0, ddp_proportional=2.0, hap_paper=1.5),
+        cell("b", True, ours=1.0, ddp_even=2.0, ddp_proportional=8.0, hap_paper=6.0),
+        cell("c", False, ours=2.0, ddp_even=1.9, hap_paper=100.0),
+    ]
+    got = figures(cells)
+    assert got["over the best contender, unlike clusters, geometric mean"] == pytest.approx(2.0)
+    assert got["over hap-paper, unlike clusters, geometric mean"] == pytest.approx(3.0)
+    assert got["unlike cells at 2.41x over equal-share DDP or more"] == 0.5
+    assert got["over the best contender, worst cell"] == pytest.approx(0.95)
+    assert got["measured over the limit, median"] == pytest.approx(2.0)
+    met = {figure.name: figure.met for figure in summary(cells)}
+    assert met["over the best contender, unlike clusters, geometric mean"]
+    assert not met["over the best contender, worst cell"]
+
+
+def test_predictions() -> None:
+    one = cell("a", True, ours=1.0, hap_paper=2.0, ddp_even=3.0)
+    for entry, predicted, peak in zip(one.entries, (0.9, 2.4, 0.0), (90, 220, 0), strict=True):
+        entry.predicted_s = predicted
+        entry.predicted_bytes = [10, peak] if peak else []
+        entry.peak_bytes = [1000, 100 if entry.name == OURS else 200]
+    got = figures([one])
+    assert got["predicted step, median error"] == pytest.approx(0.15)
+    assert got["predicted step, worst error"] == pytest.approx(0.2)
+    assert got["predicted peak memory, median error"] == pytest.approx(0.1)  # of the fullest rank
+    assert got["rank correlation of predicted and measured"] == 1.0
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)
+    assert rank_correlation([1, 2, 2, 3], [1, 5, 5, 9]) == pytest.approx(1.0)
+    assert math.isnan(rank_correlation([1], [1]))
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+def test_a_cell_without_ours_counts_for_nothing() -> None:
+    found = cell("a", True, ddp_even=3.0)
+    assert summary([found]) == []
+    assert distance(found) is None
+    assert "void" not in tables.cell_text(found)
+
+
+@pytest.mark.parametrize(
+    ("losses", "void"),
+    [
+        ([2.0, 1.0001], False),
+        ([2.0, 1.01], True),
+        ([2.0, math.nan], True),
+        ([2.0], False),  # it has taken fewer steps
+    ],
+)
+def test_other_losses_make_an_entry_void(losses: list[float], void: bool) -> None:
+    entry = Entry(name=EVEN, losses=losses)
+    judge_losses(entry, [2.0, 1.0, 0.5], tolerance=1e-3)
+    assert bool(entry.void) == void
+
+
+def test_too_much_memory_makes_an_entry_void() -> None:
+    entry = Entry(name=EVEN, peak_bytes=[5 << 20, 9 << 20])
+    judge_memory(entry, [5 << 20, 9 << 20], ["a", "b"])
+    assert not entry.void
+    judge_memory(entry, [5 << 20, 8 << 20], ["a", "b"])
+    assert entry.void == "out of memory: 9 of 8 MiB on b"
+
+
+def test_lines_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert results.read(path) == []
+    first, second = cell("a", True, ours=1.0), cell("b", False, ours=2.0, ddp_even=3.0)
+    again = cell("a", True, ours=5.0)
+    for each in (first, second, again):
+        results.append(path, each)
+    assert results.read(path) == [again, second]  # the later run of a cell counts
+
+
+def test_tables_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = cell("a", True, ours=1.0, ddp_even=4.0)
+    one.entries.append(Entry(name="horovod", void="does not build"))
+    tables.write(tmp_path, [one, cell("b", True, ours=1.0)])
+    text = (tmp_path / "race.md").read_text()
+    assert "| ddp-even | 4 s |" in text
+    assert "| horovod | void |" in text
+    assert (tmp_path / "race.png").stat().st_size > 1000
+    assert (tmp_path / "race.json").exists()
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_race_needs_one_core(name: str) -> None:
+    cluster = load_cluster(HERE / "clusters" / f"race_{name}.yaml")
+    total = sum(device.rate("matmul", "float32") for device in cluster.devices)
+    assert total <= 100e9 * (1 + 1e-9)
+    assert cluster.world_size == 4
+
+
+TWO = load_cluster("""
+links: {between: 1 Gbit/s}
+nodes:
+  - {name: one, count: 2, gpus: 1, type: cpu, memory: 2 GiB, flops: 40 GFLOP/s}
+""")
+
+FAILS_ON_ONE_RANK = """
+import os
+import torch
+from benchmarks.models.mlp import loss, tiny as model, tiny_batch as batch
+
+def optimizer(params):
+    if os.environ["RANK"] == "1":
+        raise ValueError("only here")
+    return torch.optim.SGD(params, lr=0.1)
+"""
+
+
+def task(spec: str, *names: str, rounds: int = 2, patience_s: float = 60.0) -> Task:
+    return Task(
+        file=load_model_file(spec), names=names, plans={"broken": Path("no-such-plan.json")},
+        speeds=(1.0, 1.0), devices=("one-0:0", "one-1:0"), rounds=rounds, warm_up=1, least=1,
+        budget_s=60.0, patience_s=patience_s,
+    )  # fmt: skip
+
+
+@pytest.mark.gloo
+def test_a_contender_that_fails_everywhere_is_dropped() -> None:
+    spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
+    told: list[Said] = []
+    with Testbed(TWO, links="unlimited") as bed:
+        broken, good = run_cell(bed, task(spec, "broken", PROPORTIONAL), told.append)
+    assert "no such plan file" in broken.void
+    assert not broken.counts
+    assert good.counts
+    assert len(good.seconds) == 2
+    assert good.losses == pytest.approx(reference(load_model_file(spec), 5), rel=1e-5)
+    assert all(peak > 0 for peak in good.peak_bytes)
+    assert sum(said.what == "built" for said in told) == 1
+
+
+@pytest.mark.gloo
+def test_a_contender_that_fails_on_one_rank_ends_the_ranks_not_the_race(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(FAILS_ON_ONE_RANK)
+    with Testbed(TWO, links="unlimited") as bed:
+        (entry,) = run_cell(bed, task(str(path), EVEN, patience_s=3.0))
+    assert entry.void.startswith("rank 1: ")
+    assert "only here" in entry.void
+
+
+def test_every_model_has_its_size() -> None:
+    for name in MODELS:
+        assert load_model_file(f"{HERE / 'models' / name}.py:race").batch() is not None

@@ -1,0 +1,64 @@
+"""Failures that fuzzing found, each as small as it could be made, and what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from hap.runtime.collectives import Comm
+from hap.runtime.emulate import run_ranks
+from hap.runtime.module import emit
+from tests.fuzz.check import Outcome, check
+from tests.fuzz.recipe import Machine, Recipe
+from tests.random_plans import make_case, random_plan
+
+TWO = (Machine("a", 1e9), Machine("a", 1e9))
+
+
+def test_a_rank_that_goes_on_changes_nothing_that_another_still_reads() -> None:
+    """The emulator gave tensors away; their owner then updated them in place."""
+
+    def gather_and_update(comm: Comm) -> float:
+        mine = torch.ones(100)
+        seen = 0.0
+        for _ in range(200):
+            seen += float(comm.all_gather(mine, 0, (100, 100), "padded").sum())
+            mine.add_(1)
+        return seen
+
+    total = 200 * sum(range(1, 201))
+    assert run_ranks(2, gather_and_update) == [total, total]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_collective_that_a_rank_issues_is_waited_for(seed: int) -> None:
+    """A rank without a share of what comes next read nothing of it, and never waited.
+
+    Its optimizer could then update a parameter that the other ranks were still to gather.
+    """
+    recipe = Recipe(
+        params={"p0": (3, 4), "p1": (3,)}, inputs={"x0": ((2, 4), "float")}, devices=TWO,
+        lines=("v0 = F.linear(x0, self.p0, self.p1)", "loss = v0.flip(0).mean()", "return loss"),
+    )  # fmt: skip
+    case = make_case(recipe.model(), recipe.batch())
+    plan = random_plan(case, 4, seed)
+    for rank in range(4):
+        emitted = emit(plan, rank, torch.device("cpu"))
+        for code in (emitted.forward, emitted.backward):
+            for node in code.graph.nodes:
+                assert node.target != "issue" or _waited(node)
+
+
+def _waited(node: fx.Node) -> bool:
+    """Is a result waited for, or one that another collective makes of it?"""
+    return node.target == "wait" or any(map(_waited, node.users))
+
+
+def test_dropout_of_an_input_has_no_noise_in_the_reference() -> None:
+    """What needs no gradient is dropped by another operator, which may be given no probability."""
+    recipe = Recipe(
+        params={"p0": (3,)}, inputs={"x0": ((3,), "float")}, devices=TWO,
+        lines=("v0 = F.dropout(x0)", "loss = (v0 * self.p0).sum()", "return loss"),
+    )  # fmt: skip
+    assert check(recipe) is Outcome.CLEAN

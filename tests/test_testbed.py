@@ -1,0 +1,414 @@
+"""Emulated clusters: what is set up is what the file says, ranks work in it, nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import hap
+from hap.cli import main
+from hap.cluster import Cluster, load_cluster
+from hap.errors import HapError, InputError
+from hap.runtime.testbed import Testbed, clean, network, owner, quotas
+from hap.runtime.testbed.speed import choose_scale, scaled
+
+CORE = 100e9  # said, not measured: fractions are then known
+UNLIKE = """
+name: unlike
+links:
+  between: {bandwidth: 200 Mbit/s, latency: 30 us}
+  inside: 1 Gbit/s
+nodes:
+  - {name: pair, gpus: 2, type: cpu, memory: 512 MiB, flops: 20 GFLOP/s, memory_bandwidth: 4 GB/s}
+  - {name: fast, gpus: 1, type: cpu, memory: 900 TiB, flops: 40 GFLOP/s, memory_bandwidth: 8 GB/s}
+  - {name: slow, gpus: 1, type: cpu, memory: 512 MiB, flops: 10 GFLOP/s, memory_bandwidth: 2 GB/s}
+"""
+GPUS = """
+name: gpus
+links: {between: 10 Gbit/s}
+nodes:
+  - {name: new, gpus: 2, type: A100-40}
+  - {name: old, gpus: 2, type: P100}
+"""
+WHY_NOT = network.missing()
+needs_links = pytest.mark.skipif(bool(WHY_NOT), reason=f"no limited links here: {WHY_NOT}")
+
+
+def unlike() -> Cluster:
+    return load_cluster(UNLIKE)
+
+
+def left(pid: int) -> list[str]:
+    """What testbeds of a process have on this machine: namespaces, groups, processes."""
+    mark = f"-{pid}-"
+    folders = [Path("/run/netns"), Path("/sys/fs/cgroup")]
+    found = [str(f) for folder in folders for f in folder.rglob("hap-*") if mark in f.name]
+    return found + [f"process {p}" for p, name in owner._processes() if mark in name]
+
+
+# --- Figures --------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_fits_is_left_as_it_is() -> None:
+    cluster = unlike()
+    assert choose_scale(cluster, 0.9, CORE) == 1
+    assert scaled(cluster, 1.0, "scaled") is cluster
+    assert choose_scale(cluster, 0.45, CORE) == pytest.approx(0.5)  # 0.9 cores asked for
+
+
+def test_no_rank_needs_more_than_a_core() -> None:
+    assert choose_scale(unlike().only(2), None, 10e9) == pytest.approx(0.25)  # of 4 cores
+
+
+def test_scaling_keeps_flops_per_byte_and_slows_everything() -> None:
+    cluster = load_cluster(GPUS)
+    scale = choose_scale(cluster, 1.0, CORE)
+    small = scaled(cluster, scale, "scaled")
+    rates = [device.flops_per_s["float32"] for device in small.devices]
+    assert sum(rates) / CORE == pytest.approx(1.0)
+    for before, after in zip(cluster.devices, small.devices, strict=True):
+        for dtype, rate in before.flops_per_s.items():
+            ratio = rate / cluster.inter.bandwidth_bytes_per_s
+            assert after.flops_per_s[dtype] / small.inter.bandwidth_bytes_per_s == pytest.approx(
+                ratio
+            )
+        assert after.launch_s == pytest.approx(before.launch_s / scale)
+        assert after.memory_bytes == before.memory_bytes
+        assert "slower by" in after.source["flops_per_s.float32"]
+    assert small.inter.latency_s == pytest.approx(cluster.inter.latency_s / scale)
+    written = scaled(cluster, scale, "as written")
+    assert (written.inter, written.intra) == (cluster.inter, cluster.intra)
+    assert written.devices == small.devices
+
+
+@pytest.mark.parametrize("cores", [0.0, -1.0, 1e6])
+def test_cores_that_are_not_there_are_refused(cores: float) -> None:
+    with pytest.raises(InputError) as error:
+        Testbed(unlike(), cores, core_flops_per_s=CORE)
+    assert error.value.hint
+
+
+def test_links_are_shared_by_the_ranks_of_a_node_alone() -> None:
+    links = {(link.near, link.rank): link for link in network.pipes(unlike())}
+    assert set(links) == {("up0", None), *(("net0", rank) for rank in range(4))}
+    assert links["up0", None].bytes_per_s == 25e6
+    assert [links["net0", rank].bytes_per_s for rank in range(4)] == [125e6, 125e6, 25e6, 25e6]
+    assert [links["net0", rank].bridge for rank in range(4)] == ["node0", "node0", "core", "core"]
+    one_node = unlike().keep((0, 1))
+    assert [link.bytes_per_s for link in network.pipes(one_node)] == [125e6, 125e6]
+
+
+def test_addresses_differ() -> None:
+    assert len({network.address(rank) for rank in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e6, 25e6, 1e9, 300e9])
+def test_a_bucket_holds_a_train_of_packets(rate: float) -> None:
+    words = network.tbf(rate).split()
+    figures = dict(zip(words[1::2], words[2::2], strict=True))
+    assert int(figures["rate"].removesuffix("bit")) * 1448 / 1514 / 8 == pytest.approx(
+        rate, rel=1e-3
+    )
+    assert 2 * 1514 <= int(figures["burst"]) < int(figures["limit"])
+
+
+# --- What a machine lacks -------------------------------------------------------------------
+
+
+def test_without_tools_it_says_what_is_missing_and_what_is_possible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HapError) as error, Testbed(unlike(), 0.2, core_flops_per_s=CORE):
+        pass
+    assert "ip and tc not found" in error.value.what
+    assert "unlimited" in error.value.hint
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in network.missing()
+
+
+def add_up() -> tuple[float, str, str]:
+    total = torch.ones(1) * 10 ** dist.get_rank()
+    dist.all_reduce(total)
+    return float(total), os.environ["LOCAL_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.gloo
+def test_speeds_alone_need_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nothing = tmp_path / "mountinfo"
+    nothing.write_text("")
+    monkeypatch.setattr(quotas, "_MOUNTS", nothing)
+    with Testbed(unlike(), 0.5, links="unlimited", core_flops_per_s=CORE) as bed:
+        assert "duty cycle" in bed.notes[0]
+        assert any("not limited" in note for note in bed.notes)
+        assert not [name for name in left(os.getpid()) if not name.startswith("process ")]
+        results = bed.spawn(add_up, timeout_s=300)
+    assert results == [(1111.0, local, "lo") for local in ("0", "1", "0", "0")]
+    assert left(os.getpid()) == []
+
+
+def test_a_testbed_is_used_in_a_with_and_once() -> None:
+    bed = Testbed(unlike(), 0.5, links="unlimited", core_flops_per_s=CORE)
+    with pytest.raises(InputError, match="not up"):
+        bed.spawn(add_up)
+    with bed, pytest.raises(InputError, match="up already"):
+        bed.__enter__()
+    with pytest.raises(InputError, match="unknown"):
+        Testbed(unlike(), links="none")  # type: ignore[arg-type]
+
+
+# --- Real hosts -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Testbed]:
+    with Testbed(unlike(), 0.9, core_flops_per_s=CORE) as made:
+        yield made
+    assert left(os.getpid()) == []
+
+
+def qdisc(namespace: str, interface: str) -> tuple[str, float]:
+    """(kind, bytes per second) of what limits an interface."""
+    command = ["tc", "-n", namespace, "-json", "qdisc", "show", "dev", interface]
+    (found,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return found["kind"], found["options"]["rate"]
+
+
+@needs_links
+def test_both_ends_of_every_link_have_the_rate_of_the_file(bed: Testbed) -> None:
+    assert bed._network is not None
+    switch = bed._network.namespace(None)
+    for rank, rate in enumerate([125e6, 125e6, 25e6, 25e6]):
+        ends = (bed._network.namespace(rank), "net0"), (switch, f"rank{rank}")
+        for end in ends:
+            kind, found = qdisc(*end)
+            assert kind == "tbf"
+            assert found * 1448 / 1514 == pytest.approx(rate, rel=1e-3)
+    for end in ("up0", "down0"):
+        assert qdisc(switch, end)[1] * 1448 / 1514 == pytest.approx(25e6, rel=1e-3)
+    assert [host.uplink_bytes_per_s for host in bed.hosts] == [25e6, 25e6, None, None]
+
+
+def place() -> dict[str, str]:
+    total, local, interface = add_up()
+    return {
+        "total": str(total),
+        "local": f"{local} of {os.environ['LOCAL_WORLD_SIZE']}",
+        "interface": interface,
+        "interfaces": " ".join(sorted(name for _, name in socket.if_nameindex())),
+        "namespace": os.readlink("/proc/self/ns/net"),
+        "groups": Path("/proc/self/cgroup").read_text(),
+    }
+
+
+@needs_links
+@pytest.mark.gloo
+def test_ranks_work_in_hosts_of_their_own(bed: Testbed) -> None:
+    home = os.readlink("/proc/self/ns/net")
+    found = bed.spawn(place, timeout_s=300)
+    assert os.readlink("/proc/self/ns/net") == home
+    assert [one["total"] for one in found] == ["1111.0"] * 4
+    assert [one["local"] for one in found] == ["0 of 2", "1 of 2", "0 of 1", "0 of 1"]
+    assert {one["interface"] for one in found} == {"net0"}
+    assert {one["interfaces"] for one in found} == {"lo net0"}  # none of this machine's
+    assert len({home, *(one["namespace"] for one in found)}) == 5
+    assert bed._quotas is not None
+    if bed._quotas.enforced:
+        for rank, one in enumerate(found):
+            group, settings = bed._quotas._cpu[rank]
+            assert f"/{group.name}" in one["groups"]
+            for name, value in settings:
+                assert (group / name).read_text().split() == value.split()
+
+
+@needs_links
+def test_memory_is_that_of_the_device_and_the_interpreters(bed: Testbed) -> None:
+    limits = [host.memory_bytes for host in bed.hosts]
+    small = (512 << 20) + (384 << 20)
+    assert limits == [small, small, None, small]
+    assert any("rank 2" in note for note in bed.notes)
+
+
+def hoard() -> int:
+    if dist.get_rank() == 3:
+        return torch.ones(400 << 20).numel()  # 1.6 GB
+    dist.barrier()
+    return 0
+
+
+@needs_links
+@pytest.mark.gloo
+def test_a_rank_that_takes_more_memory_is_killed(bed: Testbed) -> None:
+    assert bed._quotas is not None
+    if not bed._quotas.limits_memory:
+        pytest.skip(f"memory cannot be limited here: {bed._quotas.memory_reason}")
+    with pytest.raises(HapError, match=r"rank 3.*SIGKILL") as error:
+        bed.spawn(hoard, timeout_s=300)
+    assert "memory" in error.value.hint
+
+
+@needs_links
+def test_a_command_runs_on_every_host(bed: Testbed) -> None:
+    lines: list[str] = []
+    script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $OMP_NUM_THREADS; echo ${X-no} >&2"
+    assert bed.run(["sh", "-c", script], on_line=lines.append) == 0
+    told = {line for line in lines if "/" in line}
+    locals_ = (0, 1, 0, 0)
+    assert told == {f"[{r}] {r}/4 {locals_[r]} 10.77.1.1 1" for r in range(4)}
+    assert sorted(set(lines) - told) == [f"[{rank}] no" for rank in range(4)]
+
+
+@needs_links
+def test_a_failing_command_ends_the_others_and_gives_its_code(bed: Testbed) -> None:
+    lines: list[str] = []
+    script = "test $RANK = 2 && exit 7; sleep 1000"
+    start = time.monotonic()
+    assert bed.run(["sh", "-c", script], on_line=lines.append) == 7
+    assert time.monotonic() < start + 500
+    assert lines == ["[2] ended with code 7, and all other ranks with it"]
+    assert bed.run(["sh", "-c", "kill -KILL $$"], on_line=lines.append) == 128 + 9
+    with pytest.raises(InputError, match="no-such-program"):
+        bed.run(["no-such-program"])
+    assert not [name for name in left(os.getpid()) if name.startswith("process ")]
+
+
+# --- The end --------------------------------------------------------------------------------
+
+OWNER = """
+import sys
+from hap.cluster import load_cluster
+from hap.runtime.testbed import Testbed
+if __name__ == "__main__":
+    with Testbed(load_cluster(sys.argv[1]), 0.5, core_flops_per_s=1e11) as bed:
+        bed.run(["sh", "-c", "(setsid sleep 1000 &); echo up; sleep 1000"],
+                on_line=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The owner of a testbed whose ranks run, with children that have left their session."""
+    file, script = tmp_path / "unlike.yaml", tmp_path / "owner.py"
+    file.write_text(UNLIKE)
+    script.write_text(OWNER)
+    environment = os.environ | {"PYTHONPATH": str(Path(hap.__file__).parents[1])}
+    command = [sys.executable, str(script), str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(4)} == {f"[{r}] up\n" for r in range(4)}
+        assert len([name for name in left(process.pid) if name.startswith("process ")]) >= 8
+        yield process
+        process.kill()
+    clean()
+
+
+@pytest.fixture
+def foreign() -> Iterator[str]:
+    """A namespace of somebody else, with a name like ours, and an interface in it."""
+    name = "hap-bed-of-mine"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    link = ["ip", "-n", name, "link", "add", "name", "rank0", "type", "bridge"]
+    subprocess.run(link, check=True)
+    yield name
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@needs_links
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_told_owner_takes_everything_down(
+    running: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    running.send_signal(number)
+    running.wait(60)
+    assert left(running.pid) == []
+
+
+@needs_links
+def test_after_a_kill_the_next_start_cleans_up(
+    running: subprocess.Popen[str], foreign: str
+) -> None:
+    bystander = subprocess.Popen(["ip", "netns", "exec", foreign, "sleep", "1000"])
+    try:
+        with Testbed(unlike(), 0.2, core_flops_per_s=CORE):
+            assert len(left(running.pid)) > 10  # its owner lives: not ours to remove
+        running.kill()
+        running.wait()
+        assert left(running.pid)  # a kill does leave something
+        with Testbed(unlike(), 0.2, core_flops_per_s=CORE):
+            assert left(running.pid) == []
+        links = subprocess.run(["ip", "-n", foreign, "-br", "link"], capture_output=True, text=True)
+        assert "rank0" in links.stdout
+        assert psutil.Process(bystander.pid).status() != psutil.STATUS_ZOMBIE
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@needs_links
+def test_hosts_go_when_the_body_raises_and_when_starting_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = left(os.getpid())  # those of the module's bed, if it is up
+    with pytest.raises(KeyError), Testbed(unlike(), 0.2, core_flops_per_s=CORE):
+        assert len(left(os.getpid())) > len(before)
+        raise KeyError
+    assert left(os.getpid()) == before
+    monkeypatch.setattr(network, "tbf", lambda rate: "no-such-qdisc")
+    with pytest.raises(HapError, match="tc"), Testbed(unlike(), 0.2, core_flops_per_s=CORE):
+        pass
+    assert left(os.getpid()) == before
+
+
+def test_only_names_of_ended_owners_are_leftovers() -> None:
+    name = owner.new_name()
+    namespace, pid, start, number = name.split("-")
+    assert not owner.left_over(f"hap-bed-{name}-rank0", "hap-bed")
+    assert owner.left_over(f"hap-bed-{namespace}-{pid}-{int(start) - 1}-{number}-rank0", "hap-bed")
+    assert not owner.left_over(f"hap-bed-{int(namespace) + 1}-{pid}-1-0", "hap-bed")  # unseen
+    assert not owner.left_over(f"hap-quota-{namespace}-{pid}-1-0", "hap-bed")
+    for foreign in ("hap-bed", "hap-bed-", "hap-bed-mine", "eth0", f"x-hap-bed-{name}"):
+        assert not owner.left_over(foreign, "hap-bed")
+
+
+# --- The command ----------------------------------------------------------------------------
+
+
+def test_the_command_shows_the_hosts_and_passes_on_the_code(tmp_path: Path) -> None:
+    file = tmp_path / "unlike.yaml"
+    file.write_text(UNLIKE)
+    words = ["testbed", str(file), "--cores", "0.5", "--links", "unlimited"]
+    shown = CliRunner().invoke(main, words)
+    assert shown.exit_code == 0, shown.output
+    assert all(name in shown.output for name in ("pair:0", "pair:1", "fast:0", "slow:0"))
+    ran = CliRunner().invoke(main, [*words, "--", "sh", "-c", "echo rank $RANK; exit $RANK"])
+    assert ran.exit_code in (1, 2, 3)
+    assert all(f"[{rank}] rank {rank}" in ran.output for rank in range(4))
+
+
+def test_the_command_says_what_it_cannot_do(tmp_path: Path) -> None:
+    assert CliRunner().invoke(main, ["testbed", "--clean"]).exit_code == 0
+    missing = CliRunner().invoke(main, ["testbed", "--cores", "1"])
+    assert missing.exit_code == 2
+    assert "no cluster" in missing.output
+    file = tmp_path / "unlike.yaml"
+    file.write_text(UNLIKE)
+    unknown = CliRunner().invoke(main, ["testbed", str(file), "--links", "some"])
+    assert unknown.exit_code == 2
+    assert "as-written" in unknown.output

@@ -1,0 +1,128 @@
+"""Training semantics through model files, over two mesh axes, and in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hap
+from hap.errors import ModelError
+from hap.model_file import load_model_file
+from hap.optim import Lamb
+from hap.plan import Plan
+from hap.runtime.launch import spawn
+from tests.random_plans import Case, make_case, two_machines, verdict
+from tests.test_mesh import random_mesh_plan
+
+FILE = '''
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hap.optim import Lamb
+
+
+class Net(nn.Module):
+    """Batch norm, a checkpoint, tied and frozen weights, a counter; takes nested keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 6))
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.mix.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs, targets, smooth=0.0):
+        self.steps += 1
+        h = self.mix(self.embed(inputs["words"])) * inputs["pair"][1]
+        h = self.norm(h + checkpoint(self.block, h, use_reentrant=False))
+        out = self.head(h)
+        return nn.functional.cross_entropy(out, targets, label_smoothing=smooth), {"out": out}
+
+
+def model():
+    return Net()
+
+
+def batch():
+    words = torch.randint(11, (9,))
+    return {"inputs": {"words": words, "pair": (words, torch.rand(9, 1))}, "targets": words,
+            "smooth": 0.1}
+
+
+def optimizer(named_parameters):
+    flat, rest = [], []
+    for name, parameter in named_parameters:
+        (flat if "norm" in name or name.endswith("bias") else rest).append(parameter)
+    return Lamb([{"params": flat, "weight_decay": 0.0}, {"params": rest}], lr=1e-2)
+'''
+
+
+def planned(tmp_path: Path) -> Plan:
+    path = tmp_path / "net.py"
+    path.write_text(FILE)
+    plan = hap.api.plan_file(str(path), two_machines(3), all_devices=True)
+    plan.save(tmp_path / "plan.json")
+    return Plan.load(tmp_path / "plan.json")
+
+
+def test_a_model_file_with_all_of_it(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert plan.optimizer == "Lamb (2 states per parameter)"
+    assert hap.verify(plan).ok
+
+
+@pytest.mark.gloo
+def test_real_processes_verify_and_train_it(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert hap.verify(plan, processes=True).ok
+    first, *others = spawn(train, 3, args=(str(tmp_path / "plan.json"),), timeout_s=240)
+    assert first[-1] < first[0]
+    assert all(losses == pytest.approx(first, rel=1e-5) for losses in others)
+
+
+def train(path: str) -> list[float]:
+    torch.manual_seed(0)
+    plan = Plan.load(path)
+    file = load_model_file(plan.source.path)
+    batch = file.batch()
+    trainer = hap.api.Trainer(plan, file)
+    return [trainer.step(batch) for _ in range(10)]
+
+
+def test_a_model_file_with_an_optimizer_that_shards_mislead(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(FILE.replace("return Lamb(", "return torch.optim.Adafactor("))
+    with pytest.raises(ModelError, match="Adafactor looks across a parameter") as error:
+        hap.api.plan_file(str(path), two_machines(2))
+    assert "hap.optim" in error.value.hint
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.block = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).relu().mean((2, 3))
+        h = h + checkpoint(self.block, h, use_reentrant=False)
+        return F.cross_entropy(h + torch.randn_like(h), y)
+
+
+@pytest.mark.parametrize(("shape", "seed"), [((2, 2), 0), ((3, 2), 1), ((2, 3), 2)])
+def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
+    torch.manual_seed(0)
+    base = make_case(Deep(), (torch.randn(13, 3, 6, 6), torch.randint(6, (13,))))
+    case = Case(model=base.model, batch=base.batch, loss=None, space=base.space,
+                optimizer=lambda params: Lamb(params, lr=1e-2))  # fmt: skip
+    found = verdict(case, random_mesh_plan(case, *shape, seed))
+    wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
+    assert found.ok, (found.first_bad, wrong[:4])
