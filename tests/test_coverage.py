@@ -16,6 +16,8 @@ from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
+from hap.synthesizer import exact
+from hap.synthesizer.space import NARROW, build_space
 from tests.random_plans import make_case, two_machines, verdict
 
 FAST = ("qwen2", "dlrm")
@@ -76,6 +78,22 @@ def test_sizes_need_not_divide(words: int) -> None:
     plan = by_chance(case, 8)
     assert verdict(case, plan).ok
     made = hap.plan(case.model, case.batch, two_machines(8), allow_idle=True, all_devices=True)
+    assert verdict(case, made).ok
+
+
+def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = case_of(entries()["graph"])
+    whole, inner, batch = (
+        set(build_space(case.graph, narrow=k).axes.axes) for k in range(len(NARROW))
+    )
+    assert whole > inner > batch
+    assert {axis.units for axis in build_space(case.graph, narrow=2).axes.axes.values()} == {6}
+    monkeypatch.setattr(exact, "LARGEST_TABLE", 2_000)
+    said: list[str] = []
+    made = hap.plan(case.model, case.batch, two_machines(2), progress=said.append)
+    assert any("too entangled" in text for text in said)
     assert verdict(case, made).ok
 
 
