@@ -9,13 +9,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import hap
 from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
+from hap.runtime.emit import _set_apart
 from hap.synthesizer import exact
 from hap.synthesizer.space import NARROW, build_space
 from tests.random_plans import make_case, two_machines, verdict
@@ -150,3 +151,17 @@ def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CLUSTER", two_machines(2))
     found = plan("graph")
     assert found["ok"] and found["parameters"] > 0 and found["step_s"] > 0
+
+
+def test_values_may_be_called_as_helpers_are() -> None:
+    """A tensor ``full`` of the graph, and the zeros to which a rank without a share adds a bias."""
+    code = fx.Graph()
+    helper = code.call_function(torch.full, ([3], 0))
+    value = code.call_function(torch.exp, (helper,))
+    value.name, value.meta["value"] = helper.name, "full"
+    code.output(value)
+    with pytest.raises(RuntimeError, match="redefined"):
+        code.lint()
+    _set_apart(code)
+    code.lint()
+    assert value.name == "full" and helper.name == "full_0"
