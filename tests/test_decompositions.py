@@ -123,3 +123,22 @@ class Hinted(nn.Module):
 def test_hints_are_passed_over() -> None:
     case = make_case(Hinted(), torch.randn(4, 5, 8))
     assert verdict(case, random_plan(case, 3, seed=1)).ok
+
+
+class OneKey(nn.Module):
+    """Attention whose heads share one key, by broadcasting; values have a head each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = (layer(x).unflatten(-1, (4, 2)).transpose(1, 2) for layer in (self.q, self.v))
+        key = self.k(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, key, v).square().sum()
+
+
+def test_attention_broadcasts_its_heads() -> None:
+    case = make_case(OneKey(), torch.randn(4, 5, 8))
+    for world in (2, 3):
+        assert verdict(case, random_plan(case, world, seed=1)).ok

@@ -31,6 +31,8 @@ TORCH = {
     f"hap.{name}"
     for name in (
         "capture",
+        "constants",
+        "decompositions",
         "losses",
         "model_file",
         "norms",
