@@ -168,6 +168,8 @@ def scaled_dot_product_attention(
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (_lowered(x, half) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _lowered(attn_mask, half)
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     trained = attn_mask is not None and attn_mask.requires_grad
     if query.dim() == 4 and dropout_p == 0.0 and not trained:
         out: Tensor = torch.ops.hap.sdpa(query, key, value, attn_mask, is_causal, scale)[0]

@@ -11,6 +11,7 @@ in the program, so that all ranks cut alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -141,6 +142,7 @@ class Emitter:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
         env.finish()
         out.output(tuple(env[value] for value in results))
+        _set_apart(out)
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
@@ -414,6 +416,17 @@ def _named(node: fx.Node, value: Value) -> fx.Node:
     node.name = _name(value)
     node.meta["value"] = value
     return node
+
+
+def _set_apart(code: fx.Graph) -> None:
+    """New names for what fx named as some value is: a helper's zeros, say, and a tensor ``full``."""
+    values = {node.name for node in code.nodes if "value" in node.meta}
+    used = {node.name for node in code.nodes}
+    for node in code.nodes:
+        if "value" not in node.meta and node.op != "placeholder" and node.name in values:
+            name = next(n for k in itertools.count() if (n := f"{node.name}_{k}") not in used)
+            node.name = name
+            used.add(name)
 
 
 # Operators that the context runs, because they ask whether the module trains.

@@ -9,22 +9,24 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import hap
 from benchmarks import coverage
-from benchmarks.coverage import by_chance, entries, plan, unlike, verify
+from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
+from hap.runtime.emit import _set_apart
+from hap.synthesizer import exact
+from hap.synthesizer.space import NARROW, build_space
 from tests.random_plans import make_case, two_machines, verdict
 
-FAST = ("distilbert", "qwen2", "resnet", "dlrm")
+FAST = ("qwen2", "dlrm")
 SLOW = [name for name in entries() if name not in FAST]
 
 
 def check(name: str) -> None:
-    entry = entries()[name]
-    case = make_case(*coverage.built(entry.tiny), entry.loss)
+    case = case_of(entries()[name])
     world = 2 + sum(map(ord, name)) % 4
     seen = verdict(case, by_chance(case, world))
     assert seen.ok, (world, seen.first_bad)
@@ -77,6 +79,22 @@ def test_sizes_need_not_divide(words: int) -> None:
     plan = by_chance(case, 8)
     assert verdict(case, plan).ok
     made = hap.plan(case.model, case.batch, two_machines(8), allow_idle=True, all_devices=True)
+    assert verdict(case, made).ok
+
+
+def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = case_of(entries()["graph"])
+    whole, inner, batch = (
+        set(build_space(case.graph, narrow=k).axes.axes) for k in range(len(NARROW))
+    )
+    assert whole > inner > batch
+    assert {axis.units for axis in build_space(case.graph, narrow=2).axes.axes.values()} == {6}
+    monkeypatch.setattr(exact, "LARGEST_TABLE", 2_000)
+    said: list[str] = []
+    made = hap.plan(case.model, case.batch, two_machines(2), progress=said.append)
+    assert any("too entangled" in text for text in said)
     assert verdict(case, made).ok
 
 
@@ -133,3 +151,17 @@ def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "CLUSTER", two_machines(2))
     found = plan("graph")
     assert found["ok"] and found["parameters"] > 0 and found["step_s"] > 0
+
+
+def test_values_may_be_called_as_helpers_are() -> None:
+    """A tensor ``full`` of the graph, and the zeros to which a rank without a share adds a bias."""
+    code = fx.Graph()
+    helper = code.call_function(torch.full, ([3], 0))
+    value = code.call_function(torch.exp, (helper,))
+    value.name, value.meta["value"] = helper.name, "full"
+    code.output(value)
+    with pytest.raises(RuntimeError, match="redefined"):
+        code.lint()
+    _set_apart(code)
+    code.lint()
+    assert value.name == "full" and helper.name == "full_0"
