@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.racing.plans import Progress
 from hap.cluster import Cluster, load_cluster
@@ -27,13 +25,7 @@ def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluste
         quick=quick, resume=True,
     )  # fmt: skip
 
-    def launch(
-        target: Callable[..., Any], size: int, *, args: Any, on_report: Any, **_: Any
-    ) -> Any:
-        assert size == len(bed.hosts)
-        return bed.spawn(target, args, on_report=on_report)
-
     def heard(done: int, total: int, what: str) -> None:
         told(f"profiling, {done} of {total}: {what}")
 
-    return profile(settings, len(bed.hosts), launch=launch, progress=heard).cluster
+    return profile(settings, len(bed.hosts), launch=bed.spawn, progress=heard).cluster
