@@ -11,7 +11,6 @@ in the program, so that all ranks cut alike.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -24,13 +23,14 @@ from torch import fx
 from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
 from hap.axes import Shares
 from hap.graph import Dtype, Graph, Node, Ref, substitute
-from hap.mesh import AGAIN, Offset
+from hap.mesh import Offset
 from hap.peephole import RANDOM
 from hap.placement import LOCAL, L, P, R, S
 from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
 from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
+from hap.runtime.values import Values, named, python_name, set_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,9 @@ class Emitter:
     ) -> fx.GraphModule:
         out = fx.Graph()
         ctx = out.placeholder("ctx")
-        env = _Values(out, ctx)
+        env = Values(out, ctx)
         for value in given:
-            env[value] = out.placeholder(_name(value))
+            env[value] = out.placeholder(python_name(value))
         for group in self.program.groups(self.graph):
             if group[0].backward is not backward:
                 continue
@@ -142,7 +142,7 @@ class Emitter:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
         env.finish()
         out.output(tuple(env[value] for value in results))
-        _set_apart(out)
+        set_apart(out)
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
@@ -150,9 +150,9 @@ class Emitter:
         """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
         out = fx.Graph()
         ctx = out.placeholder("ctx")
-        env = _Values(out, ctx)
+        env = Values(out, ctx)
         for value in dict.fromkeys(self._used(step)):
-            env[value] = out.placeholder(_name(value))
+            env[value] = out.placeholder(python_name(value))
         self._compute(out, ctx, env, step)
         out.output(tuple(env[value] for value in self._made(step)))
         return out
@@ -160,7 +160,7 @@ class Emitter:
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self.program.local_shape(self.graph, value, self.shares, self.rank)
 
-    def _compute(self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute) -> None:
+    def _compute(self, out: fx.Graph, ctx: fx.Node, env: Values, step: Compute) -> None:
         node = self._node(step)
         if self._without_share(step):
             # A partial argument is a bias that one rank alone adds, whatever its share.
@@ -168,7 +168,7 @@ class Emitter:
             for value in self._made(step):
                 empty = self._zeros(out, value)
                 made = self._add_bias(out, env, value, empty, bias[0]) if bias else empty
-                env[value] = _named(made, value)
+                env[value] = named(made, value)
             return
         placed = iter(step.ins)
         if node.op == "aten.native_dropout.default":
@@ -204,7 +204,7 @@ class Emitter:
             if name and p:
                 value = Value(name, p)
                 part = out.call_function(operator.getitem, (call, k)) if many else call
-                env[value] = _named(part, value)
+                env[value] = named(part, value)
 
     def _span(self, step: Compute, node: Node) -> Span | None:
         """This rank's numbers, if the operator looks up in a dim that is split here."""
@@ -259,7 +259,7 @@ class Emitter:
         return not whole and any(0 in self._shape(v) for v in values)
 
     def _add_bias(
-        self, out: fx.Graph, env: _Values, result: Value, zeros: fx.Node, bias: Value
+        self, out: fx.Graph, env: Values, result: Value, zeros: fx.Node, bias: Value
     ) -> fx.Node:
         shape, rank = self._shape(bias), len(self._shape(result))
         if rank > 2 and len(shape) == 1:  # a convolution's: along the channels
@@ -286,7 +286,7 @@ class Emitter:
         return found
 
     def _dropout(
-        self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Compute, node: Node
+        self, out: fx.Graph, ctx: fx.Node, env: Values, step: Compute, node: Node
     ) -> fx.Node:
         value = Value(node.inputs[0], step.ins[0])
         site = (node.name, self._place(value))
@@ -312,7 +312,7 @@ class Emitter:
             place = f"{self.offsets[value.tensor].start}/{place}"
         return place
 
-    def _cross(self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Compute]) -> None:
+    def _cross(self, out: fx.Graph, ctx: fx.Node, env: Values, steps: list[Compute]) -> None:
         """Conversions between machines, which are operators here; several run as one."""
         nodes = [self._node(s) for s in steps]
         kind = nodes[0].op.removeprefix(BETWEEN)
@@ -321,7 +321,7 @@ class Emitter:
         plain = [n.args[1:] for n in nodes]
         if kind in LOCAL:
             result = out.call_method(f"between_{kind}", (ctx, env[read[0]], *plain[0]))
-            env[made[0]] = _named(result, made[0])
+            env[made[0]] = named(result, made[0])
         elif len(steps) == 1:
             env.issue(made, "between", kind, env.early(read[0]), *plain[0])
         else:  # all arguments but the implementation become lists
@@ -329,9 +329,7 @@ class Emitter:
             xs = [env.early(value) for value in read]
             env.issue(made, "between", f"{kind}_many", xs, *lists, plain[0][-1])
 
-    def _convert_many(
-        self, out: fx.Graph, ctx: fx.Node, env: _Values, steps: list[Convert]
-    ) -> None:
+    def _convert_many(self, out: fx.Graph, ctx: fx.Node, env: Values, steps: list[Convert]) -> None:
         kind, how = steps[0].kind, steps[0].implementation
         xs = [env.early(Value(s.tensor, s.src)) for s in steps]
         made = [Value(s.tensor, s.dst) for s in steps]
@@ -343,7 +341,7 @@ class Emitter:
             sizes = [self.program.sizes(self.graph, value, self.shares) for value in cut]
             env.issue(made, f"{kind}_many", xs, dims, sizes, how)
 
-    def _convert(self, out: fx.Graph, ctx: fx.Node, env: _Values, step: Convert) -> None:
+    def _convert(self, out: fx.Graph, ctx: fx.Node, env: Values, step: Convert) -> None:
         src, dst = Value(step.tensor, step.src), Value(step.tensor, step.dst)
         how = step.implementation
 
@@ -364,69 +362,13 @@ class Emitter:
             case "slice":
                 mine = sizes(dst)
                 span = (dst.placement.dim, sum(mine[: self.rank]), mine[self.rank])
-                env[dst] = _named(out.call_function(torch.narrow, (env[src], *span)), dst)
+                env[dst] = named(out.call_function(torch.narrow, (env[src], *span)), dst)
             case "mask" if self.rank == 0:
                 env[dst] = env[src]
             case "mask":
-                env[dst] = _named(out.call_function(torch.zeros_like, (env[src],)), dst)
+                env[dst] = named(out.call_function(torch.zeros_like, (env[src],)), dst)
             case kind:
                 raise AssertionError(f"no emission for {kind}")
-
-
-class _Values:
-    """The values that emitted code holds; those of collectives are waited for when first read."""
-
-    def __init__(self, out: fx.Graph, ctx: fx.Node) -> None:
-        self._out, self._ctx = out, ctx
-        self._there: dict[Value, fx.Node] = {}
-        self._pending: dict[Value, fx.Node] = {}
-
-    def __setitem__(self, value: Value, node: fx.Node) -> None:
-        self._there[value] = node
-
-    def __getitem__(self, value: Value) -> fx.Node:
-        if value not in self._there:
-            call = self._out.call_method("wait", (self._ctx, self._pending[value]))
-            self._there[value] = _named(call, value)
-        return self._there[value]
-
-    def early(self, value: Value) -> fx.Node:
-        """For another collective: it runs later than the one that makes the value."""
-        return self._there[value] if value in self._there else self._pending[value]
-
-    def finish(self) -> None:
-        """Wait for what nobody read, as where a rank has no share of what comes next.
-
-        What a collective reads, a parameter perhaps, is changed in place after the step.
-        """
-        for value in self._pending:
-            self[value]
-
-    def issue(self, made: list[Value], kind: str, *args: Any) -> None:
-        """Start a collective; if it makes several values, they come as a list."""
-        call = self._out.call_method("issue", (self._ctx, kind, *args))
-        if len(made) == 1:
-            self._pending[made[0]] = call
-            return
-        for k, value in enumerate(made):
-            self._pending[value] = self._out.call_function(operator.getitem, (call, k))
-
-
-def _named(node: fx.Node, value: Value) -> fx.Node:
-    node.name = _name(value)
-    node.meta["value"] = value
-    return node
-
-
-def _set_apart(code: fx.Graph) -> None:
-    """New names for what fx named as some value is: a helper's zeros, say, and a tensor ``full``."""
-    values = {node.name for node in code.nodes if "value" in node.meta}
-    used = {node.name for node in code.nodes}
-    for node in code.nodes:
-        if "value" not in node.meta and node.op != "placeholder" and node.name in values:
-            name = next(n for k in itertools.count() if (n := f"{node.name}_{k}") not in used)
-            node.name = name
-            used.add(name)
 
 
 # Operators that the context runs, because they ask whether the module trains.
@@ -446,9 +388,3 @@ def resolve(op: str) -> Any:
         return torch.ops.aten.reshape.default
     namespace, name, overload = op.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _name(value: Value) -> str:
-    """The Python name of a value in emitted code."""
-    name = value.tensor.replace("~", "__").replace(AGAIN, "_again")
-    return name.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")

@@ -1,0 +1,75 @@
+"""The values that emitted code holds, by name; those of collectives are waited for when read."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+from torch import fx
+
+from hap.mesh import AGAIN
+from hap.placement import R
+from hap.program import Value
+
+
+class Values:
+    """The values that emitted code holds; those of collectives are waited for when first read."""
+
+    def __init__(self, out: fx.Graph, ctx: fx.Node) -> None:
+        self._out, self._ctx = out, ctx
+        self._there: dict[Value, fx.Node] = {}
+        self._pending: dict[Value, fx.Node] = {}
+
+    def __setitem__(self, value: Value, node: fx.Node) -> None:
+        self._there[value] = node
+
+    def __getitem__(self, value: Value) -> fx.Node:
+        if value not in self._there:
+            call = self._out.call_method("wait", (self._ctx, self._pending[value]))
+            self._there[value] = named(call, value)
+        return self._there[value]
+
+    def early(self, value: Value) -> fx.Node:
+        """For another collective: it runs later than the one that makes the value."""
+        return self._there[value] if value in self._there else self._pending[value]
+
+    def finish(self) -> None:
+        """Wait for what nobody read, as where a rank has no share of what comes next.
+
+        What a collective reads, a parameter perhaps, is changed in place after the step.
+        """
+        for value in self._pending:
+            self[value]
+
+    def issue(self, made: list[Value], kind: str, *args: Any) -> None:
+        """Start a collective; if it makes several values, they come as a list."""
+        call = self._out.call_method("issue", (self._ctx, kind, *args))
+        if len(made) == 1:
+            self._pending[made[0]] = call
+            return
+        for k, value in enumerate(made):
+            self._pending[value] = self._out.call_function(operator.getitem, (call, k))
+
+
+def named(node: fx.Node, value: Value) -> fx.Node:
+    node.name = python_name(value)
+    node.meta["value"] = value
+    return node
+
+
+def set_apart(code: fx.Graph) -> None:
+    """New names for what fx named as some value is: a helper's zeros, say, and a tensor ``full``."""
+    values = {node.name for node in code.nodes if "value" in node.meta}
+    used = {node.name for node in code.nodes}
+    for node in code.nodes:
+        if "value" not in node.meta and node.op != "placeholder" and node.name in values:
+            name = next(n for k in itertools.count() if (n := f"{node.name}_{k}") not in used)
+            node.name = name
+            used.add(name)
+
+
+def python_name(value: Value) -> str:
+    """The Python name of a value in emitted code."""
+    name = value.tensor.replace("~", "__").replace(AGAIN, "_again")
+    return name.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")
