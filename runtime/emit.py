@@ -188,17 +188,17 @@ class Emitter:
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)
-            named = {k: self._plain(v) for k, v in kwargs}
+            options = {k: self._plain(v) for k, v in kwargs}
             if node.op in FACTORIES:
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
-                named |= {"device": self.device, "dtype": self._dtype(dtype)}
+                options |= {"device": self.device, "dtype": self._dtype(dtype)}
             plain = tuple(map(self._plain, args))
             if node.op in BY_CONTEXT:
                 call = out.call_method(BY_CONTEXT[node.op], (ctx, *plain))
             elif span := self._span(step, node):
                 call = self._look_up(out, node, plain, span)
             else:
-                call = out.call_function(resolve(node.op), plain, named)
+                call = out.call_function(resolve(node.op), plain, options)
         many = len(node.outputs) > 1 or node.op in MANY
         for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
             if name and p:
