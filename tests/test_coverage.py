@@ -16,7 +16,7 @@ from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
-from hap.runtime.emit import _set_apart
+from hap.runtime.values import set_apart
 from hap.synthesizer import exact
 from hap.synthesizer.space import NARROW, build_space
 from tests.random_plans import make_case, two_machines, verdict
@@ -162,6 +162,6 @@ def test_values_may_be_called_as_helpers_are() -> None:
     code.output(value)
     with pytest.raises(RuntimeError, match="redefined"):
         code.lint()
-    _set_apart(code)
+    set_apart(code)
     code.lint()
     assert value.name == "full" and helper.name == "full_0"
