@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ablation import SCHEDULED, SEARCHED, ablated
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
 from benchmarks.racing import results, tables
@@ -209,3 +210,14 @@ def test_a_contender_that_fails_on_one_rank_ends_the_ranks_not_the_race(tmp_path
 def test_every_model_has_its_size() -> None:
     for name in MODELS:
         assert load_model_file(f"{HERE / 'models' / name}.py:race").batch() is not None
+
+
+def test_what_the_planner_is_worth_without_its_parts() -> None:
+    found = ablated(
+        f"{HERE}/models/wide_mlp.py:tiny", load_cluster(HERE / "clusters" / "demo4.yaml")
+    )
+    best = found["whole"]
+    assert isinstance(best, float) and set(found) == {"whole", *SEARCHED, *SCHEDULED}
+    for name in ("even shares", "the batch split alone", "nothing overlapped", "one bucket"):
+        value = found[name]
+        assert isinstance(value, float) and value >= best * (1 - 1e-9), name
