@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -112,13 +113,18 @@ class Device:
             )
 
     def rate(self, kind: str, dtype: str) -> float:
-        """Achieved FLOP/s of a kind of work in a dtype."""
+        """Achieved FLOP/s of a kind of work in a dtype.
+
+        Elementwise work without a figure is as fast as memory: its rate has no limit.
+        """
         if kind in ELEMENTWISE and dtype != "float64":
             dtype = "float32"  # on the ordinary units, whatever tensor cores do
         while dtype not in self.flops_per_s:
             dtype = _STAND_IN.get(dtype, "float32")
         if kind not in self.efficiency:
             kind = _GENERAL.get(kind, kind)
+        if kind in ELEMENTWISE and kind not in self.efficiency:
+            return math.inf
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
 
     def seconds(self, work: Work) -> float:

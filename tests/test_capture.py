@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap import ops, torch_private
+from hap import constants, ops, torch_private
 from hap.capture import capture
 from hap.errors import ModelError
 from hap.graph import Graph
@@ -294,17 +294,15 @@ def test_control_flow_on_data_names_its_line(forward: Callable[..., Tensor], lin
     assert "torch.where" in error.value.hint
 
 
-def test_a_tensor_made_from_python_data_names_its_line() -> None:
-    def literal(net: Net, x: Tensor) -> Tensor:
-        return (net.linear(x) * torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])).square().mean()
+def test_a_large_tensor_made_from_python_data_is_refused_with_a_remedy() -> None:
+    many = [1.0] * (constants.LARGEST + 1)
 
-    try:
-        graph = capture(Net(literal), X)
-    except ModelError as error:
-        assert "register_buffer" in error.hint
-        assert error.where.endswith(f":{literal.__code__.co_firstlineno + 1}")
-    else:
-        raise AssertionError(f"captured as\n{graph}")
+    def literal(net: Net, x: Tensor) -> Tensor:
+        return (net.linear(x) * torch.tensor(many).sum()).square().mean()
+
+    with pytest.raises(ModelError, match=f"{len(many)} elements from Python data") as error:
+        capture(Net(literal), X)
+    assert "register_buffer" in error.value.hint
 
 
 # --- attention -----------------------------------------------------------------------------

@@ -46,12 +46,24 @@ nodes:
 """
 
 HELP = {
-    "": ["--help", "--version", "plan", "run", "show", "simulate", "verify"],
+    "": [
+        "--help",
+        "--version",
+        "plan",
+        "profile",
+        "rules",
+        "run",
+        "show",
+        "simulate",
+        "testbed",
+        "verify",
+    ],
     "plan": [
         "--all-devices",
         "--allow-idle",
         "--cluster",
         "--compare",
+        "--discover",
         "--engine",
         "--help",
         "--json",
@@ -62,7 +74,9 @@ HELP = {
     ],
     "verify": ["--backend", "--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
-    "simulate": ["--help", "--json", "--overlap", "--trace", "--verbose"],
+    "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
+    "profile": ["--help", "--nodes", "--nproc", "--output", "--quick", "--resume", "--verbose"],
+    "testbed": ["--clean", "--cores", "--help", "--links", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
 }
 

@@ -143,6 +143,12 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "three_types1024.yaml": ([256, 384, 384], 128),
     "irregular29.yaml": ([21, 8], 8),
     "hostfile.txt": ([4, 4], 2),
+    "race_4411.yaml": ([2, 2], 4),
+    "race_even.yaml": ([4], 4),
+    "race_little_memory.yaml": ([1, 3], 4),
+    "race_paper.yaml": ([2, 2], 4),
+    "race_straggler.yaml": ([3, 1], 4),
+    "race_two_sites.yaml": ([2, 2], 2),
 }
 
 

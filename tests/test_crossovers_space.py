@@ -235,7 +235,8 @@ def test_work_is_split_once_it_takes_longer_than_reducing_the_gradient(
     assert (alone < split) == (size == 100)
     everywhere = [((R, R), R), ((R, R), R)]
     assert rows(graph, found, "aten.mm.default") == (everywhere if size == 100 else DATA_PARALLEL)
-    assert took(found, min(alone, split))
+    # In turn; another program may hide a little of what it communicates.
+    assert found.timeline.step_s <= min(alone, split) * NANO * (1 + 1e-9)
 
 
 # --- attention, experts ----------------------------------------------------------------------

@@ -111,9 +111,10 @@ def test_kinds_add_up_to_the_peak(file: str) -> None:
         peak = memory(plan.graph, plan.program, cost)[1]
         assert sum(kinds.values()) == pytest.approx(peak)
         seen |= {kind for kind, nbytes in kinds.items() if nbytes.any()}
-    assert (
-        {"parameters", "optimizer states", "gradients", "saved activations"} <= seen <= set(KINDS)
-    )
+    wanted = {"parameters", "optimizer states", "gradients"}
+    if file == "bert_moe":  # an MLP's are gone when the gradients are all there
+        wanted |= {"saved activations"}
+    assert wanted <= seen <= set(KINDS)
 
 
 def test_buffers_of_collectives() -> None:
