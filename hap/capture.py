@@ -89,7 +89,8 @@ def capture(
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
     with mode, _no_collector():
-        _check_loss(step, tensors)
+        with torch_private.as_if_compiling():
+            _check_loss(step, tensors)
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             _name_logical(traced)

@@ -97,6 +97,21 @@ def _autocast_of_any_device() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Meanwhile ``torch.compiler.is_compiling()`` is true.
+
+    Models that cache tensors outside of themselves, in an ``lru_cache``, ask that before: what
+    is made under fake tensors must not be found by a real forward later.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
 def _without_hints() -> Iterator[None]:
     """Two things that modules do for the sake of other ways to run them are passed over.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from hap.capture import capture
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import emit
@@ -72,3 +75,26 @@ def test_dropout_of_an_input_has_no_noise_in_the_reference() -> None:
         lines=("v0 = F.dropout(x0)", "loss = (v0 * self.p0).sum()", "return loss"),
     )  # fmt: skip
     assert check(recipe) is Outcome.CLEAN
+
+
+@functools.lru_cache
+def _positions(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32)
+
+
+class Caching(nn.Module):
+    """As the vision models of transformers do: not while they are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = _positions.__wrapped__ if torch.compiler.is_compiling() else _positions
+        return (self.linear(x) + made(4)).square().mean()
+
+
+def test_capturing_leaves_no_fake_tensor_in_a_models_cache() -> None:
+    model, x = Caching(), torch.randn(3, 4)
+    capture(model, x)
+    assert model(x).item() > 0
