@@ -30,7 +30,7 @@ from hap.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import lookup
 from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
 from hap.runtime.lookup import Span
-from hap.runtime.values import Values, named, python_name, set_apart
+from hap.runtime.values import Values, named, set_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Emitter:
         ctx = out.placeholder("ctx")
         env = Values(out, ctx)
         for value in given:
-            env[value] = out.placeholder(python_name(value))
+            env.take(value)
         for group in self.program.groups(self.graph):
             if group[0].backward is not backward:
                 continue
@@ -152,7 +152,7 @@ class Emitter:
         ctx = out.placeholder("ctx")
         env = Values(out, ctx)
         for value in dict.fromkeys(self._used(step)):
-            env[value] = out.placeholder(python_name(value))
+            env.take(value)
         self._compute(out, ctx, env, step)
         out.output(tuple(env[value] for value in self._made(step)))
         return out

@@ -30,6 +30,16 @@ class Values:
             self._there[value] = named(call, value)
         return self._there[value]
 
+    def take(self, value: Value) -> None:
+        """An argument of the code.
+
+        Its name is that of the argument: fx writes in small letters otherwise, and an argument
+        that the code only renames stays alive until the end.
+        """
+        argument = self._out.placeholder(python_name(value))
+        argument.name = python_name(value)
+        self._there[value] = argument
+
     def early(self, value: Value) -> fx.Node:
         """For another collective: it runs later than the one that makes the value."""
         return self._there[value] if value in self._there else self._pending[value]

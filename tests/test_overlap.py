@@ -174,6 +174,15 @@ def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Order]) -> 
                         assert all(n.target == "wait" or "value" not in n.meta for n in between)
 
 
+def test_arguments_are_not_renamed(plan: Plan) -> None:
+    """A renamed argument would live until its function returns, whatever was freed before."""
+    for rank in range(plan.world_size):
+        emitted = emit(plan, rank, torch.device("cpu"))
+        for module in (emitted.forward, emitted.backward):
+            arguments = [n for n in module.graph.nodes if n.op == "placeholder"]
+            assert all(n.name == n.target for n in arguments)
+
+
 GOLDEN = """\
 issue all_gather
 issue all_gather
