@@ -278,11 +278,11 @@ def test_simulate_shows_the_step_that_the_plan_predicts(folder: Path) -> None:
         assert rank["compute_s"] == pytest.approx(expected["compute_s"], rel=1e-9)
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert result.stderr == "written to trace.json\n"
-    overlapped = json.loads(hap("simulate", "plan.json", "--json", "--overlap").stdout)
-    assert overlapped["overlap"] and overlapped["step_s"] <= found["step_s"]
+    in_turn = json.loads(hap("simulate", "plan.json", "--json", "--in-turn").stdout)
+    assert found["overlap"] and not in_turn["overlap"] and in_turn["step_s"] >= found["step_s"]
     screen = hap("simulate", "plan.json").stdout
     assert screen == hap("simulate", "plan.json").stdout
-    assert "in turn, as the runtime does them" in screen and "V100-16 fast:0" in screen
+    assert "communication beside computing" in screen and "V100-16 fast:0" in screen
 
 
 def test_simulations_that_cannot_be_made_or_written(folder: Path) -> None:
