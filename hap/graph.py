@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -271,6 +271,23 @@ def substitute(arg: Arg, tensor: Any) -> Arg:
     if isinstance(arg, tuple) and not isinstance(arg, Dtype):
         return tuple(substitute(a, tensor) for a in arg)
     return arg
+
+
+def renamed_in_backward(
+    graph: Graph, other: Callable[[str, list[Node]], str], tensors: Mapping[str, Tensor]
+) -> Graph:
+    """The graph whose backward reads other tensors.
+
+    Args:
+        other: the name that a tensor has in the backward; it may append the nodes that make it.
+        tensors: all that are then there; looked at last.
+    """
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in graph.backward:
+            node = reading(node, {name: other(name, nodes) for name in node.inputs})
+        nodes.append(node)
+    return Graph(inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors)
 
 
 def reading(

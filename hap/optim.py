@@ -6,6 +6,7 @@ tensor. On a parameter that is no shard, everything here is the textbook's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,14 +71,15 @@ def tensor_norms(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Te
     return known[0].comm.all_reduce(squares / copies, "one shot").sqrt()
 
 
-class _Whole(torch.optim.Optimizer):
+class _Whole(torch.optim.Optimizer, ABC):
     """An optimizer that scales each tensor's update by a ratio of whole tensors' norms."""
 
     whole_norms = True
     """It asks for the norms of whole tensors, so that shards train like the whole."""
 
+    @abstractmethod
     def _update(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
-        raise NotImplementedError
+        """One step on the parameters of a group that have a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hap.graph import Graph, Node, Ref, Tensor, reading
+from hap.graph import Graph, Node, Ref, Tensor, reading, renamed_in_backward
 from hap.peephole import RANDOM
 
 DROPOUT = "aten.native_dropout.default"
@@ -62,15 +62,7 @@ def recomputed(graph: Graph, regions: Mapping[str, Region]) -> Graph:
     if not regions:
         return graph
     copies = _Copies(graph, regions)
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.name in graph.backward:
-            names = {name: copies.of(name, nodes) for name in node.inputs}
-            node = reading(node, names)
-        nodes.append(node)
-    return Graph(
-        inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=copies.tensors
-    )
+    return renamed_in_backward(graph, copies.of, copies.tensors)
 
 
 class _Copies:

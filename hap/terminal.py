@@ -92,6 +92,12 @@ def spans(ranks: Sequence[int]) -> str:
     return " ".join(found)
 
 
+def _bar(out: Console) -> Progress:
+    """How many of how many, the time that it took, and a text."""
+    at = TextColumn("{task.fields[at]}")
+    return Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), at, console=out)
+
+
 @contextlib.contextmanager
 def training_progress(steps: int) -> Iterator[OnStep]:
     """Shows the loss and time of steps as they come: a bar on a terminal, else a line each."""
@@ -99,13 +105,7 @@ def training_progress(steps: int) -> Iterator[OnStep]:
     if not out.is_terminal:
         yield lambda step, loss, seconds: print(step_line(step, loss, seconds), flush=True)
         return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[at]}"),
-    )
-    with Progress(*columns, console=out) as bar:
+    with _bar(out) as bar:
         task = bar.add_task("training", total=steps, at="starting")
         yield lambda step, loss, seconds: bar.update(
             task, completed=step, at=step_line(step, loss, seconds)
@@ -131,12 +131,6 @@ def profiling_progress() -> Iterator[Callable[[int, int, str], None]]:
 
         yield tell
         return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[at]}"),
-    )
-    with Progress(*columns, console=out) as bar:
+    with _bar(out) as bar:
         task = bar.add_task("measuring", total=None, at="starting the ranks")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, at=what)

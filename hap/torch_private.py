@@ -10,6 +10,7 @@ import copy
 import logging
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -322,12 +323,12 @@ def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     return node.meta.get("ac_graph_id", 0), policy not in again
 
 
-class AgreeingGradScaler(torch.amp.GradScaler):
+class AgreeingGradScaler(torch.amp.GradScaler, ABC):
     """A gradient scaler whose finding of infinities is told to :meth:`agreed`."""
 
+    @abstractmethod
     def agreed(self, found: torch.Tensor) -> torch.Tensor:
-        """More than zero where any rank's ``found`` is; to be defined by what derives from it."""
-        raise NotImplementedError
+        """More than zero where any rank's ``found`` is."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)

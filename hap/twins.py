@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hap.graph import Graph, Node, Ref, Tensor, reading
+from hap.graph import Graph, Node, Ref, Tensor, reading, renamed_in_backward
 
 ALIAS = "aten.alias.default"
 
@@ -29,15 +29,7 @@ def with_twins(graph: Graph) -> Graph:
     parameters = {i.tensor for i in graph.role("parameter") if _large(graph.tensors[i.tensor])}
     read = {name for n in graph.nodes if n.name not in graph.backward for name in n.inputs}
     twins = _Twins(graph, parameters & read)
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.name in graph.backward:
-            names = {name: twins.of(name, nodes) for name in node.inputs}
-            node = reading(node, names)
-        nodes.append(node)
-    return Graph(
-        inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=twins.tensors
-    )
+    return renamed_in_backward(graph, twins.of, twins.tensors)
 
 
 def twin_of(graph: Graph) -> Mapping[str, str]:

@@ -146,8 +146,6 @@ def _on_two_axes(
 
 
 _REMEDIES = {
-    "saved activations": "use more devices, or devices with more memory: activations are not "
-    "recomputed",
     "optimizer states": "use more devices, or an optimizer with fewer states",
 }
 """By what takes most of the memory."""

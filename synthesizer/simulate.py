@@ -18,7 +18,7 @@ from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
 from hap.synthesizer.script import script_of
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

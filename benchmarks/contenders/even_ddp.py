@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contenders.base import (
-    Contender,
-    Setting,
-    as_step,
-    built,
-    even,
-    mean_over_ranks,
-    optimizer,
-    rows_of,
-    size_of,
-    train,
-)  # fmt: skip
+from benchmarks.contenders.base import EqualRows, Setting, as_step, built, optimizer
 
 
-class EvenDDP(Contender):
-    """Each rank takes equally many rows; the loss is the mean of the ranks' means."""
+class EvenDDP(EqualRows):
+    """All defaults."""
 
     def __init__(self, setting: Setting) -> None:
         file = setting.file
         self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
         self._optimizer = optimizer(file, list(self._step.parameters()))
-
-    def step(self, batch: Any) -> float:
-        counts = even(size_of(batch), dist.get_world_size())
-        mine = rows_of(batch, counts, dist.get_rank())
-        return mean_over_ranks(train(self._step, self._optimizer, mine))

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.contenders.base import (
-    Contender,
-    Setting,
-    as_step,
-    built,
-    even,
-    mean_over_ranks,
-    optimizer,
-    rows_of,
-    size_of,
-    train,
-)  # fmt: skip
+from benchmarks.contenders.base import EqualRows, Setting, as_step, built, optimizer
 
 
-class FSDP(Contender):
+class FSDP(EqualRows):
     """``fully_shard`` on each block, then on the rest; equal rows."""
 
     def __init__(self, setting: Setting) -> None:
@@ -35,11 +22,6 @@ class FSDP(Contender):
             if dist.get_backend() == "gloo":  # it has no average: divide before the sum
                 sharded.set_force_sum_reduction_for_comms(True)
         self._optimizer = optimizer(file, list(self._step.parameters()))
-
-    def step(self, batch: Any) -> float:
-        counts = even(size_of(batch), dist.get_world_size())
-        mine = rows_of(batch, counts, dist.get_rank())
-        return mean_over_ranks(train(self._step, self._optimizer, mine))
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contenders.base import (
-    Contender,
-    Setting,
-    as_step,
-    built,
-    even,
-    mean_over_ranks,
-    optimizer,
-    rows_of,
-    size_of,
-    train,
-)  # fmt: skip
+from benchmarks.contenders.base import EqualRows, Setting, as_step, built, optimizer
 
 
-class Zero(Contender):
+class Zero(EqualRows):
     """Equal rows; each rank updates its part of the parameters and broadcasts it."""
 
     def __init__(self, setting: Setting) -> None:
@@ -34,8 +21,3 @@ class Zero(Contender):
         accepted = inspect.signature(type(like)).parameters
         options = {k: v for k, v in like.defaults.items() if k in accepted}
         self._optimizer = ZeroRedundancyOptimizer(parameters, type(like), **options)
-
-    def step(self, batch: Any) -> float:
-        counts = even(size_of(batch), dist.get_world_size())
-        mine = rows_of(batch, counts, dist.get_rank())
-        return mean_over_ranks(train(self._step, self._optimizer, mine))
