@@ -74,6 +74,8 @@ class Device:
             one, or at the full rate: elementwise work then takes what its memory traffic does.
         interference: Part of a collective's time that computing beside it loses; at least 0 and
             below 1.
+        drag: How many times as long a collective takes while the device computes beside it; at
+            least 1. It takes its own time while all ranks wait for it.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -86,6 +88,7 @@ class Device:
     launch_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     interference: float = 0.0
+    drag: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +113,11 @@ class Device:
             raise ClusterError(
                 f"interference of device {self.name} is {self.interference}",
                 hint="give the part of a collective's time that computing loses, such as 0.1",
+            )
+        if not 1 <= self.drag < float("inf"):
+            raise ClusterError(
+                f"drag of device {self.name} is {self.drag}",
+                hint="give how many times as long a collective takes beside computing, such as 1.2",
             )
 
     def rate(self, kind: str, dtype: str) -> float:
@@ -147,6 +155,7 @@ class Device:
             self.memory_bytes_per_s,
             self.launch_s,
             self.interference,
+            self.drag,
             tuple(sorted(self.efficiency.items())),
         )
 

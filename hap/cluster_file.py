@@ -37,6 +37,7 @@ _FIGURES: Final = (
     "launch",
     "efficiency",
     "interference",
+    "drag",
     "source",
 )
 _DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -279,9 +280,10 @@ def _figures(device: Device, given: _Section) -> Device:
             value = given.quantity(key, dimension, zero=key == "launch")
             changes[figure] = round(value) if key == "memory" else value
             note(key, figure)
-    if "interference" in given.data:
-        changes["interference"] = given.number("interference", zero=True)
-        note("interference", "interference")
+    for key in ("interference", "drag"):
+        if key in given.data:
+            changes[key] = given.number(key, zero=True)
+            note(key, key)
     if "efficiency" in given.data:
         part = given.section("efficiency", _EFFICIENCIES)
         own = {str(kind): part.number(kind) for kind in part.data}

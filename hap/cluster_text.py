@@ -17,6 +17,7 @@ _FIGURES = {
     "memory_bandwidth": "memory_bytes_per_s",
     "launch": "launch_s",
     "interference": "interference",
+    "drag": "drag",
     "efficiency": "efficiency",
 }
 """Key of the file -> figure whose provenance stands for it."""
@@ -78,6 +79,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     entry["launch"] = _quantity(device.launch_s, 1e-6, "us")
     if device.interference:
         entry["interference"] = device.interference
+    if device.drag != 1:
+        entry["drag"] = device.drag
     if device.efficiency:
         entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
     if told:

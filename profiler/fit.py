@@ -21,6 +21,7 @@ from hap.cluster import Device, Link, Work
 
 _LAUNCH, _MEMORY = "launch_s", "memory_bytes_per_s"
 _NOISE = 0.05  # relative; an error that is larger is no noise
+_LEAST = 0.02  # of a link's figure by the prior; a burst that passes a limiter has no latency
 _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 
@@ -140,7 +141,7 @@ def fit_links(
 
     trust = _trust(noise or [0.0] * len(seconds))
     free = np.ones(2 * len(prior), dtype=bool)
-    slowness, _ = _alternate(rows, trust, free, ridge, rounds, low=1e-3)
+    slowness, _ = _alternate(rows, trust, free, ridge, rounds, low=_LEAST)
     return links(slowness)
 
 

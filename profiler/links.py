@@ -14,6 +14,7 @@ from hap.profiler.samples import MESSAGE, ExchangeRecord, spread
 Price = Callable[[Cluster, ExchangeRecord], float]
 """Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
 
+_ANY = 1e18  # bytes per second: so fast that bytes cost nothing
 _UNMEASURED = Link(1e10, 1e-5, "assumed: nothing was measured")
 
 
@@ -129,9 +130,15 @@ def _fit(
 
     seconds = [median(r.seconds) for r in records]
     noise = [spread(r.seconds) for r in records]
-    fitted = fit_links(
-        predicted, seconds, prior=[guess[name] for name in names], source="", noise=noise
-    )
+    # What a start costs is far from a message's latency where ranks have little processor time.
+    starts = [Link(_ANY, 1.0)] * len(names)
+    least = min(r.nbytes for r in records)
+    start_s = median(
+        s / predicted(starts, i)
+        for i, (s, r) in enumerate(zip(seconds, records, strict=True)) if r.nbytes == least
+    )  # fmt: skip
+    prior = [replace(guess[name], latency_s=start_s) for name in names]
+    fitted = fit_links(predicted, seconds, prior=prior, source="", noise=noise)
     residuals = [
         Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)
     ]

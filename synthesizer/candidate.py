@@ -57,15 +57,15 @@ class Candidate:
         """The fastest schedule that fits the memory; if none does, the one that lacks least."""
         cost = self.price()
         found = list(orders(cost.graph, self.program, cost))
-        first, others = found[0], found[1:] if self.overlap else []
-        least = min((order.step_s for order in others), default=first.step_s)
+        first, tried = found[0], found if self.overlap else found[:1]
+        least = min(order.step_s for order in tried)
         # The simplest that is about as fast as the fastest, then what runs as it stands: it
         # holds gathered parameters and unreduced gradients for the shortest time.
-        fastest = next((o for o in others if o.step_s <= least * (1 + _WORTH)), first)
-        tried = [self._judged(fastest, cost)]
-        if fastest is not first and _lacking(tried[0].timeline, cost).any():
-            tried.append(self._judged(first, cost))
-        return min(tried, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
+        fastest = next(o for o in tried if o.step_s <= least * (1 + _WORTH))
+        judged = [self._judged(fastest, cost)]
+        if fastest is not first and _lacking(judged[0].timeline, cost).any():
+            judged.append(self._judged(first, cost))
+        return min(judged, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
 
     def _judged(self, order: Order, cost: CostModel) -> Scheduled:
         held = memory(cost.graph, order.program, cost, until=order.until)

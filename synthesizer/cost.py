@@ -36,6 +36,8 @@ class Machine:
         self._rates: dict[tuple[str, str], PerRank] = {}
         self.interference: PerRank = np.array([d.interference for d in cluster.devices])
         """Per rank, the part of a collective's time that computing beside it loses."""
+        self.drag: PerRank = np.array([d.drag for d in cluster.devices])
+        """Per rank, how many times as long a collective takes while the rank computes."""
 
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Time per rank of one operator, given each rank's operations and traffic."""

@@ -29,6 +29,7 @@ import numpy as np
 from hap.graph import Graph
 from hap.program import Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
+from hap.synthesizer.streams import Streams
 from hap.synthesizer.timeline import ends, priced
 
 BUCKETS = (1, 3, 8, 24)
@@ -129,7 +130,7 @@ class _Flow:
             if step.lane or not np.any(step.seconds):
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
-        self.interference = cost.machine.interference
+        self.machine = cost.machine
         world = np.zeros(cost.machine.cluster.world_size)
         self.updates_s: PerRank = sum(
             (cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
@@ -223,14 +224,11 @@ class _Run:
         _connect(steps)
         self._steps = steps
         self._updates_s = flow.updates_s
-        self._interference = flow.interference
-        self._clock: PerRank = np.zeros_like(flow.updates_s)
-        self._now = 0.0  # of the last rank
-        self._lane_s = 0.0
-        self._done: dict[Value, float] = {}  # what collectives make
+        self._streams = Streams(flow.machine)
+        self._numbers: dict[Value, int] = {}  # of what collectives make
         self._order: list[Instruction] = []
         self._begin: list[float] = []  # of each step, on the last rank
-        self._ended: dict[int, float] = {}  # of each that communicates
+        self._issued: list[int] = []  # the steps that communicate
         self._middle = 0  # the first step of the backward
 
     def in_place(self, program: Program) -> Order:
@@ -256,9 +254,8 @@ class _Run:
             new = [step for step in half if not missing[id(step)]]
             for _ in half:
                 for step in new:
-                    waiting.add(step, place[id(step)], self._there(step))
-                idle = self._lane_s <= self._now
-                step = waiting.next(self._now, idle or not hold)
+                    waiting.add(step, place[id(step)], self._after(step))
+                step = waiting.next(self._streams, self._streams.idle or not hold)
                 self._issue(step) if step.lane else self._compute(step)
                 new = []
                 for reader in step.readers:
@@ -268,47 +265,37 @@ class _Run:
             self._end_half(backward)
         return self._made(replace(program, instructions=tuple(self._order)))
 
-    def _there(self, step: _Step) -> float:
-        return max((self._done.get(v, 0.0) for v in step.ins), default=0.0)
+    def _after(self, step: _Step) -> int:
+        """The last collective whose result a step reads."""
+        return max((self._numbers.get(v, -1) for v in step.ins), default=-1)
 
     def _compute(self, step: _Step) -> None:
         self._order += step.what
-        self._wait(self._there(step))
-        self._begin.append(self._now)
-        self._clock = self._clock + step.seconds
-        self._now = float(self._clock.max())
+        self._streams.wait(self._after(step))
+        self._begin.append(self._streams.now_s)
+        self._streams.compute(np.asarray(step.seconds))
 
     def _issue(self, step: _Step) -> None:
-        at = len(self._begin)
         for s in step.what:  # a bucket of its own keeps it from running as one with the next
-            own = replace(s, bucket=len(self._ended) + 1) if isinstance(s, Convert) else s
+            own = replace(s, bucket=len(self._issued) + 1) if isinstance(s, Convert) else s
             self._order.append(own)
-        start = max(self._now, self._lane_s, self._there(step))
-        self._lane_s = start + float(np.max(step.seconds))
-        self._done.update(dict.fromkeys(step.outs, self._lane_s))
-        self._begin.append(self._now)
-        self._ended[at] = self._lane_s
-        # Where computing goes on, it is delayed; where it waits, the wait is longer than that.
-        self._clock = self._clock + self._interference * step.seconds
-        self._now = float(self._clock.max())
-
-    def _wait(self, until_s: float) -> None:
-        if until_s > 0:
-            self._clock = np.maximum(self._clock, until_s)
-            self._now = float(self._clock.max())
+        self._issued.append(len(self._begin))
+        self._begin.append(self._streams.now_s)
+        number = self._streams.issue(float(np.max(step.seconds)))
+        self._numbers.update(dict.fromkeys(step.outs, number))
 
     def _end_half(self, backward: bool) -> None:
-        self._wait(self._lane_s)
+        self._streams.drain()
         if not backward:
             self._middle = len(self._begin)
 
     def _made(self, program: Program) -> Order:
         until = list(range(len(self._begin)))
-        for at, ended_s in self._ended.items():
-            last = bisect.bisect_left(self._begin, ended_s) - 1
+        for at, job in zip(self._issued, self._streams.jobs, strict=True):
+            last = bisect.bisect_left(self._begin, job.end_s) - 1
             until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
         return Order(
-            program=program, step_s=float((self._clock + self._updates_s).max()),
+            program=program, step_s=float((self._streams.clock_s + self._updates_s).max()),
             communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
             until=tuple(until),
         )  # fmt: skip
@@ -320,20 +307,20 @@ class _Waiting:
     def __init__(self) -> None:
         self._free: list[tuple[int, _Step]] = []
         """Computing whose inputs are there, in program order."""
-        self._later: list[tuple[float, int, _Step]] = []
-        """Computing whose inputs are being communicated, by when they are there."""
+        self._later: list[tuple[int, int, _Step]] = []
+        """Computing whose inputs are being communicated, by the last of these collectives."""
         self._urgent: list[tuple[int, int, _Step]] = []
         self._loose: list[tuple[int, int, _Step]] = []
 
-    def add(self, step: _Step, place: int, there_s: float) -> None:
+    def add(self, step: _Step, place: int, after: int) -> None:
         if step.lane:
             heapq.heappush(self._loose if step.loose else self._urgent, (step.need, place, step))
         else:
-            heapq.heappush(self._later, (there_s, place, step))
+            heapq.heappush(self._later, (after, place, step))
 
-    def next(self, now_s: float, loose: bool) -> _Step:
+    def next(self, streams: Streams, loose: bool) -> _Step:
         """What goes next: collectives first, the loose ones if they may or nothing else can."""
-        while self._later and self._later[0][0] <= now_s:
+        while self._later and streams.ended(self._later[0][0]):
             _, place, step = heapq.heappop(self._later)
             heapq.heappush(self._free, (place, step))
         if self._urgent:

@@ -13,8 +13,8 @@ rank issues them, as :mod:`hap.runtime.overlap` runs them:
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
 :func:`hap.synthesizer.simulate.stages`. Starts are maxima and ends are sums of what came before,
-so overlapping can delay nothing but for one thing: a collective takes a part of its time from the
-computing beside it (``Device.interference``), at once when it is issued.
+so overlapping can delay nothing but for one thing: computing and communicating side by side slow
+each other (:mod:`hap.synthesizer.streams`).
 
 Times are vectors over ranks, so that the number of ranks hardly counts.
 """
@@ -31,6 +31,7 @@ from hap.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.script import computed
 from hap.synthesizer.simulate import convert_seconds
+from hap.synthesizer.streams import Job, Streams
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 """The streams of a rank."""
@@ -97,81 +98,56 @@ class Usage:
     idle_s: PerRank
 
 
-class _Streams:
-    """When each rank's streams are free; advances as work is given to them."""
-
-    def __init__(self, world: int, overlap: bool, interference: PerRank) -> None:
-        self.overlap, self._interference = overlap, interference
-        self.compute_s: PerRank = np.zeros(world)
-        self.communication_s = 0.0
-
-    def run(self, ready_s: PerRank, seconds: PerRank) -> tuple[PerRank, PerRank]:
-        """(start, end) of an operator whose inputs are there at ``ready_s``."""
-        start = np.maximum(self.compute_s, ready_s)
-        self.compute_s = end = start + seconds
-        return start, end
-
-    def collect(self, ready_s: PerRank, seconds: float) -> tuple[PerRank, float, float]:
-        """(ready per rank, start, end) of a collective whose inputs are there at ``ready_s``."""
-        issued_s = np.maximum(ready_s, self.compute_s) if self.overlap else self.compute_s
-        ready_s = np.maximum(issued_s, self.communication_s)
-        start = float(ready_s.max())
-        self.communication_s = end = start + seconds
-        if self.overlap:  # where computing goes on, it is delayed
-            self.compute_s = self.compute_s + self._interference * seconds
-        else:
-            self.compute_s = np.full_like(self.compute_s, end)
-        return ready_s, start, end
-
-    def drain(self) -> None:
-        """All collectives end before computing goes on."""
-        self.compute_s = np.maximum(self.compute_s, self.communication_s)
-
-
 def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = True) -> Schedule:
     """Run a program on the streams of the cost model's cluster, under its shares."""
-    world = cost.machine.cluster.world_size
-    streams, none = _Streams(world, overlap, cost.machine.interference), np.zeros(world)
-    there: dict[Value, PerRank] = {Value(t, p): none for t, p in program.inputs.items()}
-    spans: list[Span] = []
+    streams = Streams(cost.machine, overlap=overlap)
+    numbers: dict[Value, int] = {}  # of what collectives make
+    spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or of a collective
     begin: list[PerRank] = []
-    done: list[PerRank] = []
+    done: list[PerRank | int] = []
     backward = False
     for group in program.groups(graph):
         ins, outs = ends(graph, group)
-        ready = none
-        for value in ins:
-            ready = np.maximum(ready, there[value])
         seconds, collective = priced(graph, group, cost)
         if group[0].backward and not backward:
             backward = True
             streams.drain()
-        if collective:
-            issued = streams.compute_s
-            ready, first, last = streams.collect(ready, float(seconds.max()))
-            start, made = np.full(world, first), np.full(world, last)
-            spans.append(Span(COMMUNICATION, len(begin), group, ready, start, made))
-            begin += [np.minimum(issued, start)] * len(group)
-            done += [made] * len(group)
-        else:
-            start, made = streams.run(ready, seconds)
-            if seconds.any():
-                spans.append(Span(COMPUTE, len(begin), group, start, start, made))
-            begin.append(start)
-            done.append(made)
-        for value in outs:
-            there[value] = made
+        if collective:  # what other collectives make is there when these have ended
+            number = streams.issue(float(seconds.max()))
+            numbers.update(dict.fromkeys(outs, number))
+            spans.append((len(begin), group, number))
+            begin += [streams.jobs[number].issued_s] * len(group)
+            done += [number] * len(group)
+            continue
+        streams.wait(max((numbers[v] for v in ins if v in numbers), default=-1))
+        start, made = streams.compute(seconds)
+        if seconds.any():
+            spans.append(Span(COMPUTE, len(begin), group, start, start, made))
+        begin.append(start)
+        done.append(made)
     streams.drain()
-    finished = streams.compute_s
+    finished = streams.clock_s
     for i in graph.role("parameter"):
         if i.target in graph.gradients:
-            seconds = cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
-            start, end = streams.run(finished, seconds)
+            start, end = streams.compute(cost.update(graph.tensors[i.tensor], program.inputs[i.tensor]))
             spans.append(Span(COMPUTE, len(begin), i, start, start, end))
+    jobs = streams.jobs
+
+    def ended(number: int) -> PerRank:
+        return np.full_like(finished, jobs[number].end_s)
+
     return Schedule(
-        overlap=overlap, step_s=float(streams.compute_s.max()),
-        spans=tuple(spans), begin_s=tuple(begin), done_s=tuple(done), backward_done_s=finished,
+        overlap=overlap, step_s=streams.now_s,
+        spans=tuple(s if isinstance(s, Span) else _collective(*s, jobs[s[-1]]) for s in spans),
+        begin_s=tuple(begin), done_s=tuple(ended(d) if isinstance(d, int) else d for d in done),
+        backward_done_s=finished,
     )  # fmt: skip
+
+
+def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) -> Span:
+    ready = np.maximum(job.issued_s, job.free_s)
+    start, end = (np.full_like(ready, s) for s in (job.start_s, job.end_s))
+    return Span(COMMUNICATION, at, group, ready, start, end)
 
 
 def ends(graph: Graph, group: Sequence[Instruction]) -> tuple[list[Value], list[Value]]:

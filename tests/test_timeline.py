@@ -19,6 +19,7 @@ from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.residency import Curve, memory_over_time
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.simulate import memory, simulate, stages
+from hap.synthesizer.streams import Streams
 from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule, schedule, usage
 from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_graph, small_program
@@ -113,8 +114,37 @@ def test_a_collective_slows_computing_beside_it_by_hand() -> None:
     cost.machine.interference = np.array([0.0, 0.5])
     run = schedule(graph, small_program(), cost)
     assert spans(run, COMMUNICATION, 1) == [(10, 13), (15, 18), (18.5, 21.5)]
-    assert spans(run, COMPUTE, 1)[-4:] == [(13, 15), (16.5, 18.5), (21.5, 23.5), (23.5, 25.5)]
+    assert spans(run, COMPUTE, 1)[-4:] == [(13, 15), (15, 18.5), (21.5, 23.5), (23.5, 25.5)]
     assert run.step_s == 25.5
+
+
+def test_computing_drags_the_collective_beside_it_by_hand() -> None:
+    """While rank 1 computes d1 for 2 seconds, a third of them is communicated; then all wait."""
+    graph, cost = small_graph(), Seconds(small_graph())
+    cost.machine.drag = np.array([1.5, 3.0])
+    run = schedule(graph, small_program(), cost)
+    first, second, third = spans(run, COMMUNICATION, 1)
+    assert first == (10, 13), "nothing is computed meanwhile"
+    assert second == pytest.approx((15, 17 + 3 - 2 / 3))
+    assert third == pytest.approx((second[1], second[1] + 3))
+    assert run.step_s == pytest.approx(third[1] + 4)
+
+
+def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both_run() -> None:
+    """Half the rate of a rank and a third of the link's, until one of them has ended."""
+    machine = Machine(small_cluster(1, 1))
+    machine.interference, machine.drag = np.array([0.0, 0.5]), np.array([1.0, 2.0])
+    streams = Streams(machine)
+    number = streams.issue(1.0)  # lasts 2 beside rank 1, which loses a quarter meanwhile
+    _, end = streams.compute(np.array([0.1, 1.0]))
+    assert end == pytest.approx([0.1, 1 / 0.75])
+    assert not streams.ended(number)
+    _, end = streams.compute(np.array([0.0, 1.0]))
+    assert end == pytest.approx([0.1, 2.5]), "half a second is lost in all"
+    assert streams.ended(number)
+    assert streams.jobs[number].end_s == pytest.approx(2.0)
+    streams.wait(number)
+    assert streams.clock_s == pytest.approx([2.0, 2.5])
 
 
 def test_what_needs_a_collective_waits_for_it_and_nothing_else_does() -> None:
