@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import fx
 
 from benchmarks.contenders.base import built, optimizer
 from benchmarks.racing import plans

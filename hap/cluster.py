@@ -162,17 +162,24 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Inside a machine: between two of its devices. Between machines: one machine's adapter."""
+    """Inside a machine: between two of its devices. Between machines: one machine's adapter.
+
+    ``least_s`` is what a collective over it takes, however small it is: where ranks must wait for
+    processor time, say, which costs nothing more where bytes take longer. Where measured.
+    """
 
     bandwidth_bytes_per_s: float
     latency_s: float
     source: str = ""
+    least_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < float("inf"):
             raise ClusterError(f"a link's bandwidth is {self.bandwidth_bytes_per_s} bytes/s")
         if not 0 <= self.latency_s < float("inf"):
             raise ClusterError(f"a link's latency is {self.latency_s} s")
+        if not 0 <= self.least_s < float("inf"):
+            raise ClusterError(f"the least time of a collective is {self.least_s} s")
 
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -207,16 +207,15 @@ def _link(section: _Section, key: str, latency_s: float) -> Link:
     place = section.where(key)
     if not isinstance(section.data[key], Mapping):
         return Link(section.quantity(key, "bytes/s"), latency_s, f"{place}; latency assumed")
-    link = section.section(key, ("bandwidth", "latency", "source"))
+    link = section.section(key, ("bandwidth", "latency", "least", "source"))
     link.required("bandwidth", "bandwidth: 10 Gbit/s")
     source = f"{link.data['source']} ({place})" if "source" in link.data else place
     if "latency" in link.data:
-        return Link(
-            link.quantity("bandwidth", "bytes/s"),
-            link.quantity("latency", "seconds", zero=True),
-            source,
-        )
-    return Link(link.quantity("bandwidth", "bytes/s"), latency_s, f"{source}; latency assumed")
+        latency_s = link.quantity("latency", "seconds", zero=True)
+    else:
+        source += "; latency assumed"
+    least_s = link.quantity("least", "seconds", zero=True) if "least" in link.data else 0.0
+    return Link(link.quantity("bandwidth", "bytes/s"), latency_s, source, least_s)
 
 
 def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:

@@ -93,6 +93,8 @@ def _link(link: Link) -> Mapping[str, Any]:
         bandwidth=_quantity(link.bandwidth_bytes_per_s, 1e6, "MB/s"),
         latency=_quantity(link.latency_s, 1e-6, "us"),
     )
+    if link.least_s:
+        entry["least"] = _quantity(link.least_s, 1e-6, "us")
     if link.source:
         entry["source"] = link.source
     entry.fa.set_flow_style()

@@ -255,10 +255,15 @@ class _Work:
 
     def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
         dist.barrier()  # side by side, as a step is computed
-        mine = tuple(measure.seconds_per_call(probe.make(arena), self.device, self.pace))
-        seconds: list[Any] = [None] * self.ranks
-        dist.all_gather_object(seconds, mine)
-        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(seconds))
+        call = probe.make(arena)
+        if probe.less is None:
+            seconds = measure.seconds_per_call(call, self.device, self.pace)
+        else:
+            seconds = measure.seconds_beyond(call, probe.less(arena), self.device, self.pace)
+        mine = [s / probe.count for s in seconds]
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, tuple(mine))
+        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(told))
 
 
 def _rings(flat: ProcessGroupComm, header: Header) -> list[exchange.Ring]:
@@ -314,7 +319,7 @@ def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
     of_rank = {rank: kind.device for kind in kinds for rank in kind.ranks}
     places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     if found := besides(records):
-        of_rank = devices.interfering(of_rank, found[-1], header.date)
+        of_rank = devices.beside(of_rank, found[-1], header.date)
     made = tuple(_named(of_rank[rank], nodes[rank], places[rank]) for rank in range(len(nodes)))
     sent = exchanges(records)
     inside, between = links.message_links(nodes, sent, header.date)

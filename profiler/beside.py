@@ -1,15 +1,17 @@
-"""How much computing is slowed by a collective that runs beside it.
+"""How computing and communicating side by side slow each other.
 
 Packing, sending and adding up take some of what computing would have: cores and memory on a CPU,
-multiprocessors on a GPU. Each rank times products alone and beside an all-reduce of all ranks;
-what the products lose, by the time of the all-reduce, is the device's *interference*.
+multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are
+about as fast compute products, alone and beside an all-reduce of all ranks, while the others only
+communicate. What the products lose, by the undisturbed time of the all-reduce, is the devices'
+*interference*; how many times as long it takes while they compute is their *drag*.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +24,14 @@ Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Starts a collective beside what is computed next; what it returns waits for its end."""
 
 WINDOWS = 3
-_WANTED_S = 0.4
+_WANTED_S = 0.25
 _FIRST, _LEAST, _MOST = 2**21, 2**16, 2**25
 _WIDTH = 384
-_LONGER = 1.3
-"""Products last that much longer than the all-reduce, so that it runs beside them throughout."""
+_LONGER = 2.0
+"""Products last that much longer than the all-reduce, so that it runs beside them for long."""
 
-_MOST_LOST = 0.95
+_ALIKE = 1.2
+_MOST_LOST, _MOST_DRAG = 0.95, 10.0
 
 
 def measure(
@@ -52,21 +55,60 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
         for _ in range(count):
             torch.mm(a, a)
 
+    products(8)
+    each_s = _everyones(_timed(lambda: products(16), device) / 16)
     lost: list[float] = []
-    for _ in range(WINDOWS):
-        reduced_s = _together(comm, device, call)
-        each_s = _timed(lambda: products(8), device) / 8
-        count = math.ceil(_LONGER * reduced_s / each_s)
-        comm.all_reduce_max(torch.zeros((), device=device))  # all start together
-        alone_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
-        comm.all_reduce_max(torch.zeros((), device=device))
-        wait = start(call)
-        both_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
-        wait()
-        lost.append(min(max((both_s - alone_s) / reduced_s, 0.0), _MOST_LOST))
-    told: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(told, tuple(lost))
-    return BesideRecord(nbytes=nbytes, lost=tuple(told))
+    drag: list[float] = []
+    for fastest in _classes(each_s):
+        mine = fastest <= each_s[comm.rank] < fastest * _ALIKE
+        for _ in range(WINDOWS):
+            reduced_s = _together(comm, device, call)
+            count = math.ceil(_LONGER * reduced_s / each_s[comm.rank]) if mine else 0
+            _meet(comm, device)
+            alone_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
+            _meet(comm, device)
+            begun = time.perf_counter()
+            wait = start(call)
+            both_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
+            wait()
+            _synchronize(device)
+            ended_s = _last(comm, device, time.perf_counter() - begun)
+            computed_s = _last(comm, device, both_s if mine else 0.0)
+            if mine:
+                slower = dragged(reduced_s, computed_s, ended_s)
+                drag.append(slower)
+                beside_s = min(reduced_s, both_s / slower)
+                lost.append(min(max((both_s - alone_s) / beside_s, 0.0), _MOST_LOST))
+    return BesideRecord(
+        nbytes=nbytes, lost=tuple(_everyones(tuple(lost))), drag=tuple(_everyones(tuple(drag)))
+    )
+
+
+def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
+    """How many times as long a collective takes beside computing, if it runs for ``alone_s``
+    undisturbed, others computed during its first ``computed_s``, and it ended at ``ended_s``.
+    """
+    if ended_s <= computed_s:
+        found = ended_s / alone_s
+    else:  # the rest ran undisturbed
+        done_s = alone_s - (ended_s - computed_s)
+        found = computed_s / done_s if done_s > 0 else _MOST_DRAG
+    return min(max(found, 1.0), _MOST_DRAG)
+
+
+def _classes(each_s: Sequence[float]) -> list[float]:
+    """The fastest of each class of ranks that are about as fast."""
+    found: list[float] = []
+    for seconds in sorted(each_s):
+        if not found or seconds >= found[-1] * _ALIKE:
+            found.append(seconds)
+    return found
+
+
+def _everyones(mine: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
 
 
 def _reduce(comm: Comm, nbytes: int, device: torch.device) -> Callable[[], Any]:
@@ -74,11 +116,21 @@ def _reduce(comm: Comm, nbytes: int, device: torch.device) -> Callable[[], Any]:
     return lambda: comm.all_reduce_many([x, x[:1]], "one shot")[0]
 
 
+def _meet(comm: Comm, device: torch.device) -> None:
+    """All go on from here together."""
+    comm.all_reduce_max(torch.zeros((), device=device))
+    _synchronize(device)
+
+
+def _last(comm: Comm, device: torch.device, seconds: float) -> float:
+    """The most of all ranks' seconds."""
+    return float(comm.all_reduce_max(torch.tensor(seconds, device=device)))
+
+
 def _together(comm: Comm, device: torch.device, call: Callable[[], Any]) -> float:
     """Seconds until the last rank has ended, known to all."""
-    comm.all_reduce_max(torch.zeros((), device=device))
-    mine = _timed(call, device)
-    return float(comm.all_reduce_max(torch.tensor(mine, device=device)))
+    _meet(comm, device)
+    return _last(comm, device, _timed(call, device))
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> float:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from hap.cluster import ELEMENTWISE, PRODUCTS, Device
 from hap.profiler.fit import Sample, fit_device, predict
-from hap.profiler.samples import BesideRecord, OpRecord, Rank, spread
+from hap.profiler.samples import BesideRecord, OpRecord, Rank, middle, spread
 from hap.units import format_bytes
 
 ALIKE = 0.05
@@ -64,20 +65,20 @@ def _alike(ranks: Sequence[Rank], records: Sequence[OpRecord], a: int, b: int) -
         return False
     if abs(math.log(ranks[a].memory_bytes / ranks[b].memory_bytes)) > _MEMORY_ALIKE:
         return False
-    ratios = [math.log(median(r.seconds[a]) / median(r.seconds[b])) for r in records]
-    middle = median(ratios)
+    ratios = [math.log(middle(r.seconds[a]) / middle(r.seconds[b])) for r in records]
+    center = median(ratios)
     # How well the middle of so many ratios is known, were they drawn from a normal law.
-    error = 1.25 * 1.48 * median(abs(x - middle) for x in ratios) / math.sqrt(len(ratios))
-    return abs(middle) <= max(ALIKE, 2 * error)
+    error = 1.25 * 1.48 * median(abs(x - center) for x in ratios) / math.sqrt(len(ratios))
+    return abs(center) <= max(ALIKE, 2 * error)
 
 
 def _fitted(
     ranks: Sequence[Rank], records: Sequence[OpRecord], group: list[int], date: str
 ) -> Type:
-    """One fit to the medians of all windows of a group's ranks."""
+    """One fit to the middle of all windows of a group's ranks."""
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
     samples = [
-        Sample(works=[record.work], seconds=median(seconds), noise=spread(seconds))
+        Sample(works=[record.work], seconds=middle(seconds), noise=spread(seconds))
         for record, seconds in zip(records, windows, strict=True)
     ]
     memory = min(ranks[rank].memory_bytes for rank in group)
@@ -121,26 +122,25 @@ def prior(samples: Sequence[Sample], kind: str, memory_bytes: int) -> Device:
     )  # fmt: skip
 
 
-def interfering(
-    of_rank: Mapping[int, Device], record: BesideRecord, date: str
-) -> dict[int, Device]:
-    """The devices with what they lose beside a collective; those of a type lose alike."""
+def beside(of_rank: Mapping[int, Device], record: BesideRecord, date: str) -> dict[int, Device]:
+    """The devices with how they and a collective slow each other; those of a type do so alike."""
     of_type: dict[object, list[int]] = {}
     for rank, device in of_rank.items():
         of_type.setdefault(device.figures, []).append(rank)
-    found = {}
+    found = dict(of_rank)
     for ranks in of_type.values():
-        windows = [lost for rank in ranks for lost in record.lost[rank]]
-        middle = median(windows)
-        off = median(abs(lost - middle) for lost in windows)
-        told = (
-            f"measured {date}, n={len(windows)}, beside an all-reduce of "
-            f"{format_bytes(record.nbytes)}, spread {off:.2f}"
-        )
-        for rank in ranks:
-            device = of_rank[rank]
-            source = {**device.source, "interference": told}
-            found[rank] = replace(device, interference=round(middle, 4), source=source)
+        for figure, windows_of in (("interference", record.lost), ("drag", record.drag)):
+            windows = [value for rank in ranks for value in windows_of[rank]]
+            center = median(windows)
+            off = median(abs(value - center) for value in windows)
+            told = (
+                f"measured {date}, n={len(windows)}, beside an all-reduce of "
+                f"{format_bytes(record.nbytes)}, spread {off:.2f}"
+            )
+            for rank in ranks:
+                source = {**found[rank].source, figure: told}
+                changes: dict[str, Any] = {figure: round(center, 4)}
+                found[rank] = replace(found[rank], source=source, **changes)
     return found
 
 

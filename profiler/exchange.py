@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Protocol
 
@@ -27,6 +27,9 @@ WIDTH = 64
 """Elements of a row; shards are whole rows."""
 
 _SHORT_S, _MANY = 0.02, 16
+_BRIEF_S, _OFTEN = 0.06, 2  # what is over so soon is repeated that many times as often
+_COMPUTE_S = 0.012
+_LEAST_S = 1e-7  # of a measured difference
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
 
 
@@ -60,7 +63,7 @@ class Range:
     longest_s: float
 
 
-FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22, 2**24), rounds=5, longest_s=1.2)
+FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22, 2**24), rounds=5, longest_s=0.7)
 QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
 
 
@@ -243,24 +246,57 @@ def _seconds(
     # Short ones in a row: a throttled rank may sleep through a whole one.
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
     long = once > limits.longest_s / _LONG
-    mine = [_one(call, count, device, whole) for _ in range(2 if long else limits.rounds)]
+    rounds = 2 if long else limits.rounds * (_OFTEN if once < _BRIEF_S else 1)
+    mine = [_one(call, count, device, whole) for _ in range(rounds)]
     return (*([once] if long else []), *_last(mine, device, whole))
 
 
-def _one(call: Callable[[], object], count: int, device: torch.device, whole: Comm) -> float:
+def _one(
+    call: Callable[[], object], count: int, device: torch.device, whole: Comm
+) -> tuple[float, float]:
+    """(seconds until this rank had computed, until it had its result) per call.
+
+    On a CPU each call comes after some computing, as in a step: a rank comes to it with the
+    caches full of something else and, where it is throttled, little processor time left.
+    """
+    busy = _busy() if device.type == "cpu" else None
     whole.all_reduce_max(torch.zeros((), device=device))  # all start together
     _synchronize(device)
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), 0.0
     for _ in range(count):
+        if busy is not None:
+            begun = time.perf_counter()
+            busy()
+            computed += time.perf_counter() - begun
         call()
     _synchronize(device)
-    return (time.perf_counter() - start) / count
+    return computed / count, (time.perf_counter() - start) / count
 
 
-def _last(seconds: list[float], device: torch.device, whole: Comm) -> list[float]:
-    """The slowest rank's, known to all."""
-    found: list[float] = whole.all_reduce_max(torch.tensor(seconds, device=device)).tolist()
-    return found
+@cache
+def _busy() -> Callable[[], object]:
+    """Products that take this rank about :data:`_COMPUTE_S`."""
+    a = torch.randn(256, 256)
+    torch.mm(a, a)
+    begun, count = time.perf_counter(), 0
+    while time.perf_counter() - begun < 10 * _COMPUTE_S:
+        torch.mm(a, a)
+        count += 1
+    each = range(max(1, round(count / 10)))
+
+    def products() -> None:
+        for _ in each:
+            torch.mm(a, a)
+
+    return products
+
+
+def _last(
+    rounds: list[tuple[float, float]], device: torch.device, whole: Comm
+) -> list[float]:
+    """Seconds from when the last rank had computed until the last had its result, known to all."""
+    found = whole.all_reduce_max(torch.tensor(rounds, device=device)).tolist()
+    return [max(ended - computed, _LEAST_S) for computed, ended in found]
 
 
 def _synchronize(device: torch.device) -> None:

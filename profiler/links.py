@@ -15,6 +15,10 @@ Price = Callable[[Cluster, ExchangeRecord], float]
 """Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
 
 _ANY = 1e18  # bytes per second: so fast that bytes cost nothing
+_SMALL_BYTES, _UNEXPLAINED = 2**17, 0.3
+"""If collectives of so few bytes take that much longer than starts and bytes say, it is the least
+that one takes."""
+
 _UNMEASURED = Link(1e10, 1e-5, "assumed: nothing was measured")
 
 
@@ -131,19 +135,39 @@ def _fit(
     seconds = [median(r.seconds) for r in records]
     noise = [spread(r.seconds) for r in records]
     # What a start costs is far from a message's latency where ranks have little processor time.
-    starts = [Link(_ANY, 1.0)] * len(names)
+    slow_s = max(guess[name].latency_s for name in names) or 1.0
+    starts = [Link(_ANY, guess[name].latency_s / slow_s or 1.0) for name in names]
     least = min(r.nbytes for r in records)
     start_s = median(
         s / predicted(starts, i)
         for i, (s, r) in enumerate(zip(seconds, records, strict=True)) if r.nbytes == least
     )  # fmt: skip
-    prior = [replace(guess[name], latency_s=start_s) for name in names]
-    fitted = fit_links(predicted, seconds, prior=prior, source="", noise=noise)
-    residuals = [
-        Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)
+    prior = [
+        replace(guess[name], latency_s=start_s * start.latency_s)
+        for name, start in zip(names, starts, strict=True)
     ]
+    fitted = fit_links(predicted, seconds, prior=prior, source="", noise=noise)
+
+    def compared() -> list[Residual]:
+        return [Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)]
+
+    residuals = compared()
+    for k, name in enumerate(names):
+        small = [
+            r for r in residuals
+            if r.record.nbytes <= _SMALL_BYTES and _level(cluster, r.record) == name
+        ]  # fmt: skip
+        if small and median(r.error for r in small) < -_UNEXPLAINED:
+            fitted[k] = replace(fitted[k], least_s=median(r.measured_s for r in small))
+    residuals = compared()
     source = told(date, records, [r.error for r in residuals])
     return (
         {name: replace(link, source=source) for name, link in zip(names, fitted, strict=True)},
         residuals,
     )
+
+
+def _level(cluster: Cluster, record: ExchangeRecord) -> str:
+    """Where a collective's ranks are: inside of machines, or on several."""
+    within = all(len({cluster.devices[r].node for r in group}) == 1 for group in record.groups)
+    return "inside" if within else "between"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -31,6 +32,10 @@ class Pace:
 FULL = Pace(windows=5, window_s=0.12)
 QUICK = Pace(windows=3, window_s=0.08)
 CUDA_WINDOW_S = 0.02
+PARTS = 5
+"""A window is looked at so often; it ends when its time is over, however many calls that took."""
+
+_LEAST_S = 1e-7  # of a measured difference
 
 
 Clock = Callable[[], float]
@@ -55,8 +60,35 @@ def seconds_per_call(
     while once * count < window_s / 4:
         count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
         once = timed(call, count, device, clock) / count
-    count = max(1, round(window_s / once))
-    return [timed(call, count, device, clock) / count for _ in range(pace.windows)]
+    count = max(1, round(window_s / once / PARTS))
+    return [_window(call, count, device, clock, window_s) for _ in range(pace.windows)]
+
+
+def _window(
+    call: Callable[[], object], count: int, device: torch.device, clock: Clock, window_s: float
+) -> float:
+    """Seconds per call, over as many times ``count`` calls as fill a window."""
+    calls, seconds = 0, 0.0
+    while seconds < window_s * (1 - 0.5 / PARTS):
+        seconds += timed(call, count, device, clock)
+        calls += count
+    return seconds / calls
+
+
+def seconds_beyond(
+    call: Callable[[], object], less: Callable[[], object], device: torch.device, pace: Pace
+) -> list[float]:
+    """Seconds of what a call does beyond another, once per window.
+
+    By processor time, which a throttled processor's pauses leave alone, as they would drown the
+    difference; times what this thread waits for each second of it.
+    """
+    short = replace(pace, window_s=pace.window_s / PARTS)
+    begun = time.perf_counter(), time.thread_time()
+    other = median(seconds_per_call(less, device, short, time.thread_time))
+    mine = seconds_per_call(call, device, short, time.thread_time)
+    waited = (time.perf_counter() - begun[0]) / (time.thread_time() - begun[1])
+    return [max(s - other, _LEAST_S) * waited for s in mine]
 
 
 def timed(call: Callable[[], object], count: int, device: torch.device, clock: Clock) -> float:

@@ -31,13 +31,17 @@ class Probe:
         name: Unique; what a resumed run knows it by.
         work: What one call is.
         make: Allocates what the call needs, and gives the call.
-        train: Only a fit of the whole uses it; ``--quick`` leaves the others out.
+        quick: ``--quick`` measures it too.
+        less: What a call does beside the work, whose seconds are taken off.
+        count: How many times the work is in a call.
     """
 
     name: str
     work: Work
     make: Callable[[Arena], Call]
     quick: bool = False
+    less: Callable[[Arena], Call] | None = None
+    count: int = 1
 
 
 class Arena:
@@ -65,7 +69,7 @@ class Arena:
 def probes(device: torch.device) -> list[Probe]:
     """All the operators, in the order in which they are run."""
     found = [*_products("float32"), *_memory(), *_elementwise(), *_updates()]
-    found += [*_convolutions("float32"), *_attention("float32"), _launch()]
+    found += [*_convolutions("float32"), *_attention("float32"), _launch(device)]
     # Half precisions where they are computed in units of their own.
     dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
     for dtype in dtypes:
@@ -265,11 +269,38 @@ def _attention(dtype: str) -> Iterator[Probe]:
         )  # fmt: skip
 
 
-def _launch() -> Probe:
-    """An addition of hardly anything."""
+def _launch(device: torch.device) -> Probe:
+    """Operators of hardly anything.
+
+    Where the host computes, they are as in a step: all different, with a view for each, after
+    a product that has had the caches to itself. One alone in a loop is several times as fast.
+    """
+    work = Work("memory", "float32", 16.0, 192.0)
+    if device.type != "cpu":
+
+        def alone(arena: Arena) -> Call:
+            x = arena.cut(16)
+            return lambda: torch.add(x, x)
+
+        return Probe(name="launch", work=work, make=alone, quick=True)
+
+    def product(arena: Arena) -> Call:
+        return lambda: torch.mm(arena.cut(128, 512), arena.cut(512, 512))
 
     def make(arena: Arena) -> Call:
-        x = arena.cut(16)
-        return lambda: torch.add(x, x)
+        before, x, row = product(arena), arena.cut(4, 4).clone(), arena.cut(4).clone()
 
-    return Probe(name="launch", work=Work("memory", "float32", 16.0, 192.0), make=make, quick=True)
+        def call() -> None:
+            before()
+            aten.add.Tensor(aten.t(x), x)
+            aten.mul.Tensor(aten.reshape(x, [2, 8]), 2.0)
+            aten.addmm(row, aten.transpose.int(x, 0, 1), x)
+            aten.sum.dim_IntList(aten.unsqueeze(x, 0), [0], True)
+            aten.gelu(aten.slice.Tensor(x, 0, 0, 2))
+            aten.native_layer_norm(aten.reshape(x, [1, 4, 4]), [4], row, row, 1e-5)
+            aten.mm(x, aten.t(x))
+            aten.clone(aten.permute(x, [1, 0]))
+
+        return call
+
+    return Probe(name="launch", work=work, make=make, quick=True, less=product, count=8)

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, ClassVar, Self
 
 from hap.cluster import Work
 from hap.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 MESSAGE = "message"
 """The kind of a record of a message between two ranks."""
 
@@ -83,10 +83,12 @@ class ExchangeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideRecord:
-    """Per rank and window, the part of an all-reduce's time that computing beside it loses."""
+    """Per rank and window, the part of an all-reduce's time that computing beside it loses, and
+    how many times as long it takes while ranks of that speed compute."""
 
     nbytes: int
     lost: tuple[tuple[float, ...], ...]
+    drag: tuple[tuple[float, ...], ...]
 
     key: ClassVar[str] = "beside"
 
@@ -187,6 +189,17 @@ def spread(seconds: Sequence[float]) -> float:
     """How far a few repeats are off: their median distance from the median, relative to it."""
     middle = median(seconds)
     return median(abs(s - middle) for s in seconds) / middle
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """The mean of repeats without the lowest and the highest fifth.
+
+    A throttled processor pays in one window for what it had too much in another, so that the
+    median of a few is off; and a hiccup is no reason to leave the mean as it is.
+    """
+    ordered = sorted(seconds)
+    off = len(ordered) // 5
+    return fmean(ordered[off : len(ordered) - off])
 
 
 def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:

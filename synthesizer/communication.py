@@ -10,7 +10,7 @@ with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.hierarchy
 
 Where an implementation has measured figures of its own (``Cluster.collectives``), the same
 formulas run on the links as it sees them: they say how often it starts and what it moves, and
-the figures what a start and a byte cost it, packing included.
+the figures what a start and a byte cost it, packing included, and how long it takes at least.
 """
 
 from __future__ import annotations
@@ -76,10 +76,15 @@ class Network:
         staged = exists(cluster.counts)
         self._links: dict[tuple[str, str], Links] = {}
         self._stages: dict[str, Stages] = {}
+        self._least_s: dict[tuple[str, str], float] = {}
         for kind, ways in IMPLEMENTATIONS.items():
             for how in ways:
                 own = cluster.collectives.get(kind, {}).get(how)
                 seen = cluster.seen_by(kind, how) if own else cluster
+                used = [link for level, link in (own or {}).items()
+                        if level == "inside" or self._many]  # fmt: skip
+                if least_s := max((link.least_s for link in used), default=0.0):
+                    self._least_s[kind, how] = least_s
                 if how == "hierarchical":
                     if staged:
                         self._stages[kind] = Stages(seen)
@@ -101,10 +106,22 @@ class Network:
             kind: as :func:`hap.placement.conversion` names it.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
-            start: which part of the latency to count: 0 for the traffic alone.
+            start: which part of the latency to count: 0 for the traffic alone. The least that
+                an implementation takes counts with all of it.
         """
-        found = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
+        found = self._added(kind, nbytes, src, dst, start)
+        if self._least_s and start == 1:
+            found = [
+                Choice(how, max(s, self._least_s.get((kind, how), 0.0))) for how, s in found
+            ]
         return sorted(found, key=lambda choice: choice.seconds)
+
+    def _added(
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, start: float
+    ) -> list[Choice]:
+        """What starts and bytes add up to."""
+        found: list[Choice] = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
+        return found
 
     def floor_s(
         self, kind: str, nbytes: int, *, start: float = 1.0, crossing: float = 0.0
@@ -120,7 +137,7 @@ class Network:
         found = [
             c.seconds + crossing * (c.implementation == "exact")
             for p in (even, alone)
-            for c in self.choices(kind, nbytes, p, p, start=start)
+            for c in self._added(kind, nbytes, p, p, start)
             if c.implementation != "hierarchical"
         ]
         stages = self._stages.get(kind)
