@@ -132,7 +132,15 @@ def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool)
         if WARM_UP <= number < len(batches):
             plain_s.append(step_s)
         if number >= len(batches) + WARM_UP:
-            found.append(Ran(statistics.median(plain_s), step_s, dict(clock.wall_s), dict(clock.cpu_s), list(times)))
+            found.append(
+                Ran(
+                    statistics.median(plain_s),
+                    step_s,
+                    dict(clock.wall_s),
+                    dict(clock.cpu_s),
+                    list(times),
+                )
+            )
     return found
 
 
@@ -230,7 +238,16 @@ def report(
             format_seconds(predicted[rank][UPDATE]), format_seconds(wall[rank][UPDATE]),
             format_seconds(wall[rank][WAIT]), format_seconds(wall[rank][REST]),
         ))  # fmt: skip
-    head = ("rank", "computing", "measured", "processor", "update", "measured", "waiting", "between")
+    head = (
+        "rank",
+        "computing",
+        "measured",
+        "processor",
+        "update",
+        "measured",
+        "waiting",
+        "between",
+    )
     show(table(head, rows, right=range(1, 8)))
     last = max(range(world), key=lambda r: sum(predicted[r].values()))
     took = {k: s / fractions[last] for k, s in cpu[last].items()}

@@ -291,9 +291,7 @@ def _busy() -> Callable[[], object]:
     return products
 
 
-def _last(
-    rounds: list[tuple[float, float]], device: torch.device, whole: Comm
-) -> list[float]:
+def _last(rounds: list[tuple[float, float]], device: torch.device, whole: Comm) -> list[float]:
     """Seconds from when the last rank had computed until the last had its result, known to all."""
     found = whole.all_reduce_max(torch.tensor(rounds, device=device)).tolist()
     return [max(ended - computed, _LEAST_S) for computed, ended in found]

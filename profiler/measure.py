@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -53,6 +52,12 @@ def seconds_per_call(
         clock: seconds, on a device that computes in this thread; CUDA keeps its own.
     """
     window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
+    count = _count(call, device, clock, window_s)
+    return [_window(call, count, device, clock, window_s) for _ in range(pace.windows)]
+
+
+def _count(call: Callable[[], object], device: torch.device, clock: Clock, window_s: float) -> int:
+    """How many calls fill a part of a window; warms up."""
     call()
     once = timed(call, 1, device, clock)
     # Grow the number until it fills a good part of a window: one call may fall into a pause.
@@ -60,8 +65,7 @@ def seconds_per_call(
     while once * count < window_s / 4:
         count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
         once = timed(call, count, device, clock) / count
-    count = max(1, round(window_s / once / PARTS))
-    return [_window(call, count, device, clock, window_s) for _ in range(pace.windows)]
+    return max(1, round(window_s / once / PARTS))
 
 
 def _window(
@@ -83,12 +87,18 @@ def seconds_beyond(
     By processor time, which a throttled processor's pauses leave alone, as they would drown the
     difference; times what this thread waits for each second of it.
     """
-    short = replace(pace, window_s=pace.window_s / PARTS)
+    window_s = pace.window_s / 2
+    counts = [_count(one, device, time.thread_time, window_s) for one in (call, less)]
     begun = time.perf_counter(), time.thread_time()
-    other = median(seconds_per_call(less, device, short, time.thread_time))
-    mine = seconds_per_call(call, device, short, time.thread_time)
+    found = []
+    for _ in range(pace.windows):  # by turns, so that both see the same machine
+        both, other = (
+            _window(one, count, device, time.thread_time, window_s)
+            for one, count in zip((call, less), counts, strict=True)
+        )
+        found.append(max(both - other, _LEAST_S))
     waited = (time.perf_counter() - begun[0]) / (time.thread_time() - begun[1])
-    return [max(s - other, _LEAST_S) * waited for s in mine]
+    return [s * waited for s in found]
 
 
 def timed(call: Callable[[], object], count: int, device: torch.device, clock: Clock) -> float:

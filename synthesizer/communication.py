@@ -111,9 +111,7 @@ class Network:
         """
         found = self._added(kind, nbytes, src, dst, start)
         if self._least_s and start == 1:
-            found = [
-                Choice(how, max(s, self._least_s.get((kind, how), 0.0))) for how, s in found
-            ]
+            found = [Choice(how, max(s, self._least_s.get((kind, how), 0.0))) for how, s in found]
         return sorted(found, key=lambda choice: choice.seconds)
 
     def _added(

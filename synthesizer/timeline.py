@@ -129,7 +129,9 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
     finished = streams.clock_s
     for i in graph.role("parameter"):
         if i.target in graph.gradients:
-            start, end = streams.compute(cost.update(graph.tensors[i.tensor], program.inputs[i.tensor]))
+            start, end = streams.compute(
+                cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
+            )
             spans.append(Span(COMPUTE, len(begin), i, start, start, end))
     jobs = streams.jobs
 
