@@ -175,7 +175,9 @@ def _chosen(
         except TooEntangledError:
             if narrow + 1 == len(NARROW):
                 raise
-            progress(f"the graph is too entangled to search with {left}: {NARROW[narrow + 1]}")
+            progress(
+                f"the graph is too entangled to search with {left}; now with {NARROW[narrow + 1]}"
+            )
     raise AssertionError("the last space returns or raises")
 
 

@@ -26,7 +26,7 @@ from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.written import lines_of
-from hap.synthesizer.work import FLOPS
+from hap.synthesizer.work import FLOPS, FREE
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
 """Operators whose axes are used. A look-up is the product of a one-hot matrix and the table: no
@@ -79,11 +79,15 @@ class Space:
 
 
 NARROW = (
-    "all axes",
-    "no axes inside of layers, such as the width of a head",
+    "everything free",
+    "the weights that many layers share held whole",
+    "no axes inside of layers either, such as the width of a head",
     "the axes of the batch alone",
 )
-"""How much of a graph's space :func:`build_space` leaves out, by degrees."""
+"""What is left of a graph's space that :func:`build_space` makes narrower, by degrees."""
+
+SHARED = 4
+"""Layers from which on a weight counts as one that many share."""
 
 
 def build_space(graph: Graph, *, narrow: int = 0) -> Space:
@@ -91,8 +95,9 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
 
     Args:
         narrow: a degree of :data:`NARROW`, for graphs whose whole space is too wide for the exact
-            search. At 1, an axis must lie on a parameter or on the batch; at 2, on the first dim
-            of what the batch holds.
+            search. At 1, a weight that more layers read than :data:`SHARED` ties none of them to
+            another; at 2, an axis must lie on a parameter or on the batch as well; at 3, on the
+            first dim of what the batch holds.
 
     Raises:
         UnsupportedOpError: an operator has no rule; the message names it, its line, and the
@@ -120,13 +125,52 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
         stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
     for i in graph.role("input"):  # a rank reads all of the batch or its rows of it
         stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
-    return Space(
-        graph=graph,
-        axes=axes,
-        rows=rows,
-        holdings=_holdings(graph, axes, rows, constant),
-        sources=stored,
-    )
+    holdings = _holdings(graph, axes, rows, constant)
+    if narrow:
+        whole, terms = _shared(graph)
+        holdings |= dict.fromkeys(whole, ((R,),))
+        holdings |= {name: ((P,),) for name in terms if (P,) in holdings[name]}
+    return Space(graph=graph, axes=axes, rows=rows, holdings=holdings, sources=stored)
+
+
+def _shared(graph: Graph) -> tuple[set[str], set[str]]:
+    """Of weights that many layers share: these and views of them, and the sums of some of the
+    terms of their gradients. Held in one way only, they tie no layer to another.
+    """
+    weights: set[str] = set()
+    sums: set[str] = set()
+    for i in graph.role("parameter"):
+        own = _partial_sums(graph.gradients.get(i.target), graph)
+        if len(own) + 2 > SHARED:  # the terms are one more than the sums, the whole one included
+            weights |= _views(i.tensor, graph)
+            sums |= own
+    return weights, sums
+
+
+def _views(tensor: str, graph: Graph) -> set[str]:
+    """A tensor and what views make of it alone."""
+    found, new = {tensor}, [tensor]
+    while new:
+        for node in graph.consumers[new.pop()]:
+            made = {o for o in node.outputs if o} - found
+            if node.op in FREE and found.issuperset(node.inputs):
+                found |= made
+                new += made
+    return found
+
+
+def _partial_sums(total: str | None, graph: Graph) -> set[str]:
+    """The sums of some of its terms that a sum is made from."""
+    found: set[str] = set()
+    new = [total] if total else []
+    while new:
+        node = graph.producer.get(new.pop())
+        while node and node.op in FREE and len(node.inputs) == 1:
+            node = graph.producer.get(node.inputs[0])
+        if node and node.op == "aten.add.Tensor":
+            new += node.inputs
+            found.update(o for o in node.outputs if o and o != total)
+    return found
 
 
 def is_product(node: Node, graph: Graph) -> bool:
@@ -185,12 +229,12 @@ def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narr
         axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
         for d in _dims(n, row)
     } or set(axes.axes)  # fmt: skip
-    if narrow:
-        roles = ("parameter", "input") if narrow == 1 else ("input",)
+    if narrow > 1:
+        roles = ("parameter", "input") if narrow == 2 else ("input",)
         given = {i.tensor for i in graph.inputs if i.role in roles}
         useful &= {
             axis for (tensor, dim), axis in axes.of.items()
-            if tensor in given and (narrow == 1 or dim == 0)
+            if tensor in given and (narrow == 2 or dim == 0)
         }  # fmt: skip
     return Axes(
         axes={name: axis for name, axis in axes.axes.items() if name in useful},

@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import hap
 from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
+from hap.placement import P, R
 from hap.runtime.values import set_apart
 from hap.synthesizer import exact
-from hap.synthesizer.space import NARROW, build_space
+from hap.synthesizer.space import NARROW, SHARED, build_space
 from tests.random_plans import make_case, two_machines, verdict
 
 FAST = ("qwen2", "dlrm")
@@ -82,15 +84,45 @@ def test_sizes_need_not_divide(words: int) -> None:
     assert verdict(case, made).ok
 
 
+class Shared(nn.Module):
+    """One layer applied over and over, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(SHARED + 1):
+            x = torch.tanh(self.layer(x))
+        return self.last(x).square().mean()
+
+
+def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
+    torch.manual_seed(0)
+    case = make_case(Shared(), torch.randn(5, 6))
+    free, narrower = (build_space(case.graph, narrow=k).holdings for k in (0, 1))
+    parameters = {i.target: i.tensor for i in case.graph.role("parameter")}
+    assert len(free[parameters["layer.weight"]]) > 1
+    assert narrower[parameters["layer.weight"]] == ((R,),)
+    assert narrower[parameters["last.weight"]] == free[parameters["last.weight"]]
+    total = case.graph.gradients["layer.weight"]
+    sums = {t for t in narrower if narrower[t] == ((P,),) and len(free[t]) > 1}
+    assert len(sums) == 2 * (SHARED - 1), "of weight and bias, all sums but the whole one"
+    assert total not in sums
+    narrow = dataclasses.replace(case, space=build_space(case.graph, narrow=1))
+    for world in (2, 3):
+        assert verdict(narrow, by_chance(narrow, world)).ok
+
+
 def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = case_of(entries()["graph"])
-    whole, inner, batch = (
+    whole, shared, inner, batch = (
         set(build_space(case.graph, narrow=k).axes.axes) for k in range(len(NARROW))
     )
-    assert whole > inner > batch
-    assert {axis.units for axis in build_space(case.graph, narrow=2).axes.axes.values()} == {6}
+    assert whole == shared > inner > batch
+    assert {axis.units for axis in build_space(case.graph, narrow=3).axes.axes.values()} == {6}
     monkeypatch.setattr(exact, "LARGEST_TABLE", 2_000)
     said: list[str] = []
     made = hap.plan(case.model, case.batch, two_machines(2), progress=said.append)
