@@ -111,7 +111,8 @@ def fit_links(
         price: Seconds of a sample, by its index, on given links; a maximum, minimum or sum of
             terms that are latencies and inverse bandwidths times constants.
         seconds: What each sample took.
-        prior: First guess of the links, which keeps what the samples say nothing about.
+        prior: First guess of the links, which keeps what the samples say nothing about. The least
+            that a collective takes is not fitted.
         source: Provenance of the links that were fitted.
         noise: How far the repeats of each sample were off, relative.
 
@@ -123,7 +124,7 @@ def fit_links(
 
     def links(slowness: np.ndarray) -> list[Link]:
         return [
-            Link(link.bandwidth_bytes_per_s / x[1], link.latency_s * x[0], source)
+            Link(link.bandwidth_bytes_per_s / x[1], link.latency_s * x[0], source, link.least_s)
             for link, x in zip(prior, slowness.reshape(-1, 2).tolist(), strict=True)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import median
+from statistics import fmean, median
 
 from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Collectives, Link
 from hap.profiler.fit import fit_links
@@ -15,9 +15,9 @@ Price = Callable[[Cluster, ExchangeRecord], float]
 """Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
 
 _ANY = 1e18  # bytes per second: so fast that bytes cost nothing
-_SMALL_BYTES, _UNEXPLAINED = 2**17, 0.3
-"""If collectives of so few bytes take that much longer than starts and bytes say, it is the least
-that one takes."""
+_SMALL_BYTES, _BETTER = 2**17, 0.7
+"""Bytes up to which a collective may tell what one takes at least; and how much better a fit with
+such a figure must be than one without."""
 
 _UNMEASURED = Link(1e10, 1e-5, "assumed: nothing was measured")
 
@@ -134,37 +134,51 @@ def _fit(
 
     seconds = [median(r.seconds) for r in records]
     noise = [spread(r.seconds) for r in records]
+
+    def fitted(prior: Sequence[Link]) -> tuple[list[Link], list[Residual]]:
+        found = fit_links(predicted, seconds, prior=prior, source="", noise=noise)
+        return found, [
+            Residual(record=r, predicted_s=predicted(found, i)) for i, r in enumerate(records)
+        ]
+
     # What a start costs is far from a message's latency where ranks have little processor time.
     slow_s = max(guess[name].latency_s for name in names) or 1.0
     starts = [Link(_ANY, guess[name].latency_s / slow_s or 1.0) for name in names]
-    least = min(r.nbytes for r in records)
+    fewest = min(r.nbytes for r in records)
     start_s = median(
         s / predicted(starts, i)
-        for i, (s, r) in enumerate(zip(seconds, records, strict=True)) if r.nbytes == least
+        for i, (s, r) in enumerate(zip(seconds, records, strict=True)) if r.nbytes == fewest
     )  # fmt: skip
-    prior = [
+    found = fitted([
         replace(guess[name], latency_s=start_s * start.latency_s)
         for name, start in zip(names, starts, strict=True)
-    ]
-    fitted = fit_links(predicted, seconds, prior=prior, source="", noise=noise)
-
-    def compared() -> list[Residual]:
-        return [Residual(record=r, predicted_s=predicted(fitted, i)) for i, r in enumerate(records)]
-
-    residuals = compared()
-    for k, name in enumerate(names):
-        small = [
-            r for r in residuals
-            if r.record.nbytes <= _SMALL_BYTES and _level(cluster, r.record) == name
-        ]  # fmt: skip
-        if small and median(r.error for r in small) < -_UNEXPLAINED:
-            fitted[k] = replace(fitted[k], least_s=median(r.measured_s for r in small))
-    residuals = compared()
+    ])  # fmt: skip
+    # Or else it takes some time at least, which is over before the bytes of a larger one are.
+    other = fitted([
+        replace(guess[name], least_s=_least_s(cluster, name, records)) for name in names
+    ])  # fmt: skip
+    if _off(other[1]) < _BETTER * _off(found[1]):
+        found = other
+    made, residuals = found
     source = told(date, records, [r.error for r in residuals])
     return (
-        {name: replace(link, source=source) for name, link in zip(names, fitted, strict=True)},
+        {name: replace(link, source=source) for name, link in zip(names, made, strict=True)},
         residuals,
     )
+
+
+def _off(residuals: Sequence[Residual]) -> float:
+    """How far a fit is off, where one that is far off counts like one that is twice too long."""
+    return fmean(min(abs(r.error), 1.0) for r in residuals)
+
+
+def _least_s(cluster: Cluster, level: str, records: Sequence[ExchangeRecord]) -> float:
+    """What small collectives take on a level; 0 if there are none."""
+    small = [
+        median(r.seconds) for r in records
+        if r.nbytes <= _SMALL_BYTES and _level(cluster, r) == level
+    ]  # fmt: skip
+    return median(small) if small else 0.0
 
 
 def _level(cluster: Cluster, record: ExchangeRecord) -> str:

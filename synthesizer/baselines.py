@@ -113,10 +113,10 @@ def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
     fixed = _fixed(space)
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
-        if tensor in fixed:
-            return True
         if tensor in stored_as:
             return p == (stored_as[tensor] if stored else R)
+        if tensor in fixed:
+            return True
         return p == S(dim_of[tensor]) if tensor in dim_of else True
 
     return allowed

@@ -27,10 +27,10 @@ from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, Cluster, Device, Link, Wor
 from hap.cluster_text import cluster_yaml
 from hap.errors import ClusterError, HapError, InputError
 from hap.graph import Graph, Input, Node, Ref, Tensor
-from hap.profiler import devices, exchange, links
+from hap.profiler import beside, devices, exchange, links, measure
 from hap.profiler.measure import QUICK, seconds_per_call
 from hap.profiler.probes import Arena, Probe, probes
-from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, Rank, line, read
+from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, Rank, line, middle, read
 from hap.profiler.watch import Watch
 from hap.runtime.launch import report, spawn
 from hap.synthesizer.communication import Network
@@ -246,6 +246,71 @@ def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> Non
             assert ("inside" in levels) == (nodes == "aabb")
 
 
+def test_what_a_collective_takes_at_least_is_told_from_what_its_starts_take() -> None:
+    """30 ms for waking up are over before the bytes of larger ones are."""
+    rng = random.Random(3)
+    true = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
+    plain = exchange_records(true, 0.03, rng, (2**12, 2**16, 2**19, 2**22))
+    slow = [
+        replace(r, seconds=tuple(max(s, 0.03) for s in r.seconds))
+        if r.kind == "all_reduce" else r for r in plain
+    ]  # fmt: skip
+    found, residuals = links.collectives(true, slow, profiling.price, "today")
+    for kind, ways in found.items():
+        for how, levels in ways.items():
+            least_s = 0.03 if kind == "all_reduce" else 0.0
+            assert levels["between"].least_s == pytest.approx(least_s, rel=0.05), (kind, how)
+    errors = [abs(r.error) for r in residuals if r.record.kind == "all_reduce"]
+    assert max(errors) < 0.15
+
+
+def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
+    plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
+    own = {"all_reduce": {"one shot": {"between": Link(25e6, 1e-3, "", 0.5)}}}
+    networks = [Network(plain), Network(replace(plain, collectives=own))]
+    ones = np.ones(4)
+    for nbytes, start, least_s in ((8, 1.0, 0.5), (8, 0.5, 0.0), (2**26, 1.0, 0.0)):
+        before, after = (
+            dict(n.choices("all_reduce", nbytes, ones, ones, start=start)) for n in networks
+        )
+        assert after == {**before, "one shot": max(before["one shot"], least_s)}
+    floors = [n.floor_s("all_reduce", 8) for n in networks]
+    assert floors[0] == floors[1]
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "computed_s", "ended_s", "drag"),
+    [(1.0, 4.0, 2.5, 2.5), (1.0, 2.0, 2.5, 4.0), (1.0, 2.0, 2.0, 2.0), (1.0, 4.0, 0.9, 1.0),
+     (1.0, 2.0, 3.5, 10.0)],
+)  # fmt: skip
+def test_drag_is_told_from_when_a_collective_ends(
+    alone_s: float, computed_s: float, ended_s: float, drag: float
+) -> None:
+    """While others compute it takes ``drag`` times as long, and what is then left its own time."""
+    assert beside.dragged(alone_s, computed_s, ended_s) == pytest.approx(drag)
+
+
+def test_the_middle_leaves_out_hiccups_and_keeps_what_is_paid_later() -> None:
+    assert middle([1.0, 1.0, 1.0, 1.0, 9.0]) == 1.0
+    assert middle([0.2, 1.8, 0.3, 1.7, 1.0]) == pytest.approx(1.0)
+    assert middle([3.0]) == 3.0
+
+
+def test_a_difference_is_of_processor_time_and_told_in_seconds_of_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a processor that is stopped for half of the time, four steps of 1 ms take 8 ms."""
+    used = [0.0]
+    monkeypatch.setattr(measure.time, "thread_time", lambda: used[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: 2 * used[0])
+
+    def work(seconds: float) -> None:
+        used[0] += seconds
+
+    found = measure.seconds_beyond(lambda: work(0.005), lambda: work(0.001), CPU, QUICK)
+    assert found == pytest.approx([0.008] * QUICK.windows)
+
+
 @pytest.mark.parametrize(
     ("start_s", "bytes_per_s", "wanted"),
     [(0.05, 1e9, 4), (0.05, 5e6, 3), (1e-4, 1e6, 3), (2.0, 1e9, 1), (1e-5, 1e9, 4)],
@@ -316,14 +381,14 @@ def test_machines_are_told_apart(
 
 def measured_cluster() -> Cluster:
     own = {
-        "all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "measured today, n=4")}},
+        "all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "measured today, n=4", 0.03)}},
         "all_gather": {
             "padded": {"inside": Link(3e9, 1e-5, "m"), "between": Link(2e7, 1e-3, "m")},
             "hierarchical": {"between": Link(2e7, 1e-3, "m")},
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
     return replace(made, devices=(*made.devices[:3], slower), collectives=own)
@@ -336,6 +401,9 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert found.collectives.keys() == cluster.collectives.keys()
     gather = found.collectives["all_gather"]["padded"]["between"]
     assert gather.bandwidth_bytes_per_s == pytest.approx(2e7, rel=1e-4)
+    assert gather.least_s == 0
+    assert found.collectives["all_reduce"]["one shot"]["between"].least_s == pytest.approx(0.03)
+    assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
         assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)
         assert mine.flops_per_s == pytest.approx(theirs.flops_per_s, rel=1e-4)
@@ -348,7 +416,7 @@ def test_measured_collectives_are_part_of_a_plans_cluster() -> None:
     cluster = measured_cluster()
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
     assert replace(cluster, collectives={}).digest != cluster.digest
-    renamed = {"all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "another day")}}}
+    renamed = {"all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "another day", 0.03)}}}
     one, other = (
         replace(cluster, collectives=c)
         for c in (renamed, {"all_reduce": cluster.collectives["all_reduce"]})
