@@ -166,22 +166,26 @@ class _Buckets:
         mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
         shape = tuple(self._sizes[n] for n in (*scope, v))
         key: _Key = (self._costs[v], shape, tuple(mine))
-        if key not in self._known:
-            self._known[key] = self._eliminate(key)
-        least, best, best_label = self._known[key]
+        least, best, best_label = self._known.get(key) or self._eliminate(key)
+        for _, table in mine:
+            self._pool.release(table)
         for n in scope:
             self._tables[n] = [(names, t) for names, t in self._tables[n] if v not in names]
             self._tables[n].append((scope, best))
         return least, best_label
 
     def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
+        """Known from now on if it can be held; else its table is for the next reader alone."""
         costs, shape, mine = key
         tables = self._pool.tables
         given = [((len(shape) - 1,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
         best, best_label = _minimum(shape, given)
         least = int(best.min())
         best = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
-        return least, self._pool.number(best), best_label
+        if not self._pool.holds(best.size):
+            return least, self._pool.passing(best), best_label
+        found = self._known[key] = least, self._pool.number(best), best_label
+        return found
 
 
 class _Order(NamedTuple):
@@ -295,7 +299,7 @@ def _minimum(
             joint = np.broadcast_to(joint, shape)
         return joint.min(axis=-1), joint.argmin(axis=-1)
     best = np.full(shape[:-1], np.iinfo(np.int64).max)
-    best_label = np.zeros(shape[:-1], dtype=np.int16)
+    best_label = np.zeros(shape[:-1], dtype=np.int8 if shape[-1] <= 128 else np.int16)
     for label in range(shape[-1]):
         total = functools.reduce(np.add, (t[..., min(label, t.shape[-1] - 1)] for t in terms))
         best_label[total < best] = label

@@ -25,6 +25,12 @@ CAP = FORBIDDEN >> 8
 COMPARED = 1 << 20
 """Entries up to which equal tables are recognised; to compare larger ones takes too long."""
 
+HELD = 1 << 28
+"""Entries of larger tables that are held in case they are wanted again: 2 GiB."""
+
+
+_GONE: Costs = np.zeros(0, dtype=np.int64)
+
 
 class Pool:
     """Tables of one problem. Every table given or made has a number."""
@@ -35,6 +41,27 @@ class Pool:
         self._given: dict[int, tuple[int, Costs]] = {}  # the array is kept: its id stays its own
         self._made: dict[object, int] = {}
         self._kept: dict[object, tuple[int, ...]] = {}
+        self._held = 0
+        self._passing: set[int] = set()
+
+    def holds(self, entries: int) -> bool:
+        """Is there room to hold another table of this size, and what was worked out of it?"""
+        if entries <= COMPARED:
+            return True
+        self._held += entries
+        return self._held <= HELD
+
+    def passing(self, table: Costs) -> int:
+        """A number for a table that will be read once, and then released."""
+        self._passing.add(len(self.tables))
+        self.tables.append(table)
+        return len(self.tables) - 1
+
+    def release(self, number: int) -> None:
+        """Give back the memory of a table that was passing; others stay."""
+        if number in self._passing:
+            self._passing.remove(number)
+            self.tables[number] = _GONE
 
     def number(self, table: Costs) -> int:
         """The number of a table, the same for equal ones."""

@@ -14,7 +14,7 @@ from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Input, Output, Ref
 from hap.placement import P, Placement, R, S
 from hap.program import Compute
-from hap.synthesizer import exact
+from hap.synthesizer import exact, tables
 from hap.synthesizer.cost import CostModel, Machine
 from hap.synthesizer.dominance import Reduced
 from hap.synthesizer.exact import FORBIDDEN, HUBS, LARGEST_TABLE, Costs, TooWide, minimise
@@ -142,10 +142,14 @@ def test_a_table_too_large_is_refused_before_it_is_made() -> None:
     assert str(labels**14) in str(error.value)
 
 
+@pytest.mark.parametrize("held", [1 << 28, 12, 0], ids=["all held", "some", "none"])
 @pytest.mark.parametrize("kind", ["sparse", "clique", "forbidden"])
-def test_fixing_hubs_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tables of a few entries allowed, up to three variables are fixed in turn."""
+def test_fixing_hubs_changes_nothing(kind: str, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tables of a few entries allowed, up to three variables are fixed in turn; and tables
+    that are not held for another time are released once they have been read."""
     refused = 0
+    monkeypatch.setattr(tables, "COMPARED", 3)
+    monkeypatch.setattr(tables, "HELD", held)
     for seed in range(60):
         unary, pairs = random_tables(kind, seed)
         expected = minimise(unary, pairs)
