@@ -19,8 +19,9 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,139 +38,63 @@ from hap.model_file import ModelFile, load_model_file
 from hap.plan import Plan
 from hap.program import Compute, Convert, Instruction
 from hap.runtime.collectives import ProcessGroupComm
-from hap.runtime.compiled import runnable
-from hap.runtime.module import HapModule, emit
-from hap.runtime.overlap import Lane, Pending
+from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed
 from hap.simulation import simulate_plan
-from hap.synthesizer.timeline import COMPUTE
-from hap.terminal import emit as show
-from hap.terminal import table
+from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule
+from hap.terminal import emit, table
 from hap.units import format_bytes, format_seconds
 
 WARM_UP = 2
-WAIT, UPDATE, REST = "(waiting)", "(update)", "(between)"
+UPDATE = "(update)"
+SHOWN = 24
+"""Operators."""
 
 
-@dataclass(slots=True)
-class Clock:
-    """Wall and processor seconds since the last look, by what was done meanwhile."""
-
-    wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    cpu_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    last: tuple[float, float] = (0.0, 0.0)
-
-    def look(self, what: str) -> None:
-        """All since the last look was spent on ``what``."""
-        now = time.perf_counter(), time.thread_time()
-        self.wall_s[what] += now[0] - self.last[0]
-        self.cpu_s[what] += now[1] - self.last[1]
-        self.last = now
-
-
-class TimedLane(Lane):
-    """Another lane, and when each of its collectives began and ended."""
-
-    def __init__(self, lane: Lane, times: list[tuple[float, float]]) -> None:
-        self._lane, self._times = lane, times
-
-    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
-        def timed(*resolved: Any) -> Any:
-            begun = time.perf_counter()
-            result = run(*resolved)
-            self._times.append((begun, time.perf_counter()))
-            return result
-
-        return self._lane.issue(timed, *args)
-
-    def wait(self, pending: Pending) -> Any:
-        return self._lane.wait(pending)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One step of one rank; ``plain_s`` is one in which no clock was read."""
+    """One step of one rank, by what it was spent on; ``plain_s`` is one without a watch."""
 
     plain_s: float
     step_s: float
     wall_s: dict[str, float]
-    cpu_s: dict[str, float]
+    processor_s: dict[str, float]
     collectives: list[tuple[float, float]]
 
 
 def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool) -> list[Ran]:
-    """One rank's counted steps."""
-    plan = Plan.from_json(plan_json)
-    rank = dist.get_rank()
+    """One rank's counted steps: first as they are, then watched."""
+    plan, rank = Plan.from_json(plan_json), dist.get_rank()
     comm = ProcessGroupComm(dist.group.WORLD)
     module = api.compile(
-        built(file), plan, loss=file.loss, seed=file.seed, comm=comm, check=False,
+        built(file), plan, loss=file.loss, seed=file.seed, comm=comm, check=False
     )  # fmt: skip
-    clock, times = Clock(), []
-    if in_turn:
-        module._ctx.in_turn().__enter__()
     update = optimizer(file, list(module.parameters()))
-    found: list[Ran] = []
-    plain_s: list[float] = []
-    batches = global_batches(file, WARM_UP + steps)
-    for number, batch in enumerate((*batches, *batches)):
-        if number == len(batches):
-            _instrument(module, plan, rank, clock, times, in_turn)
-        mine = plan.local_batch(batch, rank)
+    batches = [plan.local_batch(b, rank) for b in global_batches(file, WARM_UP + steps)]
+
+    def step(batch: Any, watch: Stopwatch) -> float:
         dist.barrier()
-        clock.wall_s.clear()
-        clock.cpu_s.clear()
-        times.clear()
-        begun = clock.last = time.perf_counter(), time.thread_time()
+        begun = time.perf_counter()
+        watch.start()
         update.zero_grad()
-        loss = call(module, mine)
+        loss = call(module, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        clock.look(REST)
+        watch.look(REST)
         update.step()
-        clock.look(UPDATE)
+        watch.look(UPDATE)
         dist.barrier()
-        step_s = time.perf_counter() - begun[0]
-        if WARM_UP <= number < len(batches):
-            plain_s.append(step_s)
-        if number >= len(batches) + WARM_UP:
-            found.append(
-                Ran(
-                    statistics.median(plain_s),
-                    step_s,
-                    dict(clock.wall_s),
-                    dict(clock.cpu_s),
-                    list(times),
-                )
-            )
-    return found
+        return time.perf_counter() - begun
 
-
-def _instrument(
-    module: HapModule, plan: Plan, rank: int, clock: Clock,
-    times: list[tuple[float, float]], in_turn: bool,
-) -> None:  # fmt: skip
-    """Have a module's code look at the clock after each operator."""
-    emitted = emit(plan, rank, module._device)
-    for code in (emitted.forward.graph, emitted.backward.graph):
-        ctx = next(n for n in code.nodes if n.op == "placeholder")
-        nodes = [n for n in code.nodes if n.op in ("call_function", "call_method")]
-        for place, node in enumerate(nodes):
-            if node.target == "wait":
-                what = WAIT
-            elif node.target == "issue":
-                what = WAIT if in_turn else REST
-            else:
-                ahead = (n for n in nodes[place:] if "value" in n.meta)
-                what = next((n.meta["value"].tensor for n in ahead), REST)
-            with code.inserting_after(node):
-                code.call_method("look", (ctx, what))
-        first = next(n for n in code.nodes if n.op != "placeholder")
-        with code.inserting_before(first):
-            code.call_method("look", (ctx, REST))
-    module._code = runnable(emitted, "eager", module._device)
-    context: Any = module._ctx
-    context.look = clock.look
-    module._ctx._lane = TimedLane(module._ctx._lane, times)
+    with module.in_turn() if in_turn else nullcontext():
+        plain_s = statistics.median([step(b, Stopwatch()) for b in batches][WARM_UP:])
+    watch, found = watched(module, in_turn=in_turn), []
+    for batch in batches:
+        step_s = step(batch, watch)
+        found.append(Ran(
+            plain_s=plain_s, step_s=step_s, wall_s=dict(watch.wall_s),
+            processor_s=dict(watch.processor_s), collectives=list(watch.collectives),
+        ))  # fmt: skip
+    return found[WARM_UP:]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -201,25 +126,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(plan, ran, fractions, overlap=not options.in_turn, shapes=options.shapes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """One rank's step by operator: predicted, on the wall, and of the processor.
+
+    Those of the processor are over the rank's fraction of a core, to be compared.
+    """
+
+    predicted: dict[str, float]
+    wall: dict[str, float]
+    processor: dict[str, float]
+
+    def computing(self, seconds: dict[str, float]) -> float:
+        return sum(s for name, s in seconds.items() if name not in (WAIT, REST, UPDATE))
+
+
 def report(
     plan: Plan, ran: list[list[Ran]], fractions: Sequence[float], *, overlap: bool, shapes: bool
 ) -> None:
-    """The three tables."""
-    graph = plan.whole[0]
-    run = simulate_plan(plan, overlap=overlap).run
-    world = plan.world_size
-    predicted: list[dict[str, float]] = [defaultdict(float) for _ in range(world)]
-    lanes: list[tuple[tuple[Instruction, ...], float]] = []
-    for span in run.spans:
-        if span.stream == COMPUTE:
-            for rank in range(world):
-                key = _key(graph, span.what, shapes)
-                predicted[rank][key] += float(span.end_s[rank] - span.start_s[rank])
-        else:
-            assert not isinstance(span.what, Input)
-            lanes.append((span.what, float((span.end_s - span.start_s).max())))
-    wall = [_medians(graph, [r.wall_s for r in steps], shapes) for steps in ran]
-    cpu = [_medians(graph, [r.cpu_s for r in steps], shapes) for steps in ran]
+    """The step, and three tables of it: ranks, operators of the busiest, collectives."""
+    graph, run = plan.whole[0], simulate_plan(plan, overlap=overlap).run
     plain_s = max(steps[0].plain_s for steps in ran)
     step_s = statistics.median(max(r[k].step_s for r in ran) for k in range(len(ran[0])))
     print(
@@ -227,66 +153,72 @@ def report(
         f"{run.step_s / plain_s - 1:+.1%}; with a clock read after each operator "
         f"{format_seconds(step_s)}"
     )
-    rows = []
-    for rank, device in enumerate(plan.cluster.devices):
-        computing = [k for k in wall[rank] if k not in (WAIT, REST, UPDATE)]
-        planned = sum(v for k, v in predicted[rank].items() if k != UPDATE)
-        rows.append((
-            device.name, format_seconds(planned),
-            format_seconds(sum(wall[rank][k] for k in computing)),
-            format_seconds(sum(cpu[rank][k] for k in computing) / fractions[rank]),
-            format_seconds(predicted[rank][UPDATE]), format_seconds(wall[rank][UPDATE]),
-            format_seconds(wall[rank][WAIT]), format_seconds(wall[rank][REST]),
+    ranks = []
+    for rank, (steps, fraction) in enumerate(zip(ran, fractions, strict=True)):
+        predicted: dict[str, float] = defaultdict(float)
+        for span in run.spans:
+            if span.stream == COMPUTE:
+                seconds = float(span.end_s[rank] - span.start_s[rank])
+                predicted[_what(graph, span.what, shapes)] += seconds
+        processor = _medians(graph, [r.processor_s for r in steps], shapes)
+        ranks.append(Seconds(
+            predicted=predicted, wall=_medians(graph, [r.wall_s for r in steps], shapes),
+            processor={name: s / fraction for name, s in processor.items()},
         ))  # fmt: skip
-    head = (
-        "rank",
-        "computing",
-        "measured",
-        "processor",
-        "update",
-        "measured",
-        "waiting",
-        "between",
-    )
-    show(table(head, rows, right=range(1, 8)))
-    last = max(range(world), key=lambda r: sum(predicted[r].values()))
-    took = {k: s / fractions[last] for k, s in cpu[last].items()}
-    keys = sorted(
-        {*predicted[last], *took} - {WAIT, REST},
-        key=lambda k: -abs(predicted[last][k] - took.get(k, 0.0)),
-    )  # fmt: skip
-    counts = Counter(
+    _show_ranks([d.name for d in plan.cluster.devices], ranks)
+    busiest = max(range(len(ranks)), key=lambda r: ranks[r].computing(ranks[r].predicted))
+    print(f"\noperators of {plan.cluster.devices[busiest].name}")
+    calls = Counter(
         _name(graph, s.node, shapes) for s in plan.whole[1].instructions if isinstance(s, Compute)
     )
+    _show_operators(ranks[busiest], calls, step_s)
+    print()
+    _show_collectives(graph, run, ran, step_s)
+
+
+def _show_ranks(names: Sequence[str], ranks: Sequence[Seconds]) -> None:
+    rows = [
+        (name, *map(format_seconds, (
+            r.computing(r.predicted), r.computing(r.wall), r.computing(r.processor),
+            r.predicted[UPDATE], r.wall[UPDATE], r.wall.get(WAIT, 0.0), r.wall.get(REST, 0.0),
+        )))
+        for name, r in zip(names, ranks, strict=True)
+    ]  # fmt: skip
+    head = ("rank", "computing", "measured", "processor", "update", "measured", "waiting", "rest")
+    emit(table(head, rows, right=range(1, 8)))
+
+
+def _show_operators(rank: Seconds, calls: Mapping[str, int], step_s: float) -> None:
+    def off(name: str) -> float:
+        return rank.predicted.get(name, 0.0) - rank.processor.get(name, 0.0)
+
+    names = {*rank.predicted, *rank.processor} - {WAIT, REST}
     rows = [
         (
-            k, str(counts[k]), format_seconds(predicted[last][k]),
-            format_seconds(wall[last].get(k, 0.0)), format_seconds(took.get(k, 0.0)),
-            f"{(predicted[last][k] - took.get(k, 0.0)) / step_s:+.1%}",
+            name, str(calls.get(name, "")), format_seconds(rank.predicted.get(name, 0.0)),
+            format_seconds(rank.wall.get(name, 0.0)),
+            format_seconds(rank.processor.get(name, 0.0)), f"{off(name) / step_s:+.1%}",
         )
-        for k in keys[:24]
+        for name in sorted(names, key=lambda name: -abs(off(name)))[:SHOWN]
     ]  # fmt: skip
-    print(f"\noperators of {plan.cluster.devices[last].name}")
     head = ("operator", "calls", "predicted", "measured", "processor", "of the step")
-    show(table(head, rows, right=range(1, 6)))
-    _collectives(plan, graph, ran, lanes, step_s)
+    emit(table(head, rows, right=range(1, 6)))
 
 
-def _collectives(
-    plan: Plan, graph: Graph, ran: list[list[Ran]],
-    lanes: list[tuple[tuple[Instruction, ...], float]], step_s: float,
-) -> None:  # fmt: skip
+def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: float) -> None:
+    """From when the last rank had begun until the last one had ended."""
     seen: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for at, (group, planned_s) in enumerate(lanes):
-        taken = []
-        for k in range(len(ran[0])):
-            begun = max(steps[k].collectives[at][0] for steps in ran)
-            ended = max(steps[k].collectives[at][1] for steps in ran)
-            taken.append(ended - begun)
-        converts = [s for s in group if isinstance(s, Convert)]
+    for at, span in enumerate(s for s in run.spans if s.stream == COMMUNICATION):
+        taken = statistics.median(
+            max(e for _, e in here) - max(b for b, _ in here)
+            for here in ([steps[k].collectives[at] for steps in ran] for k in range(len(ran[0])))
+        )
+        assert not isinstance(span.what, Input)
+        converts = [s for s in span.what if isinstance(s, Convert)]
         nbytes = sum(graph.tensors[s.tensor].nbytes for s in converts)
         how = f"{converts[0].kind}, {converts[0].implementation}" if converts else "between"
-        seen[how, format_bytes(nbytes)].append((planned_s, statistics.median(taken)))
+        planned_s = float((span.end_s - span.start_s).max())
+        seen[how, format_bytes(nbytes)].append((planned_s, taken))
     rows = [
         (
             how, nbytes, str(len(found)), format_seconds(sum(p for p, _ in found)),
@@ -296,17 +228,14 @@ def _collectives(
         for (how, nbytes), found in sorted(seen.items())
     ]  # fmt: skip
     head = ("collective", "bytes", "times", "predicted", "measured", "of the step")
-    print()
-    show(table(head, rows, right=range(1, 6)))
+    emit(table(head, rows, right=range(1, 6)))
 
 
-def _key(graph: Graph, what: tuple[Instruction, ...] | Input, shapes: bool) -> str:
+def _what(graph: Graph, what: tuple[Instruction, ...] | Input, shapes: bool) -> str:
     if isinstance(what, Input):
         return UPDATE
     step = what[0]
-    if isinstance(step, Convert):
-        return f"({step.kind})"
-    return _name(graph, step.node, shapes)
+    return f"({step.kind})" if isinstance(step, Convert) else _name(graph, step.node, shapes)
 
 
 def _name(graph: Graph, name: str, shapes: bool) -> str:

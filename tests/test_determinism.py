@@ -18,7 +18,7 @@ from hap.plan import Plan
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CLUSTER = str(BENCHMARKS / "clusters" / "unlike8.yaml")
-SEEDS = ("0", "1", "2", "31", "4294967295")
+SEEDS = ("0", "1", "4294967295")
 
 # Planned in one process, since a process spends most of its time importing.
 PROGRAM = """\

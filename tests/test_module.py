@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from hap.errors import PlanError
 from hap.placement import S
 from hap.plan import Plan
+from hap.program import Compute, Convert
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.module import HapModule, clip_grad_norm_
 from hap.runtime.overlap import ThreadLane
+from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
 
 T = TypeVar("T")
@@ -321,3 +323,48 @@ def test_in_turn_runs_collectives_in_the_callers_thread() -> None:
     with ctx.in_turn():
         assert ctx.wait(ctx.issue("all_reduce", torch.ones(1), "one shot"))
     assert not ctx.wait(ctx.issue("all_reduce", torch.ones(1), "one shot"))
+
+
+# --- the stopwatch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_watched_step_is_the_same_and_every_operator_has_its_seconds(in_turn: bool) -> None:
+    case = benchmark_case("gpt2", "tiny")
+    plan = random_plan(case, 2, 1)
+    collectives = sum(
+        not step.local for step in plan.program.instructions if isinstance(step, Convert)
+    )
+    assert collectives
+
+    def act(module: HapModule, batch: Any) -> Stopwatch:
+        module.without_dropout()
+        plain = call(module, batch)
+        plain.backward()
+        want = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        module.zero_grad()
+        watch = watched(module, in_turn=in_turn)
+        watch.start()
+        loss = call(module, batch)
+        loss.backward()
+        watch.look(REST)
+        assert torch.equal(loss, plain)
+        assert all(torch.equal(module.get_parameter(n).grad, g) for n, g in want.items())  # type: ignore[arg-type]
+        return watch
+
+    made = {
+        o for step in plan.program.instructions if isinstance(step, Compute)
+        for o, p in zip(plan.graph.by_name[step.node].outputs, step.outs, strict=True) if o and p
+    }  # fmt: skip
+    watches = on_ranks(case, plan, act)
+    for watch in watches:
+        timed = set(watch.wall_s) - {WAIT, REST}
+        assert timed <= set(plan.graph.tensors)
+        makers = {plan.graph.producer[o].name for o in made}
+        found = {plan.graph.producer[t].name for t in timed if t in plan.graph.producer}
+        assert found <= makers, "and what a rank has no share of, it need not make"
+        assert len(found) > 0.9 * len(makers)
+        assert watch.wall_s.keys() == watch.processor_s.keys()
+        assert min(watch.wall_s.values()) >= 0
+        assert len(watch.collectives) == len(watches[0].collectives) > 0
+        assert all(begun <= ended for begun, ended in watch.collectives)

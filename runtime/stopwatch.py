@@ -1,0 +1,104 @@
+"""Where a rank's step goes: a clock read after each operator and around each collective."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from hap.runtime.compiled import runnable
+from hap.runtime.module import HapModule, emit
+from hap.runtime.overlap import Lane, Pending
+
+WAIT, REST = "(waiting)", "(between)"
+"""Waiting for collectives, and all that is neither that nor an operator."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds of one step, by the tensor of the graph that was made meanwhile, or as named.
+
+    Attributes:
+        wall_s: As a clock on the wall has them.
+        processor_s: Of this thread; less than on the wall where the kernel stopped it.
+        collectives: In the order in which they ran, when each began and ended.
+    """
+
+    wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    processor_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    collectives: list[tuple[float, float]] = field(default_factory=list)
+    _last: tuple[float, float] = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Forget all, and begin."""
+        self.wall_s.clear()
+        self.processor_s.clear()
+        self.collectives.clear()
+        self._last = time.perf_counter(), time.thread_time()
+
+    def look(self, what: str) -> None:
+        """All since the last look was spent on ``what``."""
+        now = time.perf_counter(), time.thread_time()
+        self.wall_s[what] += now[0] - self._last[0]
+        self.processor_s[what] += now[1] - self._last[1]
+        self._last = now
+
+
+def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
+    """Have a module's steps read the watch from now on; they take a little longer for it.
+
+    Args:
+        in_turn: computing waits for each collective where it is issued, from now on.
+    """
+    watch = Stopwatch()
+    emitted = emit(module._plan, module._comm.rank, module._device)
+    for code in (emitted.forward.graph, emitted.backward.graph):
+        _look_around(code, in_turn)
+    module._code = runnable(emitted, "eager", module._device)
+    context: Any = module._ctx
+    context.look = watch.look
+    if in_turn:
+        context.in_turn().__enter__()
+    context._lane = _TimedLane(context._lane, watch.collectives)
+    return watch
+
+
+def _look_around(code: fx.Graph, in_turn: bool) -> None:
+    """A look after each call, which says what it was for."""
+    ctx = next(n for n in code.nodes if n.op == "placeholder")
+    calls = [n for n in code.nodes if n.op in ("call_function", "call_method")]
+    with code.inserting_before(next(n for n in code.nodes if n.op != "placeholder")):
+        code.call_method("look", (ctx, REST))
+    for place, node in enumerate(calls):
+        if node.target == "wait" or (in_turn and node.target == "issue"):
+            what = WAIT
+        elif node.target == "issue":
+            what = REST
+        else:  # a helper is for the next value that is made
+            ahead = (n.meta["value"].tensor for n in calls[place:] if "value" in n.meta)
+            what = next(ahead, REST)
+        with code.inserting_after(node):
+            code.call_method("look", (ctx, what))
+
+
+class _TimedLane(Lane):
+    """Another lane, and when each of its collectives began and ended."""
+
+    def __init__(self, lane: Lane, times: list[tuple[float, float]]) -> None:
+        self._lane, self._times = lane, times
+
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        def timed(*resolved: Any) -> Any:
+            begun = time.perf_counter()
+            result = run(*resolved)
+            self._times.append((begun, time.perf_counter()))
+            return result
+
+        return self._lane.issue(timed, *args)
+
+    def wait(self, pending: Pending) -> Tensor:
+        return self._lane.wait(pending)
