@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -89,8 +89,9 @@ class _Step:
     what: tuple[Instruction, ...]
     seconds: PerRank | float
     lane: bool
-    ins: list[Value]
-    outs: list[Value]
+    ins: list[int]
+    outs: list[int]
+    """Values, by their numbers in the flow."""
     urgent: bool = True
     """Does computing in the same half of the step wait for it?"""
     source: bool = False
@@ -115,10 +116,11 @@ class _Flow:
 
     def __init__(self, graph: Graph, program: Program, cost: CostModel) -> None:
         self._graph, self._cost = graph, cost
-        self._given = {Value(t, p) for t, p in program.inputs.items()}
+        self._values: dict[Value, int] = {}
+        self._given = {*self._numbers(Value(t, p) for t, p in program.inputs.items())}
         self.steps = [self._step(group) for group in program.groups(graph)]
-        self._made: dict[Value, int] = {}
-        self._read: dict[Value, int] = {}
+        self._made: dict[int, int] = {}
+        self._read: dict[int, int] = {}
         for place, step in enumerate(self.steps):
             for value in step.ins:
                 self._read.setdefault(value, place)
@@ -137,8 +139,12 @@ class _Flow:
              for i in graph.role("parameter") if i.target in graph.gradients), world,
         )  # fmt: skip
 
+    def _numbers(self, values: Iterable[Value]) -> list[int]:
+        numbers = self._values
+        return [numbers.setdefault(value, len(numbers)) for value in values]
+
     def _step(self, group: tuple[Instruction, ...]) -> _Step:
-        ins, outs = ends(self._graph, group)
+        ins, outs = map(self._numbers, ends(self._graph, group))
         seconds, lane = priced(self._graph, group, self._cost)
         return _Step(
             what=group, seconds=float(seconds.max()) if lane else seconds, lane=lane,
@@ -178,7 +184,7 @@ class _Flow:
         alone = []
         for k, what in enumerate(step.what):
             one = replace(step, what=(what,))
-            one.ins, one.outs = ends(self._graph, (what,))
+            one.ins, one.outs = map(self._numbers, ends(self._graph, (what,)))
             self._place(one)
             alone.append((one.need, k, what))
         alone.sort(key=lambda entry: entry[:2])
@@ -208,7 +214,7 @@ class _Flow:
 
 def _connect(steps: Sequence[_Step]) -> None:
     """Who reads whom."""
-    maker: dict[Value, _Step] = {}
+    maker: dict[int, _Step] = {}
     for step in steps:
         step.readers, step.missing = [], 0
         for other in {id(m): m for v in step.ins if (m := maker.get(v))}.values():
@@ -225,7 +231,7 @@ class _Run:
         self._steps = steps
         self._updates_s = flow.updates_s
         self._streams = Streams(flow.machine)
-        self._numbers: dict[Value, int] = {}  # of what collectives make
+        self._numbers: dict[int, int] = {}  # values that collectives make -> which of them
         self._order: list[Instruction] = []
         self._begin: list[float] = []  # of each step, on the last rank
         self._issued: list[int] = []  # the steps that communicate
