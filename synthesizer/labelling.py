@@ -134,7 +134,11 @@ class Problem:
         holdings = self.space.holdings[name]
         if not self._restricted:
             return holdings
-        return tuple(h for h in holdings if all(self._allowed(name, p, False) for p in h))
+        # What a narrow space holds as terms alone is whole where nothing may be in terms.
+        for some in (holdings, ((R,),)):
+            if kept := tuple(h for h in some if all(self._allowed(name, p, False) for p in h)):
+                return kept
+        return ()
 
     def _add(self, costs: Iterable[float]) -> int:
         self.unary.append(_costs(costs))

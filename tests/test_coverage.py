@@ -20,6 +20,7 @@ from hap.errors import ModelError
 from hap.placement import P, R
 from hap.runtime.values import set_apart
 from hap.synthesizer import exact
+from hap.synthesizer.planner import Wishes, choose
 from hap.synthesizer.space import NARROW, SHARED, build_space
 from tests.random_plans import make_case, two_machines, verdict
 
@@ -112,6 +113,9 @@ def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
     narrow = dataclasses.replace(case, space=build_space(case.graph, narrow=1))
     for world in (2, 3):
         assert verdict(narrow, by_chance(narrow, world)).ok
+    for cluster in (two_machines(4), two_machines(2)):
+        made = choose(narrow.space, cluster, 2, Wishes(compare=True))
+        assert made.pair.fits
 
 
 def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
