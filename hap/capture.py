@@ -221,7 +221,13 @@ def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
 
 def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    return source.to(x.dtype).expand(x.shape).clone()
+    """``source``, stored like ``x``: what reads it may take a view for granted."""
+    whole = source.to(x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    if order == list(range(x.dim())):
+        return whole.clone(memory_format=torch.contiguous_format)
+    stored = whole.permute(order).clone(memory_format=torch.contiguous_format)
+    return stored.permute([order.index(d) for d in range(x.dim())])
 
 
 def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:

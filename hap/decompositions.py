@@ -104,8 +104,9 @@ def _as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | Non
 def _as_strided_scatter(
     x: Tensor, source: Tensor, size: list[int], stride: list[int], offset: int | None = None
 ) -> Any:
+    """``source``, stored like ``x``: what reads it may take a view for granted."""
     seen = _as_strided(x, size, stride, offset)
-    return seen if seen is NotImplemented else source.reshape(x.shape)
+    return seen if seen is NotImplemented else source.reshape(x.shape).contiguous()
 
 
 def _fill(x: Tensor, value: Tensor) -> Tensor:

@@ -60,6 +60,16 @@ def _waited(node: fx.Node) -> bool:
     return node.target == "wait" or any(map(_waited, node.users))
 
 
+def test_what_is_written_into_a_view_is_stored_like_the_whole() -> None:
+    """The backward of the product takes a view of the gradient, which had been permuted."""
+    recipe = Recipe(
+        params={"p0": (2, 3)}, inputs={"x0": ((2, 2, 2), "float")}, devices=TWO,
+        lines=("v0 = torch.einsum('bik,ko->bio', x0, self.p0)", "v1 = v0.permute((1, 0, 2))",
+               "v1.add_(v1)", "loss = v1.mean()", "return loss"),
+    )  # fmt: skip
+    assert check(recipe) is Outcome.CLEAN
+
+
 def test_a_batch_that_the_forward_writes_into_is_written_within_the_step_alone() -> None:
     recipe = Recipe(
         params={"p0": (4, 3)}, inputs={"x0": ((5, 4), "float")}, devices=TWO,
