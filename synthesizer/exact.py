@@ -31,6 +31,9 @@ LARGEST_TABLE = 1 << 26
 """Entries beyond which elimination gives up: 512 MiB."""
 
 
+MOST_ENTRIES = 1 << 31
+"""Entries of all tables together beyond which elimination gives up: some ten seconds."""
+
 HUBS = 3
 """Variables that are fixed to each of their labels in turn where a table would be too large.
 
@@ -51,10 +54,10 @@ class Labelling:
 
 
 class TooWide(Exception):
-    """The graph has a table that would not fit; ``variables`` are those of its scope."""
+    """The graph has tables that would not fit; ``variables`` are those of the largest."""
 
-    def __init__(self, entries: int, variables: tuple[int, ...]) -> None:
-        super().__init__(f"elimination needs a table of {entries} entries")
+    def __init__(self, what: str, variables: tuple[int, ...]) -> None:
+        super().__init__(f"elimination needs {what}")
         self.variables = variables
 
 
@@ -67,7 +70,8 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
 
     Raises:
         TooWide: some table would have more than :data:`LARGEST_TABLE` entries, whichever labels
-            :data:`HUBS` variables with most neighbours have.
+            :data:`HUBS` variables with most neighbours have, or all of them together more than
+            :data:`MOST_ENTRIES`.
     """
     if not all(len(costs) for costs in unary):
         return None
@@ -80,7 +84,10 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
         edges = [e for e in reduced.edges if not {*e} & {*hubs}]
         plan = _best_order(tuple(sizes), tuple(edges))
     if plan.largest > LARGEST_TABLE:
-        raise TooWide(plan.largest, plan.widest)
+        raise TooWide(f"a table of {plan.largest} entries", plan.widest)
+    entries = plan.total * math.prod(len(reduced.kept[hub]) for hub in hubs)
+    if entries > MOST_ENTRIES:
+        raise TooWide(f"{entries} entries in its tables", plan.widest)
     if not hubs:
         return _eliminated(reduced, {}, plan)
     known: _Known = {}
