@@ -105,7 +105,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
     parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
     parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
-    parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those, not counted")
     parser.add_argument(
         "--budget", type=float, default=120.0,
         help="seconds of rounds per cell, after which none begins once three are counted",
