@@ -75,6 +75,7 @@ class Synthesizer:
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._fixed: dict[object, Relaxation] = {}
+        self._exponent: int | None = None  # of the price of memory that was found last
 
     def on(self, cluster: Cluster) -> Synthesizer:
         """The same search on another cluster."""
@@ -191,7 +192,8 @@ class Synthesizer:
         """The cheapest program under fixed shares that fits the memory, if one does.
 
         A price on each byte of the ranks that are short trades time for memory. The highest
-        price tells whether any program fits; bisection then finds the lowest that suffices.
+        price tells whether any program fits; bisection then finds the lowest that suffices. It
+        begins at the one that the last search found, where it is mostly found again.
         """
         best = self.cheapest(shares)
         if not best.lacking_in_series.any():
@@ -202,14 +204,27 @@ class Synthesizer:
         held = float(best.serial.peak_bytes[short].sum())
         while high > low and held * per_byte * 2.0**high > MOST_S:
             high -= 1  # else costs would reach those of what may not be
-        tried = self.cheapest(shares, np.where(short, per_byte * 2.0**high, 0.0))
-        best = min(best, tried, key=lambda c: c.in_turn)
-        while not tried.lacking_in_series.any() and high - low > 1:
+
+        def fits(exponent: int) -> bool:
+            nonlocal best
+            tried = self.cheapest(shares, np.where(short, per_byte * 2.0**exponent, 0.0))
+            best = min(best, tried, key=lambda c: c.in_turn)
+            return not tried.lacking_in_series.any()
+
+        # ``low`` does not suffice, and ``high`` is the lowest that was seen to.
+        sufficed = False
+        for exponent in () if self._exponent is None else (self._exponent, self._exponent - 1):
+            if low < exponent < high:
+                if fits(exponent):
+                    high, sufficed = exponent, True
+                else:
+                    low = exponent
+        if not sufficed and not fits(high):
+            return best
+        while high - low > 1:
             middle = (low + high) // 2
-            cheaper = self.cheapest(shares, np.where(short, per_byte * 2.0**middle, 0.0))
-            best = min(best, cheaper, key=lambda c: c.in_turn)
-            fits = not cheaper.lacking_in_series.any()
-            low, high = (low, middle) if fits else (middle, high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        self._exponent = high
         return best
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
