@@ -23,7 +23,7 @@ from hap.profiler.samples import BesideRecord
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Starts a collective beside what is computed next; what it returns waits for its end."""
 
-WINDOWS = 3
+WINDOWS = 2
 _WANTED_S = 0.25
 _FIRST, _LEAST, _MOST = 2**21, 2**16, 2**25
 _WIDTH = 384

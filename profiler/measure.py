@@ -28,7 +28,7 @@ class Pace:
     window_s: float
 
 
-FULL = Pace(windows=5, window_s=0.12)
+FULL = Pace(windows=4, window_s=0.12)
 QUICK = Pace(windows=3, window_s=0.08)
 CUDA_WINDOW_S = 0.02
 PARTS = 5
