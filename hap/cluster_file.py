@@ -129,7 +129,7 @@ def _collectives(top: _Section) -> Collectives:
         ways = every.section(kind, IMPLEMENTATIONS[kind])
         found[str(kind)] = {
             str(how): {
-                str(level): _link(levels, level, 0.0)
+                str(level): _link(levels, level, 0.0, "least")
                 for levels in (ways.section(how, LEVELS),)
                 for level in levels.data
             }
@@ -202,12 +202,12 @@ def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
     return slowest or Link(10e9, latency_s, "assumed: PCIe 3 x16")
 
 
-def _link(section: _Section, key: str, latency_s: float) -> Link:
-    """``10 Gbit/s``, or ``{bandwidth: 10 Gbit/s, latency: 30 us}``."""
+def _link(section: _Section, key: str, latency_s: float, *more: str) -> Link:
+    """``10 Gbit/s``, or ``{bandwidth: 10 Gbit/s, latency: 30 us}``, and ``more`` keys."""
     place = section.where(key)
     if not isinstance(section.data[key], Mapping):
         return Link(section.quantity(key, "bytes/s"), latency_s, f"{place}; latency assumed")
-    link = section.section(key, ("bandwidth", "latency", "least", "source"))
+    link = section.section(key, ("bandwidth", "latency", *more, "source"))
     link.required("bandwidth", "bandwidth: 10 Gbit/s")
     source = f"{link.data['source']} ({place})" if "source" in link.data else place
     if "latency" in link.data:

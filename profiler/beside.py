@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
             torch.mm(a, a)
 
     products(8)
-    each_s = _everyones(_timed(lambda: products(16), device) / 16)
+    each_s = _everyones(_timed(partial(products, 16), device) / 16)
     lost: list[float] = []
     drag: list[float] = []
     for fastest in _classes(each_s):
@@ -65,11 +66,11 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
             reduced_s = _together(comm, device, call)
             count = math.ceil(_LONGER * reduced_s / each_s[comm.rank]) if mine else 0
             _meet(comm, device)
-            alone_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
+            alone_s = _timed(partial(products, count), device)
             _meet(comm, device)
             begun = time.perf_counter()
             wait = start(call)
-            both_s = _timed(lambda count=count: products(count), device)  # type: ignore[misc]
+            both_s = _timed(partial(products, count), device)
             wait()
             _synchronize(device)
             ended_s = _last(comm, device, time.perf_counter() - begun)
