@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from hap.runtime.compiled import runnable
 from hap.runtime.module import HapModule, emit
-from hap.runtime.overlap import Lane, Pending
+from hap.runtime.overlap import InlineLane, Lane, Pending
 
 WAIT, REST = "(waiting)", "(between)"
 """Waiting for collectives, and all that is neither that nor an operator."""
@@ -61,9 +61,7 @@ def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
     module._code = runnable(emitted, "eager", module._device)
     context: Any = module._ctx
     context.look = watch.look
-    if in_turn:
-        context.in_turn().__enter__()
-    context._lane = _TimedLane(context._lane, watch.collectives)
+    context._lane = _TimedLane(InlineLane() if in_turn else context._lane, watch.collectives)
     return watch
 
 
