@@ -343,7 +343,10 @@ def test_a_watched_step_is_the_same_and_every_operator_has_its_seconds(in_turn: 
         plain.backward()
         want = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         module.zero_grad()
+        module._ctx._lane = ThreadLane()  # as between real processes
         watch = watched(module, in_turn=in_turn)
+        ran_in = module._ctx._lane.issue(threading.get_ident).tensor()
+        assert (ran_in == threading.get_ident()) == in_turn
         watch.start()
         loss = call(module, batch)
         loss.backward()
