@@ -87,7 +87,7 @@ NARROW = (
 """What is left of a graph's space that :func:`build_space` makes narrower, by degrees."""
 
 SHARED = 4
-"""Layers from which on a weight counts as one that many share."""
+"""A weight that more layers read than so many counts as one that many share."""
 
 
 def build_space(graph: Graph, *, narrow: int = 0) -> Space:
