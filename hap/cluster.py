@@ -72,6 +72,10 @@ class Device:
         efficiency: Rate of another kind of work, as a fraction of ``flops_per_s``; for example
             ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs like its more general
             one, or at the full rate: elementwise work then takes what its memory traffic does.
+        operand_bytes_per_s: Rate at which products take in and give out their tensors, which adds to
+            the time of their arithmetic; thin products are slower for it. Infinite where arithmetic
+            hides it. ``flops_per_s`` over it is the intensity at which a product has half of its
+            rate (Hockney and Curington, 1989).
         interference: Part of a collective's time that computing beside it loses; at least 0 and
             below 1.
         drag: How many times as long a collective takes while the device computes beside it; at
@@ -87,6 +91,7 @@ class Device:
     memory_bytes_per_s: float
     launch_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    operand_bytes_per_s: float = math.inf
     interference: float = 0.0
     drag: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -109,6 +114,9 @@ class Device:
                 )
         if not 0 <= self.launch_s < float("inf"):
             raise ClusterError(f"launch_s of device {self.name} is {self.launch_s}")
+        if not self.operand_bytes_per_s > 0:
+            what = f"operand_bytes_per_s of device {self.name} is {self.operand_bytes_per_s}"
+            raise ClusterError(what, hint="give a positive figure")
         if not 0 <= self.interference < 1:
             raise ClusterError(
                 f"interference of device {self.name} is {self.interference}",
@@ -135,6 +143,10 @@ class Device:
             return math.inf
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
 
+    def operand_s(self, kind: str) -> float:
+        """Seconds that each byte of an operator's tensors adds to its arithmetic."""
+        return 1 / self.operand_bytes_per_s if kind in PRODUCTS else 0.0
+
     def seconds(self, work: Work) -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever is longer.
 
@@ -143,6 +155,7 @@ class Device:
         if not work.flops and not work.bytes:
             return 0.0
         compute_s = work.flops / self.rate(work.kind, work.dtype) if work.flops else 0.0
+        compute_s += work.bytes * self.operand_s(work.kind)
         return self.launch_s + max(compute_s, work.bytes / self.memory_bytes_per_s)
 
     @property
@@ -154,6 +167,7 @@ class Device:
             tuple(sorted(self.flops_per_s.items())),
             self.memory_bytes_per_s,
             self.launch_s,
+            self.operand_bytes_per_s,
             self.interference,
             self.drag,
             tuple(sorted(self.efficiency.items())),

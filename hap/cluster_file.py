@@ -36,6 +36,7 @@ _FIGURES: Final = (
     "memory_bandwidth",
     "launch",
     "efficiency",
+    "operands",
     "interference",
     "drag",
     "source",
@@ -273,6 +274,7 @@ def _figures(device: Device, given: _Section) -> Device:
     for key, figure, dimension in (
         ("memory", "memory_bytes", "bytes"),
         ("memory_bandwidth", "memory_bytes_per_s", "bytes/s"),
+        ("operands", "operand_bytes_per_s", "bytes/s"),
         ("launch", "launch_s", "seconds"),
     ):
         if key in given.data:

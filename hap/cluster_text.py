@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ _FIGURES = {
     "flops": "flops_per_s.float32",
     "memory_bandwidth": "memory_bytes_per_s",
     "launch": "launch_s",
+    "operands": "operand_bytes_per_s",
     "interference": "interference",
     "drag": "drag",
     "efficiency": "efficiency",
@@ -77,6 +79,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     }
     entry["memory_bandwidth"] = _quantity(device.memory_bytes_per_s, 1e9, "GB/s")
     entry["launch"] = _quantity(device.launch_s, 1e-6, "us")
+    if device.operand_bytes_per_s < math.inf:
+        entry["operands"] = _quantity(device.operand_bytes_per_s, 1e9, "GB/s")
     if device.interference:
         entry["interference"] = device.interference
     if device.drag != 1:

@@ -153,6 +153,7 @@ def local_cluster(text: str) -> Cluster:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks,
         flops_per_s={dtype: rate * share for dtype, rate in cpu.flops_per_s.items()},
         memory_bytes_per_s=cpu.memory_bytes_per_s * share,
+        operand_bytes_per_s=cpu.operand_bytes_per_s * share,
         source={**shared, **whole, "memory_bytes": memory},
     )
     devices = tuple(replace(pattern, name=f"local:{rank}") for rank in range(ranks))

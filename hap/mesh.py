@@ -126,6 +126,7 @@ def _machine(devices: list[Device]) -> Device:
         flops_per_s={t: sum(d.flops_per_s[t] for d in devices) for t in dtypes},
         memory_bytes_per_s=sum(d.memory_bytes_per_s for d in devices),
         launch_s=max(d.launch_s for d in devices),
+        operand_bytes_per_s=sum(d.operand_bytes_per_s for d in devices),
         interference=max(d.interference for d in devices),
         drag=max(d.drag for d in devices),
     )

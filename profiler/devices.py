@@ -17,6 +17,7 @@ ALIKE = 0.05
 """Ranks whose speeds differ by less, or by less than their own spread, are one type."""
 
 _MEMORY_ALIKE = 0.1
+_UNLIKE = 0.2  # relative; as far as products of different shapes are from their one rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,9 @@ def _fitted(
     ]
     memory = min(ranks[rank].memory_bytes for rank in group)
     start = prior(samples, ranks[group[0]].kind, memory)
-    device = fit_device(samples, prior=start, source="", launch=True, kinds=tuple(start.efficiency))
+    device = fit_device(
+        samples, prior=start, source="", kinds=tuple(start.efficiency), ridge=0.001, within=_UNLIKE
+    )
     residuals = tuple(
         Residual(
             name=record.name, kind=f"{record.work.kind} {record.work.dtype}",
@@ -113,7 +116,7 @@ def prior(samples: Sequence[Sample], kind: str, memory_bytes: int) -> Device:
     flops = {dtype: max(found) for dtype, found in rates.items()}
     return Device(
         name=kind, kind=kind, node="", memory_bytes=memory_bytes, flops_per_s=flops,
-        memory_bytes_per_s=max(traffic), launch_s=least,
+        memory_bytes_per_s=max(traffic), operand_bytes_per_s=max(traffic) / 4, launch_s=least,
         efficiency={
             kind: median(found) / flops["float32"]
             for kind in (*PRODUCTS, *ELEMENTWISE) if (found := kinds.get(kind))
@@ -168,6 +171,7 @@ def _provenance(
         "memory_bytes": f"read {date}",
         **{f"flops_per_s.{dtype}": told("matmul", dtype) for dtype in device.flops_per_s},
         "memory_bytes_per_s": told("memory"),
+        "operand_bytes_per_s": told("matmul"),
         "launch_s": f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}",
         "efficiency": f"measured {date}, fit off by: {kinds}",
     }

@@ -1,7 +1,7 @@
 """From measured times to a device's figures: robust least squares on the relative error.
 
-The roofline ``launch + max(flops / rate, bytes / bandwidth)`` is linear in ``1 / rate``,
-``1 / bandwidth`` and ``launch`` once every operator is known to be bound by arithmetic or by
+The roofline ``launch + max(flops / rate + bytes / operands, bytes / bandwidth)`` with a given
+launch is linear in the inverses of the rates once every operator is known to be bound by arithmetic or by
 memory. So :func:`fit_device` alternates: label the operators with the present figures (:func:`_row`), solve the
 linear problem (:func:`_solve`), until the labels rest. The unknowns are relative to the prior's figures, so
 that one small ridge pulls them all alike: what no sample touches keeps the prior's value.
@@ -19,7 +19,7 @@ import numpy as np
 
 from hap.cluster import Device, Link, Work
 
-_LAUNCH, _MEMORY = "launch_s", "memory_bytes_per_s"
+_LAUNCH, _MEMORY, _OPERANDS = "launch_s", "memory_bytes_per_s", "operand_bytes_per_s"
 _NOISE = 0.05  # relative; an error that is larger is no noise
 _LEAST = 0.02  # of a link's figure by the prior; a burst that passes a limiter has no latency
 _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
@@ -49,22 +49,25 @@ def fit_device(
     *,
     prior: Device,
     source: str,
-    launch: bool = False,
     kinds: Sequence[str] = (),
     ridge: float = 0.03,
     rounds: int = 60,
+    within: float = _NOISE,
 ) -> Device:
     """Fits the figures of a device to samples.
 
     Args:
         samples: Measured works, each of one or more operators.
-        prior: First guess; keeps the figures that the samples say nothing about.
+        prior: First guess; keeps the figures that the samples say nothing about, and what a launch
+            costs: it is too small a part of most operators to be told from them.
         source: Provenance of the figures that were fitted.
-        launch: Fit the cost of a launch too; only where the samples' clock saw it.
         kinds: Kinds of work whose efficiency is fitted too; the prior must have one for each.
             A kind is sampled in one dtype.
         ridge: Weight of the prior against one sample's relative error; larger trusts it more.
         rounds: Upper bound on the alternations.
+        within: Relative error up to which errors count by their squares, and beyond which by their
+            absolute value: larger keeps the middle between operators that differ, smaller keeps
+            clear of absurd ones.
 
     Returns:
         The prior with fitted rates.
@@ -75,8 +78,8 @@ def fit_device(
     if not samples or any(not sample.seconds > 0 for sample in samples):
         raise ValueError("a fit needs samples, each with a positive time")
     dtypes = sorted({w.dtype for s in samples for w in s.works if w.flops} & set(prior.flops_per_s))
-    names = [*dtypes, _MEMORY, _LAUNCH, *kinds]
-    free = np.array([*[True] * len(dtypes), True, launch, *[True] * len(kinds)])
+    names = [*dtypes, _MEMORY, _OPERANDS, _LAUNCH, *kinds]
+    free = np.array([name != _LAUNCH for name in names])
     dtype_of = {w.kind: w.dtype for s in samples for w in s.works if w.kind in kinds}
 
     def device(slowness: np.ndarray) -> Device:
@@ -87,7 +90,7 @@ def fit_device(
         return np.array([_row(sample, present, prior, names) for sample in samples])
 
     trust = _trust([sample.noise for sample in samples])
-    slowness, last = _alternate(rows, trust, free, ridge, rounds)
+    slowness, last = _alternate(rows, trust, free, ridge, rounds, within=within)
     # A figure that binds in no sample is the prior's, and says so.
     fitted = [name for name, ok in zip(names, free & last.any(axis=0), strict=True) if ok]
     figures = [f"flops_per_s.{name}" if name in dtypes else name for name in fitted]
@@ -159,12 +162,13 @@ def _alternate(
     ridge: float,
     rounds: int,
     low: float = 0.05,
+    within: float = _NOISE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(slowness, its rows): linearise at the present slowness and solve, until it rests."""
     slowness = np.ones(len(free))
     for _ in range(rounds):
         # Damped: an operator near the roof's ridge would else flip sides for ever.
-        step = 0.5 * (slowness + _solve(rows(slowness), trust, slowness, free, ridge, low))
+        step = 0.5 * (slowness + _solve(rows(slowness), trust, slowness, free, ridge, low, within))
         rests = np.allclose(step, slowness, rtol=1e-6)
         slowness = step
         if rests:
@@ -183,11 +187,13 @@ def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> lis
             continue
         share[_LAUNCH] += prior.launch_s
         memory_s = work.bytes / device.memory_bytes_per_s
-        if work.flops / device.rate(work.kind, work.dtype) > memory_s:
+        compute_s = work.flops / device.rate(work.kind, work.dtype)
+        if compute_s + work.bytes * device.operand_s(work.kind) > memory_s:
             # A dtype without a rate of its own shares that of float32.
             dtype = work.dtype if work.dtype in share else "float32"
             figure = work.kind if work.kind in share else dtype
             share[figure] += work.flops / prior.rate(work.kind, work.dtype)
+            share[_OPERANDS] += work.bytes * prior.operand_s(work.kind)
         else:
             share[_MEMORY] += work.bytes / prior.memory_bytes_per_s
     return [share[name] / sample.seconds for name in names]
@@ -200,13 +206,15 @@ def _solve(
     free: np.ndarray,
     ridge: float,
     low: float,
+    within: float,
 ) -> np.ndarray:
-    """min over x of sum trust |rows @ x - 1| + ridge |x - 1|^2, one reweighted least-squares step.
+    """min over x of sum trust huber(rows @ x - 1) + ridge |x - 1|^2, one reweighted step.
 
-    Absolute errors, because measured tables hold a few points that no physics explains. The
-    slowness stays between ``low`` and its inverse, so that no rate turns negative.
+    Errors count by their squares up to ``within``, and beyond it by their absolute value, because
+    measured tables hold a few points that no physics explains. The slowness stays between ``low``
+    and its inverse, so that no rate turns negative.
     """
-    weight = trust / np.maximum(np.abs(rows @ slowness - 1), _NOISE)
+    weight = trust / np.maximum(np.abs(rows @ slowness - 1), within)
     a = np.vstack([rows[:, free] * np.sqrt(weight)[:, None], np.sqrt(ridge) * np.eye(free.sum())])
     fixed = rows[:, ~free] @ slowness[~free]
     b = np.concatenate([(1 - fixed) * np.sqrt(weight), np.full(free.sum(), np.sqrt(ridge))])
@@ -227,6 +235,6 @@ def _scaled(prior: Device, slowness: dict[str, float], dtype_of: dict[str, str])
         prior,
         flops_per_s=rates,
         memory_bytes_per_s=prior.memory_bytes_per_s / slowness[_MEMORY],
-        launch_s=prior.launch_s * slowness[_LAUNCH],
+        operand_bytes_per_s=prior.operand_bytes_per_s / slowness[_OPERANDS],
         efficiency={**prior.efficiency, **efficiency},
     )

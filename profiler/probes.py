@@ -82,29 +82,39 @@ def _nbytes(dtype: str, *counts: int) -> float:
 
 
 def _products(dtype: str) -> Iterator[Probe]:
-    """Forward, gradient of the input, gradient of the weight: the three layouts of training."""
+    """The products of a linear layer: forward, gradient of the input, gradient of the weight.
+
+    Each has its layout, and each the same arithmetic and tensors. Thin layers move more for it:
+    few rows, narrow ones, a large vocabulary.
+    """
     of = getattr(torch, dtype)
-    shapes = [
-        (512, 512, 512, "nn"), (1024, 256, 1024, "nt"), (512, 1024, 512, "tn"),
-        (1024, 1024, 1024, "nt"), (64, 1024, 1024, "nt"), (2048, 128, 128, "nn"),
+    layers = [
+        (512, 512, 512), (64, 512, 8192), (64, 1024, 1024),
+        (1024, 256, 1024), (512, 1024, 1024), (2048, 128, 128),
     ]  # fmt: skip
     if dtype != "float32":
-        shapes = shapes[:3]
-    for number, (m, k, n, layout) in enumerate(shapes):
+        layers = layers[:3]
+    for number, (rows, width, out) in enumerate(layers):
 
-        def make(arena: Arena, m: int = m, k: int = k, n: int = n, layout: str = layout) -> Call:
-            def call() -> Tensor:
-                a = arena.cut(k, m, dtype=of).t() if layout[0] == "t" else arena.cut(m, k, dtype=of)
-                b = arena.cut(n, k, dtype=of).t() if layout[1] == "t" else arena.cut(k, n, dtype=of)
-                return torch.mm(a, b)
+        def make(arena: Arena, rows: int = rows, width: int = width, out: int = out) -> Call:
+            def call() -> None:
+                x, weight, grad = (
+                    arena.cut(*shape, dtype=of)
+                    for shape in ((rows, width), (out, width), (rows, out))
+                )
+                torch.mm(x, weight.t())
+                torch.mm(grad, weight)
+                torch.mm(grad.t(), x)
 
             return call
 
+        traffic = _nbytes(dtype, rows * width, width * out, rows * out)
         yield Probe(
-            name=f"mm {dtype} {m}x{k}x{n} {layout}",
-            work=Work("matmul", dtype, 2.0 * m * k * n, _nbytes(dtype, m * k, k * n, m * n)),
+            name=f"linear {dtype} {rows}x{width}x{out}",
+            work=Work("matmul", dtype, 2.0 * rows * width * out, traffic),
             make=make,
             quick=number < 3 and dtype == "float32",
+            count=3,
         )
 
 
@@ -180,13 +190,14 @@ def _updates() -> Iterator[Probe]:
         ("sgd momentum", lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 1, 3),
         ("adamw", lambda p: torch.optim.AdamW(p, lr=1e-3), 2, 9),
     ]
-    several = 4
-    for rows in (256, 1024):
+    for rows, several in ((256, 16), (1024, 4)):  # as many bytes, more than the caches hold
         for name, make_optimizer, states, kernels in kinds:
             count = rows * 1024
 
-            def make(arena: Arena, rows: int = rows, build: Any = make_optimizer) -> Call:
-                parameters = [nn.Parameter(arena.cut(rows, 1024).clone()) for _ in range(several)]
+            def make(
+                arena: Arena, rows: int = rows, count: int = several, build: Any = make_optimizer
+            ) -> Call:
+                parameters = [nn.Parameter(arena.cut(rows, 1024).clone()) for _ in range(count)]
                 for parameter in parameters:
                     parameter.grad = arena.cut(rows, 1024).clone()
                 step: Call = build(parameters).step

@@ -1,8 +1,8 @@
 """The cost model: seconds and bytes of everything that a program may do, under given shares.
 
-Computing: launch + max(flops / rate, bytes / bandwidth) per device, on the device's own
-part of the work. Communicating: :mod:`hap.synthesizer.communication`. Every figure is a
-vector over ranks or a number of seconds; nothing here decides anything.
+Computing: :meth:`hap.cluster.Device.seconds` of each device's own part of the work.
+Communicating: :mod:`hap.synthesizer.communication`. Every figure is a vector over ranks or a
+number of seconds; nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Machine:
         self.network = Network(cluster)
         self._launch_s = np.array([d.launch_s for d in cluster.devices])
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
-        self._rates: dict[tuple[str, str], PerRank] = {}
+        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank]] = {}
         self.interference: PerRank = np.array([d.interference for d in cluster.devices])
         """Per rank, the part of a collective's time that computing beside it loses."""
         self.drag: PerRank = np.array([d.drag for d in cluster.devices])
@@ -43,8 +43,11 @@ class Machine:
         """Time per rank of one operator, given each rank's operations and traffic."""
         key = (work.kind, work.dtype)
         if key not in self._rates:
-            self._rates[key] = np.array([d.rate(*key) for d in self.cluster.devices])
-        busy = np.maximum(flops / self._rates[key], nbytes / self._memory)
+            devices = self.cluster.devices
+            rates = np.array([d.rate(*key) for d in devices])
+            self._rates[key] = rates, np.array([d.operand_s(work.kind) for d in devices])
+        rates, operand_s = self._rates[key]
+        busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
         seconds: PerRank = np.where((flops > 0) | (nbytes > 0), self._launch_s + busy, 0.0)
         return seconds
 

@@ -113,11 +113,10 @@ WORKS = [
 
 def test_the_fit_recovers_a_known_device() -> None:
     samples = [Sample(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
-    prior = replace(TRUTH, **{**_tripled(), "launch_s": 3e-6})
-    found = fit_device(samples, prior=prior, source="measured", launch=True)
+    prior = replace(TRUTH, **_tripled())
+    found = fit_device(samples, prior=prior, source="measured")
     assert found.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.02)
     assert found.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.02)
-    assert found.launch_s == pytest.approx(TRUTH.launch_s, rel=0.02)
     assert found.source["flops_per_s.float16"] == "measured"
 
 

@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
 TRUTH = Device(
     name="x:0", kind="x", node="x", memory_bytes=2**33,
     flops_per_s={"float32": 80e9, "float64": 35e9}, memory_bytes_per_s=20e9, launch_s=2e-6,
+    operand_bytes_per_s=15e9,
     efficiency={
         "conv": 1.05, "conv_backward": 0.9, "attention": 0.5, "attention_backward": 0.65,
         "math": 0.015, "tanh": 0.0045, "reduce": 0.028, "pool": 0.0057, "random": 0.0015,
@@ -80,6 +81,7 @@ def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
     fitted = found.device
     assert fitted.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.06)
     assert fitted.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.06)
+    assert fitted.operand_bytes_per_s == pytest.approx(TRUTH.operand_bytes_per_s, rel=0.15)
     assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=0.1)
     for kind in TRUTH.efficiency:  # of what it costs: at the roof's ridge figures trade places
         work = Work(kind, "float32", 1e8, 1e6)

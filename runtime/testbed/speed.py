@@ -8,6 +8,7 @@ byte stay what they are; a plan that is best for the one is best for the other.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from dataclasses import replace
@@ -65,12 +66,14 @@ def scaled(cluster: Cluster, scale: float, links: Links) -> Cluster:
 
     def device(one: Device) -> Device:
         rates = {dtype: rate * scale for dtype, rate in one.flops_per_s.items()}
-        changed = ("memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates))
+        changed = ["memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates)]
+        changed += ["operand_bytes_per_s"] * (one.operand_bytes_per_s < math.inf)
         notes = {name: _note(one.source.get(name, "assumed"), scale) for name in changed}
         return replace(
             one,
             flops_per_s=rates,
             memory_bytes_per_s=one.memory_bytes_per_s * scale,
+            operand_bytes_per_s=one.operand_bytes_per_s * scale,
             launch_s=one.launch_s / scale,
             source={**one.source, **notes},
         )
