@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
 from benchmarks.racing import plans, tables
 from benchmarks.racing.cell import TRACED, Said, Task
-from benchmarks.racing.profiled import profiled
+from benchmarks.racing.profiled import product_s, profiled
 from benchmarks.racing.results import Cell, Entry, append, judge_losses, judge_memory, read
 from benchmarks.racing.run import first_line, reference, run_cell
 from benchmarks.racing.summary import PLAN
@@ -139,18 +139,22 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             speeds=tuple(d.rate("matmul", "float32") for d in measured.devices),
             devices=tuple(d.name for d in measured.devices),
             rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
-            budget_s=options.budget, patience_s=PATIENCE_S,
+            budget_s=options.budget, patience_s=PATIENCE_S, product_s=_product_s(cluster, options),
         )  # fmt: skip
         told("one device")
         losses = _reference(spec, TRACED + task.warm_up + task.rounds)
 
+        drift: list[float] = []
+
         def heard(said: Said) -> None:
             if said.what == "begun":
                 told(f"{said.name}")
+            if said.what == "drifted" and said.counted:
+                drift.append(said.seconds)
 
         entries = run_cell(bed, task, heard)
     cell = Cell(
-        model=model, cluster=cluster, unlike=_unlike(written), reference=losses,
+        model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
         entries=[*entries, *(Entry(name=name, void=why) for name, why in (void | ABSENT).items())],
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
@@ -181,8 +185,16 @@ def _measured(
 ) -> Cluster:
     if options.trust_cluster:
         return bed.cluster
-    path = options.out / "clusters" / f"{cluster}.yaml"
-    return profiled(bed, path, told, quick=options.quick)
+    return profiled(bed, _profile_path(cluster, options), told, quick=options.quick)
+
+
+def _product_s(cluster: str, options: argparse.Namespace) -> tuple[float, ...]:
+    return () if options.trust_cluster else product_s(_profile_path(cluster, options))
+
+
+def _profile_path(cluster: str, options: argparse.Namespace) -> Path:
+    path: Path = options.out / "clusters" / f"{cluster}.yaml"
+    return path
 
 
 def _plans(

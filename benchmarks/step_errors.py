@@ -53,10 +53,13 @@ SHOWN = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One step of one rank, by what it was spent on; ``plain_s`` is one without a watch."""
+    """One step of one rank, by what it was spent on, after one without a watch.
 
-    plain_s: float
-    step_s: float
+    Beginnings and ends are of the machine's clock, which all ranks read.
+    """
+
+    plain: tuple[float, float]
+    watched: tuple[float, float]
     wall_s: dict[str, float]
     processor_s: dict[str, float]
     collectives: list[tuple[float, float]]
@@ -72,9 +75,9 @@ def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool)
     update = optimizer(file, list(module.parameters()))
     batches = [plan.local_batch(b, rank) for b in global_batches(file, WARM_UP + steps)]
 
-    def step(batch: Any, watch: Stopwatch) -> float:
+    def step(batch: Any, watch: Stopwatch) -> tuple[float, float]:
         dist.barrier()
-        begun = time.perf_counter()
+        begun = time.monotonic()
         watch.start()
         update.zero_grad()
         loss = call(module, batch)
@@ -82,16 +85,15 @@ def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool)
         watch.look(REST)
         update.step()
         watch.look(UPDATE)
-        dist.barrier()
-        return time.perf_counter() - begun
+        return begun, time.monotonic()
 
     with module.in_turn() if in_turn else nullcontext():
-        plain_s = statistics.median([step(b, Stopwatch()) for b in batches][WARM_UP:])
+        plain = [step(batch, Stopwatch()) for batch in batches]
     watch, found = watched(module, in_turn=in_turn), []
-    for batch in batches:
-        step_s = step(batch, watch)
+    for batch, before in zip(batches, plain, strict=True):
+        after = step(batch, watch)
         found.append(Ran(
-            plain_s=plain_s, step_s=step_s, wall_s=dict(watch.wall_s),
+            plain=before, watched=after, wall_s=dict(watch.wall_s),
             processor_s=dict(watch.processor_s), collectives=list(watch.collectives),
         ))  # fmt: skip
     return found[WARM_UP:]
@@ -146,8 +148,10 @@ def report(
 ) -> None:
     """The step, and three tables of it: ranks, operators of the busiest, collectives."""
     graph, run = plan.whole[0], simulate_plan(plan, overlap=overlap).run
-    plain_s = max(steps[0].plain_s for steps in ran)
-    step_s = statistics.median(max(r[k].step_s for r in ran) for k in range(len(ran[0])))
+    plain_s = statistics.median(_lasted([r.plain for r in step]) for step in zip(*ran, strict=True))
+    step_s = statistics.median(
+        _lasted([r.watched for r in step]) for step in zip(*ran, strict=True)
+    )
     print(
         f"step: predicted {format_seconds(run.step_s)}, measured {format_seconds(plain_s)}, "
         f"{run.step_s / plain_s - 1:+.1%}; with a clock read after each operator "
@@ -174,6 +178,11 @@ def report(
     _show_operators(ranks[busiest], calls, step_s)
     print()
     _show_collectives(graph, run, ran, step_s)
+
+
+def _lasted(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds of a step: from when the last rank was ready until the last one had ended."""
+    return max(ended for _, ended in spans) - max(begun for begun, _ in spans)
 
 
 def _show_ranks(names: Sequence[str], ranks: Sequence[Seconds]) -> None:

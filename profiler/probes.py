@@ -77,6 +77,11 @@ def probes(device: torch.device) -> list[Probe]:
     return found
 
 
+def product_probe(device: torch.device) -> Probe:
+    """The one that tells the speed of a device at a glance."""
+    return probes(device)[0]
+
+
 def _nbytes(dtype: str, *counts: int) -> float:
     return float(sum(counts) * getattr(torch, dtype).itemsize)
 

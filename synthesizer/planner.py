@@ -16,6 +16,7 @@ from hap.cluster import Cluster
 from hap.errors import InfeasibleError, InputError
 from hap.mesh import is_mesh
 from hap.plan import Prediction
+from hap.synthesizer.alignment import aligned
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import CostModel
@@ -109,6 +110,7 @@ def choose(
             between=two.between, cost=two.cost,
             prediction=predict(two.cost.graph, two.pair, two.cost, rows),
         )  # fmt: skip
+    best = aligned(synthesizer, best)
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = alternatives(graph, beside, fewer, notes)

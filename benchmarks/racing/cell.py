@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +23,11 @@ from benchmarks.contenders import make
 from benchmarks.contenders.base import Contender, Setting
 from benchmarks.racing.memory import traced
 from hap.model_file import ModelFile
+from hap.profiler.measure import FULL, Pace, seconds_per_call
+from hap.profiler.probes import Arena, product_probe
 from hap.runtime.launch import report
 
+CPU = torch.device("cpu")
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
 
@@ -39,6 +43,7 @@ class Task:
         budget_s: No further round begins after so many seconds of rounds, once ``least`` of
             them have been counted.
         patience_s: How long ranks wait for one that is still building or stepping.
+        product_s: Seconds of a product on each rank when the cluster was profiled.
     """
 
     file: ModelFile
@@ -51,6 +56,7 @@ class Task:
     least: int
     budget_s: float
     patience_s: float
+    product_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,8 @@ class Said:
 
     ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
     rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
-    ``ready`` (this rank, with its ``pid``: all are built) or ``stepped`` (``losses`` of one,
+    ``ready`` (this rank, with its ``pid``: all are built), ``drifted`` (in ``seconds``, how many
+    times as long as in the profile a product takes now) or ``stepped`` (``losses`` of one,
     ``seconds``; ``counted`` unless it is warm-up).
     """
 
@@ -93,6 +100,7 @@ def race_rank(task: Task) -> None:
     report(Said(what="ready", pid=os.getpid()))
     begun = time.monotonic()
     for number in range(task.warm_up + task.rounds):
+        course.look(number)
         names = list(alive)
         turn = number % max(len(names), 1)
         for name in names[turn:] + names[:turn]:
@@ -167,6 +175,21 @@ class _Course:
             seconds=max(ends) - max(starts), losses=losses[:1],
         ))  # fmt: skip
         return True
+
+    def look(self, number: int) -> None:
+        """How fast the machine is now: all ranks compute the product that the profile knows."""
+        if not self._task.product_s:
+            return
+        probe = product_probe(CPU)
+        call = probe.make(Arena(CPU))
+        dist.barrier(self._control)
+        (seconds,) = seconds_per_call(call, CPU, Pace(windows=1, window_s=FULL.window_s))
+        found = self._gather(seconds / probe.count)
+        ratios = [now / then for now, then in zip(found, self._task.product_s, strict=True)]
+        self._say(Said(
+            what="drifted", round=number, counted=number >= self._task.warm_up,
+            seconds=statistics.median(ratios),
+        ))  # fmt: skip
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -60,6 +60,7 @@ class Cell:
         arithmetic_s: Floor of the step: its products at the summed speed of all devices.
         bound_s: Floor of the step as the plan proves it, with ``covers`` saying of what;
             0 if the plan has none.
+        drift: By counted round, how many times as long a product took as in the profile.
         took_s: Of the whole cell.
     """
 
@@ -71,6 +72,7 @@ class Cell:
     arithmetic_s: float = 0.0
     bound_s: float = 0.0
     covers: str = ""
+    drift: list[float] = field(default_factory=list)
     took_s: float = 0.0
 
     def entry(self, name: str) -> Entry | None:

@@ -74,6 +74,9 @@ class _Hearing:
         if said.what == "ready":
             self._limit(rank, said.pid)
             return
+        if said.what == "drifted":
+            self._heard(said)
+            return
         entry = self.entries[said.name]
         match said.what:
             case "begun":

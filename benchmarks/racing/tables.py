@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks.racing.summary import (
     memory_errors,
     prediction_errors,
     ratio,
+    steady_errors,
     summary,
 )  # fmt: skip
 from hap.files import write_whole
@@ -53,7 +55,21 @@ def summary_text(cells: Sequence[Cell]) -> str:
             f"| {best.name if best else 'none'} {_seconds(best)} | {_times(best, ours)} "
             f"| {_times(paper, ours)} | {f'{far:.2f}x' if far else ''} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_drift_lines(cells)])
+
+
+def _drift_lines(cells: Sequence[Cell]) -> list[str]:
+    known = [cell for cell in cells if cell.drift]
+    errors = [abs(error) for cell in known for error in steady_errors(cell).values()]
+    if not errors:
+        return []
+    drifts = sorted(statistics.median(cell.drift) for cell in known)
+    return [
+        "",
+        f"In the cells a product took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as when the "
+        f"cluster was profiled. Predictions times that are off by {statistics.median(errors):.1%} in "
+        f"the median, by {max(errors):.1%} at worst.",
+    ]
 
 
 def cell_text(cell: Cell) -> str:
@@ -85,6 +101,9 @@ def cell_text(cell: Cell) -> str:
         which = "the proved one" if cell.bound_s > cell.arithmetic_s else "the products"
         floors.append(f"ours is {distance(cell):.2f}x the larger one, {which}")
     lines.append("Floors of the step. " + "; ".join(floors) + ".")
+    if cell.drift:
+        drift = statistics.median(cell.drift)
+        lines.append(f"A product took {drift:.2f} times as long as when the cluster was profiled.")
     return "\n".join(lines)
 
 
