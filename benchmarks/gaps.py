@@ -28,7 +28,7 @@ from hap.capture import capture
 from hap.cluster import load_cluster
 from hap.model_file import load_model_file
 from hap.optimizer import default_optimizer, examine
-from hap.plan import Bound
+from hap.prediction import Bound
 from hap.synthesizer.predict import bounds
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer

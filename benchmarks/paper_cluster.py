@@ -33,7 +33,8 @@ from benchmarks.paper_document import EVERYONE, PLAN, plans, plot, tables, write
 from hap import api, torch_private
 from hap.cluster import Cluster, load_cluster
 from hap.errors import InfeasibleError
-from hap.plan import Alternative, Plan
+from hap.plan import Plan
+from hap.prediction import Alternative
 
 HERE = Path(__file__).parent
 SAMPLES = 32

@@ -75,6 +75,11 @@ def _command(
     "from the cheapest it may be. cpsat: a general solver, to check the other two.",
 )
 @click.option(
+    "--recompute",
+    type=click.Choice(["none", "cheap", "blocks"]),
+    help="What the backward makes again in place of keeping it.  [default: as memory needs it]",
+)
+@click.option(
     "--prove",
     type=click.IntRange(min=0),
     default=0,
@@ -86,14 +91,17 @@ def _command(
     is_flag=True,
     help="Find out by running them how operators without a rule may be split.",
 )
-def plan(model: str, cluster: str, output: str, as_json: bool, **options: Any) -> None:
+def plan(
+    model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
+) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
     gc.disable()  # modules, traces and tables are made to stay: looking for garbage finds none
     start = time.perf_counter()
-    made = hap.api.plan_file(model, cluster, progress=_note, **options)
+    again = "" if recompute == "none" else recompute
+    made = hap.api.plan_file(model, cluster, progress=_note, recompute=again, **options)
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:

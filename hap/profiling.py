@@ -28,6 +28,7 @@ from hap.errors import HapError, InputError
 from hap.files import write_whole
 from hap.hierarchy import exists
 from hap.profiler import beside, devices, exchange, links, measure
+from hap.profiler.exchange import everyones
 from hap.profiler.probes import Arena, Probe, probes
 from hap.profiler.samples import (
     ExchangeRecord,
@@ -130,10 +131,10 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
     Call it on every rank, inside a process group.
     """
     progress = progress or (lambda *step: report(step))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    header = _header(settings, device, rank, size)
+    header = _header(settings, device, rank)
     names = [f"on {r.node}" for r in header.ranks]
     with Watch(rank, names) as watch:
         known = _shared(_known(settings, header) if rank == 0 else None)
@@ -155,17 +156,15 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
         dist.barrier()
 
 
-def _header(settings: Settings, device: torch.device, rank: int, size: int) -> Header:
+def _header(settings: Settings, device: torch.device, rank: int) -> Header:
     """Who measures, known to all."""
-    told: list[Any] = [None] * size
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
-    dist.all_gather_object(told, (socket.gethostname(), local_rank, measure.kind_name(device)))
+    told = everyones((socket.gethostname(), local_rank, measure.kind_name(device)))
     hosts = [host for host, _, _ in told]
     nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])
     # Emulated machines are one: their ranks share its memory all the same.
     here = measure.memory_bytes(device, hosts.count(hosts[rank]))
-    memory: list[Any] = [None] * size
-    dist.all_gather_object(memory, here)
+    memory = everyones(here)
     ranks = tuple(
         Rank(node=node, kind=kind, memory_bytes=nbytes)
         for node, (_, _, kind), nbytes in zip(nodes, told, memory, strict=True)
@@ -261,9 +260,7 @@ class _Work:
         else:
             seconds = measure.seconds_beyond(call, probe.less(arena), self.device, self.pace)
         mine = [s / probe.count for s in seconds]
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, tuple(mine))
-        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(told))
+        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(everyones(tuple(mine))))
 
 
 def _rings(flat: ProcessGroupComm, header: Header) -> list[exchange.Ring]:

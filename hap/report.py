@@ -18,7 +18,8 @@ from hap.axes import Shares
 from hap.cluster import Link
 from hap.mesh import is_mesh_op, origin
 from hap.placement import R
-from hap.plan import Collective, Plan, Prediction
+from hap.plan import Plan
+from hap.prediction import Collective, Prediction
 from hap.program import Compute, Value
 from hap.synthesizer.work import node_work
 from hap.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table

@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hap.profiler.exchange import Comm
+from hap.profiler.exchange import Comm, everyones
 from hap.profiler.samples import BesideRecord
 
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
@@ -57,7 +56,7 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
             torch.mm(a, a)
 
     products(8)
-    each_s = _everyones(_timed(partial(products, 16), device) / 16)
+    each_s = everyones(_timed(partial(products, 16), device) / 16)
     lost: list[float] = []
     drag: list[float] = []
     for fastest in _classes(each_s):
@@ -81,7 +80,7 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
                 beside_s = min(reduced_s, both_s / slower)
                 lost.append(min(max((both_s - alone_s) / beside_s, 0.0), _MOST_LOST))
     return BesideRecord(
-        nbytes=nbytes, lost=tuple(_everyones(tuple(lost))), drag=tuple(_everyones(tuple(drag)))
+        nbytes=nbytes, lost=tuple(everyones(tuple(lost))), drag=tuple(everyones(tuple(drag)))
     )
 
 
@@ -104,12 +103,6 @@ def _classes(each_s: Sequence[float]) -> list[float]:
         if not found or seconds >= found[-1] * _ALIKE:
             found.append(seconds)
     return found
-
-
-def _everyones(mine: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
 
 
 def _reduce(comm: Comm, nbytes: int, device: torch.device) -> Callable[[], Any]:

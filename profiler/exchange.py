@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,13 @@ class Comm(Protocol):
         how: str,
     ) -> Tensor: ...  # fmt: skip
     def all_reduce_max(self, x: Tensor) -> Tensor: ...
+
+
+def everyones(mine: Any) -> list[Any]:
+    """What each rank gives, known to all."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

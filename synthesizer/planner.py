@@ -15,7 +15,7 @@ import numpy as np
 from hap.cluster import Cluster
 from hap.errors import InfeasibleError, InputError
 from hap.mesh import is_mesh
-from hap.plan import Prediction
+from hap.prediction import Prediction
 from hap.synthesizer.alignment import aligned
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate

@@ -9,7 +9,7 @@ import numpy as np
 
 from hap.axes import Axes
 from hap.graph import Graph, Tensor
-from hap.plan import Alternative, Bound, Collective, Prediction, Rank
+from hap.prediction import Alternative, Bound, Collective, Prediction, Rank
 from hap.program import BETWEEN, Compute, Convert
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost import CostModel, PerRank

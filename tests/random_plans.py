@@ -21,7 +21,8 @@ from hap.capture import capture
 from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Node, Tensor
 from hap.placement import Placement
-from hap.plan import Plan, Prediction, Source
+from hap.plan import Plan, Source
+from hap.prediction import Prediction
 from hap.program import Program
 from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.communication import Choice

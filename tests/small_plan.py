@@ -5,7 +5,8 @@ from __future__ import annotations
 from hap.cluster import Cluster, Device, Link
 from hap.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.placement import P, Placement, R, S
-from hap.plan import Alternative, Collective, Plan, Prediction, Rank, Source
+from hap.plan import Plan, Source
+from hap.prediction import Alternative, Collective, Prediction, Rank
 from hap.program import Compute, Convert, Program
 
 LAYERS = 2

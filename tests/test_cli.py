@@ -70,6 +70,7 @@ HELP = {
         "--mesh",
         "--output",
         "--prove",
+        "--recompute",
         "--verbose",
     ],
     "verify": ["--backend", "--dtype", "--help", "--processes", "--seed", "--verbose"],
@@ -265,6 +266,13 @@ def test_plan_as_json(folder: Path) -> None:
     data = json.loads(result.stdout)
     assert data["totals"]["parameters"] == 20 * 48 + 48 + 48 * 20 + 20
     assert data["graph_digest"] == json.loads((folder / "other.json").read_text())["graph_digest"]
+
+
+@pytest.mark.parametrize(("said", "meant"), [((), ""), (("blocks",), "blocks"), (("none",), "")])
+def test_what_to_recompute_can_be_told(folder: Path, said: tuple[str], meant: str) -> None:
+    words = [word for way in said for word in ("--recompute", way)]
+    assert hap("plan", "model.py", "--cluster", "cluster.yaml", *words).exit_code == 0
+    assert json.loads((folder / "plan.json").read_text())["recipe"]["recompute"] == meant
 
 
 def test_simulate_shows_the_step_that_the_plan_predicts(folder: Path) -> None:

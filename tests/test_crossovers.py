@@ -12,7 +12,8 @@ from torch import nn
 from hap.capture import capture
 from hap.cluster import Cluster, Device, Link
 from hap.placement import Placement
-from hap.plan import Plan, Prediction, Source
+from hap.plan import Plan, Source
+from hap.prediction import Prediction
 from hap.program import Convert, Program
 from hap.synthesizer.baselines import sharded_storage
 from hap.synthesizer.candidate import Candidate
