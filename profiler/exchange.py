@@ -27,7 +27,8 @@ WIDTH = 64
 """Elements of a row; shards are whole rows."""
 
 _SHORT_S, _MANY = 0.02, 16
-_BRIEF_S, _OFTEN = 0.06, 2  # what is over so soon is repeated that many times as often
+_BRIEF_S, _OFTEN = 0.08, 3  # what is over so soon is repeated that many times as often
+_SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
@@ -86,7 +87,7 @@ class Ring:
 
 def total(rings: Sequence[Ring], ranks: int, limits: Range) -> int:
     """The number of records, if no size is left out."""
-    of_rings = sum(1 for ring in rings for _ in _cases(ring) for _ in limits.sizes)
+    of_rings = sum(len(_sizes(case, limits)) for ring in rings for case in _cases(ring))
     return of_rings + len(_pairs(ranks)) * len(limits.sizes)
 
 
@@ -108,19 +109,19 @@ def measure(
     """
     for pair in _pairs(ranks):
         one = partial(_message, pair, limits, device, known, whole)
-        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits)
+        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits.sizes, limits)
     for ring in rings:
         for case in _cases(ring):
             one = partial(_collective, ring, *case, limits, device, known, whole)
-            yield from _grow(" ".join(case), one, limits)
+            yield from _grow(" ".join(case), one, _sizes(case, limits), limits)
 
 
 def _grow(
-    what: str, one: Callable[[int], ExchangeRecord], limits: Range
+    what: str, one: Callable[[int], ExchangeRecord], sizes: Sequence[int], limits: Range
 ) -> Iterator[str | ExchangeRecord | None]:
     """Sizes from the smallest on, until the next would take too long."""
     made: list[ExchangeRecord] = []
-    for nbytes in limits.sizes:
+    for nbytes in sizes:
         if _expected_s(made, nbytes) > limits.longest_s:
             yield None
             continue
@@ -156,6 +157,11 @@ def _cases(ring: Ring) -> Iterator[tuple[str, str, str]]:
             yield kind, how, "even"
             if not kind.startswith("all_reduce"):
                 yield kind, how, "half on the first"
+
+
+def _sizes(case: tuple[str, str, str], limits: Range) -> list[int]:
+    skewed = case[2] != "even"
+    return [nbytes for nbytes in limits.sizes if nbytes >= _SKEWED_BYTES or not skewed]
 
 
 def parts(rows: int, ranks: int, skew: str) -> list[int]:

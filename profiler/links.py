@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Collectives, Link
 from hap.profiler.fit import fit_links
-from hap.profiler.samples import MESSAGE, ExchangeRecord, spread
+from hap.profiler.samples import MESSAGE, ExchangeRecord, expected, spread
 
 Price = Callable[[Cluster, ExchangeRecord], float]
 """Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
@@ -31,7 +31,7 @@ class Residual:
 
     @property
     def measured_s(self) -> float:
-        return median(self.record.seconds)
+        return expected(self.record.seconds)
 
     @property
     def error(self) -> float:
@@ -63,7 +63,7 @@ def message_links(
 
 def _line(records: Sequence[ExchangeRecord], date: str) -> Link:
     """Latency and bandwidth of one pair."""
-    seconds = [median(r.seconds) for r in records]
+    seconds = [expected(r.seconds) for r in records]
     sizes = [r.nbytes for r in records]
     start = Link(max(n / s for n, s in zip(sizes, seconds, strict=True)), min(seconds))
 
@@ -132,7 +132,7 @@ def _fit(
         # The name of the source is no figure; without it, equal figures are equal clusters.
         return price(seen(tuple(replace(link, source="") for link in links)), records[i])
 
-    seconds = [median(r.seconds) for r in records]
+    seconds = [expected(r.seconds) for r in records]
     noise = [spread(r.seconds) for r in records]
 
     def fitted(prior: Sequence[Link]) -> tuple[list[Link], list[Residual]]:
@@ -175,7 +175,7 @@ def _off(residuals: Sequence[Residual]) -> float:
 def _least_s(cluster: Cluster, level: str, records: Sequence[ExchangeRecord]) -> float:
     """What small collectives take on a level; 0 if there are none."""
     small = [
-        median(r.seconds) for r in records
+        expected(r.seconds) for r in records
         if r.nbytes <= _SMALL_BYTES and _level(cluster, r) == level
     ]  # fmt: skip
     return median(small) if small else 0.0

@@ -19,6 +19,7 @@ from hap.cluster import Work
 from hap.errors import InputError
 
 FORMAT = 2
+_MANY = 8  # repeats
 MESSAGE = "message"
 """The kind of a record of a message between two ranks."""
 
@@ -200,6 +201,14 @@ def middle(seconds: Sequence[float]) -> float:
     ordered = sorted(seconds)
     off = len(ordered) // 5
     return fmean(ordered[off : len(ordered) - off])
+
+
+def expected(seconds: Sequence[float]) -> float:
+    """The mean of repeats that vary as they do in a step, where it is their sum that counts.
+
+    The longest of many is left out, since it may be a hiccup.
+    """
+    return fmean(sorted(seconds)[: len(seconds) - (len(seconds) >= _MANY)])
 
 
 def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:

@@ -328,7 +328,7 @@ def test_sizes_grow_until_one_would_take_too_long(
             seconds=(start_s + nbytes / bytes_per_s,),
         )  # fmt: skip
 
-    steps = list(exchange._grow("it", one, limits))
+    steps = list(exchange._grow("it", one, limits.sizes, limits))
     assert [isinstance(s, ExchangeRecord) for s in steps if not isinstance(s, str)] == (
         [True] * wanted + [False] * (4 - wanted)
     )

@@ -138,10 +138,26 @@ def network(cluster: Cluster) -> Iterator[Network]:
     spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
     try:
         _ip("", [f"netns add {space}" for space in spaces])
+        for space in spaces:
+            _settle(space)
         _join(made, cluster)
         yield made
     finally:
         _remove(spaces)
+
+
+_TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+"""What else would be the machine's own: bbr, for one, stops each connection every ten seconds to
+look at its latency. Every kernel has reno."""
+
+
+def _settle(space: str) -> None:
+    """Have connections of a namespace behave alike on all machines."""
+    lines = (f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _TCP.items())
+    command = ["ip", "netns", "exec", space, "sh", "-ec", "; ".join(lines)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise HapError(f"the settings of TCP cannot be made: {ran.stderr.strip()}")
 
 
 def missing() -> str:
