@@ -1,23 +1,34 @@
-"""What each part of the planner is worth: plans without it, by the same predictions.
+"""What each part of the planner is worth: plans without it, predicted, and raced if asked for.
 
     python -m benchmarks.ablation [--cluster FILE] [--models bert vgg19 ...] [--size race]
+    python -m benchmarks.ablation --cluster MEASURED --race FILE [--rounds 5]
 
-Every row is the predicted step of the best that is left, over that of the whole planner: 1.00 is a
-part that brings nothing there. No device is left out, so that all rows have the same devices, and
-one mesh axis is used. Give a cluster that was measured (``hap profile``) for figures that mean
-something.
+Every row is the step of the best that is left, over that of the whole planner: 1.00 is a part that
+brings nothing there. No device is left out, so that all rows have the same devices, and one mesh
+axis is used. Give a cluster that was measured (``hap profile``) for figures that mean something.
+With ``--race`` all rows take turns on the emulated cluster of that file, of which the measured one is
+the profile, and predicted ratios are followed by measured ones.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.progress import track
 
+from benchmarks.contenders import IN_TURN
+from benchmarks.racing.cell import TRACED, Task
+from benchmarks.racing.plans import runnable
+from benchmarks.racing.results import Entry, judge_losses
+from benchmarks.racing.run import reference, run_cell
+from benchmarks.racing.summary import PLAN, ratio
 from hap.api import build_without_data
 from hap.capture import capture
 from hap.cluster import Cluster, load_cluster
@@ -25,15 +36,18 @@ from hap.errors import HapError
 from hap.model_file import load_model_file
 from hap.optimizer import default_optimizer, examine
 from hap.placement import R
-from hap.program import Convert
+from hap.program import Convert, Program
+from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.overlap import orders
 from hap.synthesizer.space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.terminal import console, table
+from hap.units import format_seconds
 
 HERE = Path(__file__).parent
+TOLERANCE, PATIENCE_S = 1e-4, 300.0  # as in the race
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 SIMPLE = {
     "all_gather": "padded", "reduce_scatter": "padded", "all_reduce": "one shot",
@@ -86,63 +100,120 @@ SEARCHED: dict[str, Callable[[Synthesizer], Candidate]] = {
 }
 
 
-def in_turn(s: Synthesizer, best: Candidate) -> float:
+def in_turn(s: Synthesizer, best: Candidate) -> Variant:
     """The best program with nothing overlapped."""
-    return best.serial.step_s
+    first, *_ = orders(s.space.graph, best.program, s.cost(best))
+    return Variant(best, first.program, best.serial.step_s)
 
 
-def one_bucket(s: Synthesizer, best: Candidate) -> float:
+def one_bucket(s: Synthesizer, best: Candidate) -> Variant:
     """Overlapped, but what is reduced or gathered together stays together."""
     found = list(orders(s.space.graph, best.program, s.cost(best)))
-    return min(order.step_s for order in found[:2])
+    order = min(found[:2], key=lambda o: o.step_s)
+    return Variant(best, order.program, order.step_s)
 
 
-def plain_collectives(s: Synthesizer, best: Candidate) -> float:
-    """One implementation of each collective, whatever the sizes."""
-    steps = tuple(
-        replace(i, implementation=SIMPLE[i.kind]) if isinstance(i, Convert) and not i.local else i
-        for i in best.program.instructions
-    )
-    program = replace(best.program, instructions=steps)
-    first, *_ = orders(s.space.graph, program, s.cost(best))
+def plain_collectives(s: Synthesizer, best: Candidate) -> Variant:
+    """One implementation of each collective, whatever the sizes, in the order of the best."""
+
+    def plain(program: Program) -> Program:
+        return replace(program, instructions=tuple(
+            replace(i, implementation=SIMPLE[i.kind])
+            if isinstance(i, Convert) and not i.local else i
+            for i in program.instructions
+        ))  # fmt: skip
+
+    first, *_ = orders(s.space.graph, plain(best.program), s.cost(best))
     chosen, *_ = orders(s.space.graph, best.program, s.cost(best))
-    return best.timeline.step_s * first.step_s / chosen.step_s
+    step_s = best.timeline.step_s * first.step_s / chosen.step_s
+    return Variant(best, plain(best.scheduled.program), step_s)
 
 
-SCHEDULED: dict[str, Callable[[Synthesizer, Candidate], float]] = {
-    "nothing overlapped": in_turn,
+SCHEDULED: dict[str, Callable[[Synthesizer, Candidate], Variant]] = {
+    IN_TURN.removeprefix(PLAN): in_turn,
     "one bucket": one_bucket,
     "one implementation of each collective": plain_collectives,
 }
+WHOLE = "whole"
 
 
-def ablated(spec: str, cluster: Cluster) -> dict[str, float | str]:
-    """Row -> predicted seconds, or why there is no such plan."""
+class Variant(NamedTuple):
+    """A program of a candidate, and its predicted step."""
+
+    candidate: Candidate
+    program: Program
+    step_s: float
+
+
+def variants(synthesizer: Synthesizer) -> dict[str, Variant | str]:
+    """Row -> what is left, or why nothing is."""
+
+    def as_it_is(found: Candidate) -> Variant:
+        return Variant(found, found.scheduled.program, found.timeline.step_s)
+
+    best = synthesizer.best()
+    found: dict[str, Variant | str] = {WHOLE: as_it_is(best)}
+    for name, search in SEARCHED.items():
+        try:
+            found[name] = as_it_is(search(synthesizer))
+        except HapError as error:
+            found[name] = error.what
+    return found | {name: without(synthesizer, best) for name, without in SCHEDULED.items()}
+
+
+def synthesizer_of(spec: str, cluster: Cluster) -> Synthesizer:
     file = load_model_file(spec)
     model, batch = build_without_data(file, lambda text: None)
     states = examine(file.optimizer or default_optimizer).states
-    synthesizer = Synthesizer(build_space(capture(model, batch, file.loss)), cluster, states)
-    best = whole(synthesizer)
-    found: dict[str, float | str] = {"whole": best.timeline.step_s}
-    for name, search in SEARCHED.items():
-        try:
-            found[name] = search(synthesizer).timeline.step_s
-        except HapError as error:
-            found[name] = error.what
-    found |= {name: price(synthesizer, best) for name, price in SCHEDULED.items()}
-    return found
+    return Synthesizer(build_space(capture(model, batch, file.loss)), cluster, states)
 
 
-def rows(names: Iterable[str], found: dict[str, dict[str, float | str]]) -> list[tuple[str, ...]]:
-    listed = [("whole planner", *(f"{found[m]['whole']:.3f} s" for m in names))]
-    for row in (*SEARCHED, *SCHEDULED):
-        cells = []
-        for m in names:
-            value, best = found[m][row], found[m]["whole"]
-            known = isinstance(value, float) and isinstance(best, float)
-            cells.append(f"{value / best:.2f}x" if known else "-")  # type: ignore[operator]
-        listed.append((row, *cells))
-    return listed
+def raced(
+    bed: Testbed,
+    spec: str,
+    synthesizer: Synthesizer,
+    found: Mapping[str, Variant | str],
+    rounds: int,
+) -> dict[str, Entry]:
+    """Row -> its steps, all rows in turn."""
+    file, cluster = load_model_file(spec), synthesizer.cluster
+    optimizer = str(examine(file.optimizer or default_optimizer))
+    with tempfile.TemporaryDirectory() as folder:
+        plans: dict[str, Path] = {}
+        for number, (row, variant) in enumerate(found.items()):
+            if isinstance(variant, Variant):
+                path = plans[PLAN + row] = Path(folder) / f"{number}.json"
+                runnable(file, optimizer, synthesizer, variant.candidate, variant.program).save(
+                    path
+                )
+        task = Task(
+            file=file, names=tuple(plans), plans=plans,
+            speeds=tuple(d.rate("matmul", "float32") for d in cluster.devices),
+            devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
+            budget_s=0.0, patience_s=PATIENCE_S,
+        )  # fmt: skip
+        losses = reference(file, TRACED + task.warm_up + task.rounds)
+        entries = run_cell(bed, task)
+    for entry in entries:
+        judge_losses(entry, losses, TOLERANCE)
+    return {entry.name.removeprefix(PLAN): entry for entry in entries}
+
+
+def shown(row: str, found: Mapping[str, Variant | str], entries: Mapping[str, Entry] | None) -> str:
+    """Predicted over that of the whole, and measured over it where it was raced."""
+    variant, whole = found[row], found[WHOLE]
+    if isinstance(variant, str) or isinstance(whole, str):
+        return "-"
+    predicted = (
+        format_seconds(whole.step_s) if row == WHOLE else f"{variant.step_s / whole.step_s:.2f}x"
+    )
+    if entries is None:
+        return predicted
+    entry, base = entries[row], entries[WHOLE]
+    if not (entry.counts and base.counts):
+        return f"{predicted}, void: {entry.void or base.void}"
+    measured = format_seconds(entry.median_s) if row == WHOLE else f"{ratio(entry, base):.2f}x"
+    return f"{predicted}, {measured}"
 
 
 def main() -> None:
@@ -152,14 +223,22 @@ def main() -> None:
     parser.add_argument("--cluster", default=str(HERE / "clusters" / "race_4411.yaml"))
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--size", default="race", help="function of the model files")
+    parser.add_argument("--race", help="emulate this cluster, and race all rows on it")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of a race")
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
-    found = {
-        name: ablated(f"{HERE / 'models' / name}.py:{options.size}", cluster)
-        for name in track(options.models, "planning", console=console())
-    }
-    head = ("without", *options.models)
-    console().print(table(head, rows(options.models, found), right=range(1, len(head))))
+    columns: dict[str, list[str]] = {}
+    with Testbed(load_cluster(options.race), cores=1.0) if options.race else nullcontext() as bed:
+        for name in track(options.models, "ablating", console=console()):
+            spec = f"{HERE / 'models' / name}.py:{options.size}"
+            synthesizer = synthesizer_of(spec, cluster)
+            found = variants(synthesizer)
+            entries = raced(bed, spec, synthesizer, found, options.rounds) if bed else None
+            columns[name] = [shown(row, found, entries) for row in found]
+    titles = ["whole planner", *SEARCHED, *SCHEDULED]
+    head = ("without", *columns)
+    listed = list(zip(titles, *columns.values(), strict=True))
+    console().print(table(head, listed, right=range(1, len(head))))
 
 
 if __name__ == "__main__":

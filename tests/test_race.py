@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation import SCHEDULED, SEARCHED, ablated
+from benchmarks.ablation import (
+    SCHEDULED,
+    SEARCHED,
+    WHOLE,
+    Variant,
+    raced,
+    shown,
+    synthesizer_of,
+    variants,
+)
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
 from benchmarks.racing import results, tables
@@ -213,11 +222,24 @@ def test_every_model_has_its_size() -> None:
 
 
 def test_what_the_planner_is_worth_without_its_parts() -> None:
-    found = ablated(
-        f"{HERE}/models/wide_mlp.py:tiny", load_cluster(HERE / "clusters" / "demo4.yaml")
-    )
-    best = found["whole"]
-    assert isinstance(best, float) and set(found) == {"whole", *SEARCHED, *SCHEDULED}
+    spec = f"{HERE}/models/wide_mlp.py:tiny"
+    found = variants(synthesizer_of(spec, load_cluster(HERE / "clusters" / "demo4.yaml")))
+    assert set(found) == {WHOLE, *SEARCHED, *SCHEDULED}
+    best = found[WHOLE]
+    assert isinstance(best, Variant)
     for name in ("even shares", "the batch split alone", "nothing overlapped", "one bucket"):
         value = found[name]
-        assert isinstance(value, float) and value >= best * (1 - 1e-9), name
+        assert isinstance(value, Variant) and value.step_s >= best.step_s * (1 - 1e-9), name
+
+
+@pytest.mark.gloo
+def test_what_is_left_without_a_part_trains_alike() -> None:
+    """All rows run, and their losses are those of one device."""
+    spec = f"{HERE}/models/wide_mlp.py:race_tiny"
+    with Testbed(TWO, links="unlimited") as bed:
+        synthesizer = synthesizer_of(spec, bed.cluster)
+        found = variants(synthesizer)
+        entries = raced(bed, spec, synthesizer, found, rounds=1)
+    assert set(entries) == {row for row, variant in found.items() if isinstance(variant, Variant)}
+    assert {row: entry.void for row, entry in entries.items() if not entry.counts} == {}
+    assert "x, " in shown("one bucket", found, entries)

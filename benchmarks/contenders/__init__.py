@@ -29,6 +29,10 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
 }
 """Name -> (module, class), in the order of the tables."""
 
+IN_TURN: Final = "plan: nothing overlapped"
+UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
+"""Contenders that only the ablation has."""
+
 ABSENT: Final[dict[str, str]] = {
     "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17",
 }
@@ -37,7 +41,7 @@ ABSENT: Final[dict[str, str]] = {
 
 def make(name: str, setting: Setting) -> Contender:
     """This rank's end of a contender; any other name than those above is that of a plan."""
-    module, kind = CONTENDERS.get(name, ("planned", "Planned"))
+    module, kind = (CONTENDERS | UNUSUAL).get(name, ("planned", "Planned"))
     found = importlib.import_module(f"benchmarks.contenders.{module}")
     contender: Contender = getattr(found, kind)(setting)
     return contender

@@ -43,3 +43,11 @@ class Planned(Contender):
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return loss.item()
+
+
+class InTurn(Planned):
+    """The same without overlapping: computing waits for each collective where it is issued."""
+
+    def step(self, batch: Any) -> float | None:
+        with self.in_one_thread():
+            return super().step(batch)

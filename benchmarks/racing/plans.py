@@ -10,9 +10,10 @@ from hap.capture import capture
 from hap.cluster import Cluster
 from hap.errors import HapError, InfeasibleError
 from hap.files import write_whole
-from hap.model_file import load_model_file
+from hap.model_file import ModelFile, load_model_file
 from hap.optimizer import default_optimizer, examine
 from hap.plan import Plan, Source
+from hap.program import Program
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.planner import Progress
@@ -47,16 +48,24 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
         worst = max(range(cluster.world_size), key=lambda rank: found.lacking_bytes[rank])
         lacking = float(found.lacking_bytes[worst]) / 2**20
         raise InfeasibleError(f"{cluster.devices[worst].name} would lack {lacking:.0f} MiB")
+    synthesizer = Synthesizer(space, cluster, kind.states)
+    return runnable(file, str(kind), synthesizer, found, found.scheduled.program)
+
+
+def runnable(
+    file: ModelFile, optimizer: str, synthesizer: Synthesizer, found: Candidate, program: Program
+) -> Plan:
+    """A plan of a candidate's program, in any order; its prediction is that of the candidate."""
+    graph, cluster = synthesizer.space.graph, synthesizer.cluster
     shares = {name: found.shares[name] for name in found.program.used_axes()}
-    cost = Synthesizer(space, cluster, kind.states).cost(found)
     return Plan(
         source=Source(path=str(file.path), function=file.function), graph=graph, cluster=cluster,
-        optimizer=str(kind), program=found.scheduled.program, shares=shares,
+        optimizer=optimizer, program=program, shares=shares,
         idle=tuple(
             r for r in range(cluster.world_size)
             if shares and not any(units[r] for units in shares.values())
         ),
-        prediction=predict(graph, found, cost, ()),
+        prediction=predict(graph, found, synthesizer.cost(found), ()),
     )  # fmt: skip
 
 
