@@ -18,9 +18,7 @@ from hap.graph import Graph
 from hap.placement import Placement, R, S
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost import Machine, PerRank
-from hap.synthesizer.engines import eliminate
 from hap.synthesizer.labelling import Allowed
-from hap.synthesizer.outcome import Engine
 from hap.synthesizer.paper import plan_as_paper
 from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.space import Space
@@ -241,21 +239,20 @@ def _gradients(graph: Graph) -> dict[str, str]:
             if i.target in graph.gradients}  # fmt: skip
 
 
-def fewer_devices(
-    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
-) -> dict[str, tuple[str, Candidate]]:
+def fewer_devices(whole: Synthesizer) -> dict[str, tuple[str, Candidate]]:
     """Name -> (which devices, best pair), for a part of the cluster that may do better alone."""
+    cluster = whole.cluster
     speeds = [d.rate("matmul", "float32") for d in cluster.devices]
     slow, fast = int(np.argmin(speeds)), int(np.argmax(speeds))
     found = {}
     if cluster.world_size > 2:
-        synthesizer = Synthesizer(space, cluster.without(slow), optimizer_states, engine=engine)
+        synthesizer = whole.on(cluster.without(slow))
         pair = synthesizer.search(next(synthesizer.starts()))
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         best = fastest([pair, balanced])
         found["without the slowest device"] = (f"without {cluster.devices[slow].name}", best)
     if cluster.world_size > 1:
-        synthesizer = Synthesizer(space, cluster.only(fast), optimizer_states, engine=engine)
+        synthesizer = whole.on(cluster.only(fast))
         pair = synthesizer.cheapest(next(synthesizer.starts()))
         found["the fastest device alone"] = (f"only {cluster.devices[fast].name}", pair)
     return found

@@ -8,6 +8,7 @@ under the simulator wins. That no other pair is better is not proved.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.communication import Choice, Fractions, Network
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.engines import eliminate
+from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.outcome import Engine
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.shares import proportional
@@ -227,10 +229,11 @@ class InsideSynthesizer(Synthesizer):
     """Searches the step that is left to a machine, priced on the whole cluster."""
 
     def __init__(
-        self, between: Between, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate
-    ) -> None:
+        self, between: Between, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
+        exponent: int | None = None,
+    ) -> None:  # fmt: skip
         space = build_space(between.inside())
-        super().__init__(space, cluster, optimizer_states, engine=engine)
+        super().__init__(space, cluster, optimizer_states, engine=engine, exponent=exponent)
         self._between = between
 
     def starts(self) -> Iterator[Shares]:
@@ -285,6 +288,7 @@ def best_on_mesh(
     engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None,
     beat: Candidate | None = None,
+    exponent: int | None = None,
 ) -> MeshCandidate | None:
     """The best pair of programs found over the two axes; ``None`` if there is none.
 
@@ -292,20 +296,22 @@ def best_on_mesh(
         beat: programs between machines that do not beat it with each machine as one device of
             the sum of its devices' rates, which is the most that a program inside can make of
             them, are not looked into.
+        exponent: of the price of memory, where to look for it first.
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    for name, pair in _between(space, mesh, optimizer_states, engine):
+    for name, pair in _between(space, mesh, optimizer_states, engine, exponent):
         if beat and pair.floor >= beat.rank:
             continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
-        inside = InsideSynthesizer(between, cluster, optimizer_states, engine)
+        inside = InsideSynthesizer(between, cluster, optimizer_states, engine, exponent)
         try:
             best = inside.search(next(inside.starts()))
         except HapError as error:
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
+        exponent = inside.exponent
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return min(found, key=lambda c: c.pair.rank, default=None)
 
@@ -323,24 +329,23 @@ def _used(pair: Candidate) -> Shares:
 
 
 def _between(
-    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine
+    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None
 ) -> Iterator[tuple[str, Candidate]]:
     """Programs between machines worth a search inside, without repetitions."""
     seen = []
-    ways: dict[str, Synthesizer] = {
-        "the best": Synthesizer(space, mesh.between, optimizer_states, None, engine)
-    }
+    ways: dict[str, Allowed | None] = {"the best": None}
     for name, restriction in RESTRICTIONS.items():
-        try:
-            allowed = restriction(space)
-        except HapError:
-            continue  # the model has no batch dim, or no experts
-        ways[name] = Synthesizer(space, mesh.between, optimizer_states, allowed, engine)
-    for name, synthesizer in ways.items():
+        with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
+            ways[name] = restriction(space)
+    for name, allowed in ways.items():
+        synthesizer = Synthesizer(
+            space, mesh.between, optimizer_states, allowed, engine, exponent
+        )  # fmt: skip
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError:
             continue  # the model has no such program
+        exponent = synthesizer.exponent
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         # A machine without a share of something has no step to run.
         pairs = [p for p in (pair, balanced) if all(map(all, _used(p).values()))]

@@ -93,7 +93,7 @@ def choose(
     beside = baselines(space, cluster, optimizer_states, every=wishes.compare)
     known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
     best = min(known, key=lambda c: c.rank)
-    fewer = fewer_devices(space, cluster, optimizer_states, engine)
+    fewer = fewer_devices(synthesizer)
     left: Ranks = ()
     if not wishes.all_devices and not wishes.mesh:
         on_all = best
@@ -136,7 +136,9 @@ def _on_two_axes(
     engine, beat = engine_named(wishes.engine), None if wishes.mesh else best
     parts = [] if wishes.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
     found = [
-        best_on_mesh(synthesizer.space, part, optimizer_states, engine, progress, beat)
+        best_on_mesh(
+            synthesizer.space, part, optimizer_states, engine, progress, beat, synthesizer.exponent
+        )
         for part in parts if is_mesh(part)
     ]  # fmt: skip
     two = min((c for c in found if c), key=lambda c: c.pair.rank, default=None)

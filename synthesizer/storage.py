@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -31,14 +32,26 @@ STORED = "stored "
 
 def program_axes(axes: Axes, program: Program) -> Axes:
     """The axes of a graph as a program uses them: with those of its storing."""
+    known = program.memo.get("axes")
+    if known is None or known[0] is not axes:
+        known = program.memo["axes"] = axes, _with_storing(axes, program)
+    found: Axes = known[1]
+    return found
+
+
+def _with_storing(axes: Axes, program: Program) -> Axes:
     if not any(name not in axes.axes for name, _ in program.axes.values()):
         return axes
     own = {name: Axis(name=name, units=units) for name, units in program.axes.values()}
-    of: dict[Dim, str] = {}
-    for key, (name, _) in program.axes.items():
-        tensor, _, dim = key.rpartition(":")
-        of[tensor, int(dim)] = name
+    of = {_dim(key): name for key, (name, _) in program.axes.items()}
     return Axes(axes={**axes.axes, **own}, of={**axes.of, **of})
+
+
+@cache
+def _dim(key: str) -> Dim:
+    """The dim that a key of a program's axes names."""
+    tensor, _, dim = key.rpartition(":")
+    return tensor, int(dim)
 
 
 def stored_apart(graph: Graph, program: Program) -> Program:
@@ -66,14 +79,12 @@ def stored_apart(graph: Graph, program: Program) -> Program:
     taken = {groups.root(dim) for dim in computing}
     sizes: dict[Dim, set[int]] = {}
     for key in program.axes:
-        tensor, _, text = key.rpartition(":")
-        dim = (tensor, int(text))
-        sizes.setdefault(groups.root(dim), set()).add(graph.tensors[tensor].shape[dim[1]])
+        dim = _dim(key)
+        sizes.setdefault(groups.root(dim), set()).add(graph.tensors[dim[0]].shape[dim[1]])
     free = {groups.root(dim) for dim in stored} - taken
     axes = dict(program.axes)
     for key in program.axes:
-        tensor, _, text = key.rpartition(":")
-        root = groups.root((tensor, int(text)))
+        root = groups.root(_dim(key))
         if root in free and len(sizes[root]) == 1:
             (size,) = sizes[root]
             axes[key] = (f"{STORED}{size}", size)
@@ -87,13 +98,17 @@ class _Groups:
         self._parent: dict[Dim, Dim] = {}
 
     def root(self, dim: Dim) -> Dim:
-        while (parent := self._parent.get(dim, dim)) != dim:
-            dim = parent
-        return dim
+        found = dim
+        while (parent := self._parent.get(found)) is not None:
+            found = parent
+        while dim != found:  # so that the next looks are short
+            self._parent[dim], dim = found, self._parent[dim]
+        return found
 
     def join(self, dims: list[Dim]) -> None:
         for dim in dims[1:]:
-            self._parent[self.root(dim)] = self.root(dims[0])
+            if (mine := self.root(dim)) != (other := self.root(dims[0])):
+                self._parent[mine] = other
 
 
 def filled(
@@ -121,10 +136,13 @@ def filled(
         if (peak <= room).all():
             break
         caps = (room - (peak - own)) / max(own.sum(), 1.0)
-        found = {  # rounding adds less than a unit to a share
+        again = {  # rounding adds less than a unit to a share
             name: proportional(units, level(np.maximum(caps - 1 / units, 0.0)))
             for name, units in sizes.items()
         }
+        if again == found:
+            break
+        found = again
     return found
 
 

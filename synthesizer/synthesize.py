@@ -58,28 +58,30 @@ class Synthesizer:
         optimizer_states: tensors of a parameter's size that the optimizer keeps for it.
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
+        exponent: of the price of memory, where to look for it first.
 
-    ``gap`` is by which part of its cost a program of any search so far may exceed the
+    ``exponent`` becomes that of the price found last. ``gap`` is by which part of its cost a program of any search so far may exceed the
     cheapest one: 0 unless the engine was cut short.
     """
 
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
-        engine: Engine = eliminate,
+        engine: Engine = eliminate, exponent: int | None = None,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
         self.machine = Machine(cluster)
         self._states = optimizer_states
-        self._engine, self.gap = engine, 0.0
+        self._engine, self.gap, self.exponent = engine, 0.0, exponent
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._fixed: dict[object, Relaxation] = {}
-        self._exponent: int | None = None  # of the price of memory that was found last
 
     def on(self, cluster: Cluster) -> Synthesizer:
         """The same search on another cluster."""
-        return Synthesizer(self.space, cluster, self._states, self._allowed, self._engine)
+        return Synthesizer(
+            self.space, cluster, self._states, self._allowed, self._engine, self.exponent
+        )
 
     def starts(self) -> Iterator[Shares]:
         """Shares to start from, without repetitions: by speed, even, by memory."""
@@ -191,9 +193,8 @@ class Synthesizer:
     def search(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares that fits the memory, if one does.
 
-        A price on each byte of the ranks that are short trades time for memory. The highest
-        price tells whether any program fits; bisection then finds the lowest that suffices. It
-        begins at the one that the last search found, where it is mostly found again.
+        A price on each byte of the ranks that are short trades time for memory. The lowest that
+        suffices is looked for near the one that the last search found.
         """
         best = self.cheapest(shares)
         if not best.lacking_in_series.any():
@@ -211,20 +212,8 @@ class Synthesizer:
             best = min(best, tried, key=lambda c: c.in_turn)
             return not tried.lacking_in_series.any()
 
-        # ``low`` does not suffice, and ``high`` is the lowest that was seen to.
-        sufficed = False
-        for exponent in () if self._exponent is None else (self._exponent, self._exponent - 1):
-            if low < exponent < high:
-                if fits(exponent):
-                    high, sufficed = exponent, True
-                else:
-                    low = exponent
-        if not sufficed and not fits(high):
-            return best
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        self._exponent = high
+        found = lowest(fits, low, high, self.exponent)
+        self.exponent = self.exponent if found is None else found
         return best
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
@@ -297,6 +286,41 @@ class Synthesizer:
     def cost(self, candidate: Candidate) -> CostModel:
         """The prices under a candidate's shares."""
         return self._cost(candidate.program, candidate.shares)
+
+
+def lowest(fits: Callable[[int], bool], low: int, high: int, first: int | None) -> int | None:
+    """The lowest number above ``low``, up to ``high``, that fits; none if ``high`` does not.
+
+    Args:
+        fits: of all that are higher than one that fits; not of ``low``.
+        first: where to look first, from which the steps double; else at ``high``, and then in
+            the middle.
+    """
+    near = first is not None and low < first < high
+    tried = first if near and first is not None else high
+    step = 1
+    if fits(tried):
+        high = tried
+        while near and high - low > 1:
+            tried = max(high - step, low + 1)
+            if not fits(tried):
+                low = tried
+                break
+            high, step = tried, 2 * step
+    else:
+        low = tried
+        if tried == high or not fits(high):
+            return None
+        while high - low > 1:
+            tried = min(low + step, high - 1)
+            if fits(tried):
+                high = tried
+                break
+            low, step = tried, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:

@@ -16,6 +16,7 @@ from hap.placement import R, S
 from hap.plan import Plan
 from hap.program import Compute
 from hap.report import plan_screen
+from hap.synthesizer.synthesize import lowest
 from tests.random_plans import make_case, verdict
 
 
@@ -188,3 +189,17 @@ def screen(plan: Plan) -> str:
     console.print(plan_screen(plan))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+@pytest.mark.parametrize("first", [None, *range(-12, 7)])
+def test_the_lowest_price_that_fits_is_found_wherever_one_looks_first(first: int | None) -> None:
+    for least in range(-9, 7):  # above 4 nothing fits
+        asked: list[int] = []
+
+        def fits(price: int, least: int = least, asked: list[int] = asked) -> bool:
+            asked.append(price)
+            return price >= least
+
+        assert lowest(fits, -10, 4, first) == (least if least <= 4 else None)
+        assert len(asked) == len(set(asked)) and len(asked) <= 9
+        assert all(-10 < price <= 4 for price in asked)
