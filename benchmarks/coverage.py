@@ -146,7 +146,10 @@ def plan(name: str) -> Found:
     entry = entries()[name]
     wall, processor = time.perf_counter(), time.process_time()
     try:
-        with torch_private.fake_mode():
+        try:
+            with torch_private.fake_mode():
+                model, batch = entry.full()
+        except torch_private.data_dependent_errors():  # to be built, it must be for real
             model, batch = entry.full()
         made = hap.plan(model, batch, CLUSTER, loss=entry.loss)
     except HapError as error:

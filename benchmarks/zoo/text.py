@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.zoo.entry import pretrained
 
-SEQUENCE = {6: 9, 64: 128, 2: 16}
+SEQUENCE = {6: 9, 64: 128, 8: 4}
 """Rows of a batch -> tokens per row."""
 
 
@@ -177,14 +177,14 @@ EXPERTS = (
     pretrained(
         "mixtral", "mixture of experts", "two of eight experts per token",
         "MixtralForCausalLM", "MixtralConfig", causal, both=BATCHED,
-        tiny=GROUPED | {"num_local_experts": 4}, full={"num_hidden_layers": 2}, rows=(6, 2),
+        tiny=GROUPED | {"num_local_experts": 4}, full={"num_hidden_layers": 2}, rows=(6, 8),
     ),
     pretrained(
         "qwen2-moe", "mixture of experts", "experts beside one that all tokens share",
         "Qwen2MoeForCausalLM", "Qwen2MoeConfig", causal, both=BATCHED,
         tiny=GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
                         "shared_expert_intermediate_size": 20},
-        full={"num_hidden_layers": 4}, rows=(6, 2),
+        full={"num_hidden_layers": 4}, rows=(6, 8),
     ),
 )  # fmt: skip
 
