@@ -24,6 +24,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.contenders import IN_TURN
+from benchmarks.race import PATIENCE_S, TOLERANCE, roomy
 from benchmarks.racing.cell import TRACED, Task
 from benchmarks.racing.plans import runnable
 from benchmarks.racing.results import Entry, judge_losses
@@ -47,16 +48,11 @@ from hap.terminal import console, table
 from hap.units import format_seconds
 
 HERE = Path(__file__).parent
-TOLERANCE, PATIENCE_S = 1e-4, 300.0  # as in the race
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 SIMPLE = {
     "all_gather": "padded", "reduce_scatter": "padded", "all_reduce": "one shot",
     "all_to_all": "exact", "all_reduce_lse": "two reductions",
 }  # fmt: skip
-
-
-def whole(s: Synthesizer) -> Candidate:
-    return s.best()
 
 
 def even_shares(s: Synthesizer) -> Candidate:
@@ -228,7 +224,8 @@ def main() -> None:
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
     columns: dict[str, list[str]] = {}
-    with Testbed(load_cluster(options.race), cores=1.0) if options.race else nullcontext() as bed:
+    emulated = Testbed(roomy(load_cluster(options.race)), cores=1.0) if options.race else None
+    with emulated or nullcontext() as bed:
         for name in track(options.models, "ablating", console=console()):
             spec = f"{HERE / 'models' / name}.py:{options.size}"
             synthesizer = synthesizer_of(spec, cluster)

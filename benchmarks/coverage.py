@@ -140,17 +140,13 @@ def verify(name: str) -> Found:
 def plan(name: str) -> Found:
     """The full size on eight unlike devices, as ``hap plan`` would."""
     import hap
-    from hap import torch_private
+    from hap.api import without_data
     from hap.errors import HapError
 
     entry = entries()[name]
     wall, processor = time.perf_counter(), time.process_time()
     try:
-        try:
-            with torch_private.fake_mode():
-                model, batch = entry.full()
-        except torch_private.data_dependent_errors():  # to be built, it must be for real
-            model, batch = entry.full()
+        model, batch = without_data(entry.full)
         made = hap.plan(model, batch, CLUSTER, loss=entry.loss)
     except HapError as error:
         return _refused(error)

@@ -20,7 +20,7 @@ the losses, the gradients and the parameters after three steps of one device to 
 float64. It did so on emulated ranks, under a random plan with random shares for each of 2, 3, 4 and
 5 ranks, and under the plan that was made for a random cluster of unlike devices. *Planned*: the
 published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`), in seconds of one
-process from the module to the plan, on a machine with other work; processor seconds in brackets.
+process from the module to the plan, on two cores; processor seconds in brackets.
 Models are those of `transformers`, unmodified, where `{zoo}` does not define them. An empty cell
 was not run.
 

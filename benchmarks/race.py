@@ -128,7 +128,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     spec = f"{HERE / 'models' / model}.py:{options.size}"
     written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
     rate = _core_flops_per_s(options.out / "core.json")
-    with Testbed(_roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
+    with Testbed(roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
         measured = _with_memory(_measured(bed, cluster, options, told), written)
         found, void = _plans(model, cluster, spec, measured, options, told)
         names = [name for name in options.contenders if name not in void]
@@ -246,7 +246,8 @@ def _floors(cell: Cell, plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def _roomy(cluster: Cluster) -> Cluster:
+def roomy(cluster: Cluster) -> Cluster:
+    """The cluster with memory for all contenders, which share their processes."""
     devices = tuple(
         replace(d, memory_bytes=max(d.memory_bytes, UNBOUNDED)) for d in cluster.devices
     )

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Progress = Callable[[str], None]
+Made = TypeVar("Made")
 
 
 class Options(TypedDict, total=False):
@@ -211,12 +212,17 @@ def plan_file(
 
 def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
     """Model and batch without data; for real where the file's code reads tensor values."""
+    return without_data(lambda: (file.model(), file.batch()), progress)
+
+
+def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
+    """What ``make`` builds, without data; for real where it reads tensor values."""
     try:
         with torch_private.fake_mode():
-            return file.model(), file.batch()
+            return make()
     except torch_private.data_dependent_errors():
         progress("model() or batch() reads tensor data: building them for real")
-        return file.model(), file.batch()
+        return make()
 
 
 def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:

@@ -38,6 +38,7 @@ def _devices(profile: Profile) -> RenderableType:
         "memory",
         "products",
         "memory rate",
+        "operands",
         "launch",
         "fit off by",
         "spread",
@@ -46,7 +47,8 @@ def _devices(profile: Profile) -> RenderableType:
         (
             spans(kind.ranks), kind.device.kind, format_bytes(kind.device.memory_bytes),
             ", ".join(f"{d} {format_flops(r)}" for d, r in kind.device.flops_per_s.items()),
-            format_bandwidth(kind.device.memory_bytes_per_s), format_seconds(kind.device.launch_s),
+            format_bandwidth(kind.device.memory_bytes_per_s),
+            format_bandwidth(kind.device.operand_bytes_per_s), format_seconds(kind.device.launch_s),
             f"{median(abs(r.error) for r in kind.residuals):.0%}",
             f"{median(r.spread for r in kind.residuals):.0%}",
         )

@@ -211,7 +211,7 @@ def expected(seconds: Sequence[float]) -> float:
     return fmean(sorted(seconds)[: len(seconds) - (len(seconds) >= _MANY)])
 
 
-def ops(records: Mapping[str, Record] | Iterable[Record]) -> list[OpRecord]:
+def ops(records: Mapping[str, Record] | Iterable[Header | Record]) -> list[OpRecord]:
     values = records.values() if isinstance(records, Mapping) else records
     return [r for r in values if isinstance(r, OpRecord)]
 

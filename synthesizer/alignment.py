@@ -1,8 +1,8 @@
 """Shares in whole blocks: widths of shards that kernels like.
 
-A product whose rows do not begin on vectors writes them in pieces: on CPUs such a shard of a large
-last layer takes up to 1.7 times as long as one that is a few columns wider, and tensor cores want
-multiples of eight. No price knows that, so shares are rounded where that costs next to nothing.
+A product whose rows do not begin on vectors writes them in pieces: on CPUs the forward of such a
+shard of a large last layer takes half as long again as that of one a few columns wider, and tensor
+cores want multiples of eight. No price knows that, so shares are rounded where that costs next to nothing.
 """
 
 from __future__ import annotations

@@ -296,9 +296,8 @@ def lowest(fits: Callable[[int], bool], low: int, high: int, first: int | None) 
         first: where to look first, from which the steps double; else at ``high``, and then in
             the middle.
     """
-    near = first is not None and low < first < high
-    tried = first if near and first is not None else high
-    step = 1
+    tried = first if first is not None and low < first < high else high
+    near, step = tried != high, 1
     if fits(tried):
         high = tried
         while near and high - low > 1:

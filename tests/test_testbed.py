@@ -206,6 +206,9 @@ def test_both_ends_of_every_link_have_the_rate_of_the_file(bed: Testbed) -> None
     assert [host.uplink_bytes_per_s for host in bed.hosts] == [25e6, 25e6, None, None]
 
 
+TCP = ("tcp_congestion_control", "tcp_slow_start_after_idle")
+
+
 def place() -> dict[str, str]:
     total, local, interface = add_up()
     return {
@@ -215,6 +218,7 @@ def place() -> dict[str, str]:
         "interfaces": " ".join(sorted(name for _, name in socket.if_nameindex())),
         "namespace": os.readlink("/proc/self/ns/net"),
         "groups": Path("/proc/self/cgroup").read_text(),
+        "tcp": " ".join(Path(f"/proc/sys/net/ipv4/{name}").read_text().strip() for name in TCP),
     }
 
 
@@ -227,6 +231,7 @@ def test_ranks_work_in_hosts_of_their_own(bed: Testbed) -> None:
     assert [one["total"] for one in found] == ["1111.0"] * 4
     assert [one["local"] for one in found] == ["0 of 2", "1 of 2", "0 of 1", "0 of 1"]
     assert {one["interface"] for one in found} == {"net0"}
+    assert {one["tcp"] for one in found} == {"reno 0"}
     assert {one["interfaces"] for one in found} == {"lo net0"}  # none of this machine's
     assert len({home, *(one["namespace"] for one in found)}) == 5
     assert bed._quotas is not None

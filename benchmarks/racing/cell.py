@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +181,21 @@ class _Course:
         """How fast the machine is now: all ranks compute the product that the profile knows."""
         if not self._task.product_s:
             return
-        probe = product_probe(CPU)
-        call = probe.make(Arena(CPU))
+        call, count = self._product
         dist.barrier(self._control)
         (seconds,) = seconds_per_call(call, CPU, Pace(windows=1, window_s=FULL.window_s))
-        found = self._gather(seconds / probe.count)
+        found = self._gather(seconds / count)
         ratios = [now / then for now, then in zip(found, self._task.product_s, strict=True)]
         self._say(Said(
             what="drifted", round=number, counted=number >= self._task.warm_up,
             seconds=statistics.median(ratios),
         ))  # fmt: skip
+
+    @cached_property
+    def _product(self) -> tuple[Callable[[], object], int]:
+        """A call, and the products in it; made once all contenders are built."""
+        probe = product_probe(CPU)
+        return probe.make(Arena(CPU)), probe.count
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -9,7 +9,7 @@ import torch
 from benchmarks.racing.plans import Progress
 from hap.cluster import Cluster, load_cluster
 from hap.profiler.probes import product_probe
-from hap.profiler.samples import Header, middle, ops, read
+from hap.profiler.samples import middle, ops, read
 from hap.profiling import Settings, profile
 from hap.runtime.testbed import Testbed
 
@@ -38,8 +38,5 @@ def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluste
 def product_s(path: Path) -> tuple[float, ...]:
     """Seconds of a product on each rank when the cluster file at ``path`` was measured."""
     name = product_probe(torch.device("cpu")).name
-    samples = [
-        item for item in read(Settings(output=str(path)).samples) if not isinstance(item, Header)
-    ]
-    records = {record.name: record for record in ops(samples)}
-    return tuple(middle(seconds) for seconds in records[name].seconds)
+    record = next(r for r in ops(read(Settings(output=str(path)).samples)) if r.name == name)
+    return tuple(middle(seconds) for seconds in record.seconds)

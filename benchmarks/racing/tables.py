@@ -67,7 +67,7 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     return [
         "",
         f"In the cells a product took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as when the "
-        f"cluster was profiled. Predictions times that are off by {statistics.median(errors):.1%} in "
+        f"cluster was profiled. Predictions, taken times that, are off by {statistics.median(errors):.1%} in "
         f"the median, by {max(errors):.1%} at worst.",
     ]
 

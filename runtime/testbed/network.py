@@ -147,14 +147,14 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+_SETTLE = " && ".join(f"echo {v} > /proc/sys/net/ipv4/{name}" for name, v in _TCP.items())
 """What else would be the machine's own: bbr, for one, stops each connection every ten seconds to
 look at its latency. Every kernel has reno."""
 
 
 def _settle(space: str) -> None:
     """Have connections of a namespace behave alike on all machines."""
-    lines = (f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _TCP.items())
-    command = ["ip", "netns", "exec", space, "sh", "-ec", "; ".join(lines)]
+    command = ["ip", "netns", "exec", space, "sh", "-c", _SETTLE]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise HapError(f"the settings of TCP cannot be made: {ran.stderr.strip()}")
@@ -169,7 +169,8 @@ def missing() -> str:
         return "network namespaces need root"
     # Root in a container may lack the capability, and a kernel the modules. A child tries.
     trial = "ip link add hap0 type veth peer name hap1 && tc qdisc add dev hap0 root tbf "
-    trial += "rate 1mbit burst 4kb limit 64kb && ip link add hap2 type bridge"
+    trial += "rate 1mbit burst 4kb limit 64kb && ip link add hap2 type bridge && "
+    trial += _SETTLE
     command = ["unshare", "--net", "sh", "-c", trial]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, check=False)
