@@ -27,7 +27,7 @@ WIDTH = 64
 """Elements of a row; shards are whole rows."""
 
 _SHORT_S, _MANY = 0.02, 16
-_BRIEF_S, _OFTEN = 0.08, 3  # what is over so soon is repeated that many times as often
+_BRIEF_S, _OFTEN = 0.08, 3  # a collective that is over so soon is repeated so many times as often
 _SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
@@ -187,7 +187,7 @@ def _collective(
         return known[key]
     half, even = parts(rows // 2, n, skew), parts(WIDTH, n, "even")
     call = _call(ring.comm, kind, how, half, even, device)
-    seconds = _seconds(call, limits, device, whole)
+    seconds = _seconds(call, limits, device, whole, _OFTEN)
     split = np.array(half) / sum(half)
     other = np.array(even) / sum(even)
     ones = np.ones(n)
@@ -243,7 +243,7 @@ def _message(
             dist.recv(x, a)
             dist.send(x, a)
 
-    seconds = _seconds(call, limits, device, whole)
+    seconds = _seconds(call, limits, device, whole, 1)
     return ExchangeRecord(
         kind=MESSAGE, how="", nbytes=nbytes, groups=(pair,), skew="",
         seconds=tuple(s / 2 for s in seconds), src=(1.0, 1.0), dst=(1.0, 1.0),
@@ -251,7 +251,7 @@ def _message(
 
 
 def _seconds(
-    call: Callable[[], object], limits: Range, device: torch.device, whole: Comm
+    call: Callable[[], object], limits: Range, device: torch.device, whole: Comm, often: int
 ) -> tuple[float, ...]:
     """Seconds of a call until the last rank has its result, per round."""
     call()  # makes connections, and memory
@@ -259,7 +259,7 @@ def _seconds(
     # Short ones in a row: a throttled rank may sleep through a whole one.
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
     long = once > limits.longest_s / _LONG
-    rounds = 2 if long else limits.rounds * (_OFTEN if once < _BRIEF_S else 1)
+    rounds = 2 if long else limits.rounds * (often if once < _BRIEF_S else 1)
     mine = [_one(call, count, device, whole) for _ in range(rounds)]
     return (*([once] if long else []), *_last(mine, device, whole))
 

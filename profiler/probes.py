@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from hap import ops  # noqa: F401  (registers hap::sdpa)
 from hap.cluster import Work
@@ -94,8 +96,7 @@ def _products(dtype: str) -> Iterator[Probe]:
     """
     of = getattr(torch, dtype)
     layers = [
-        (512, 512, 512), (64, 512, 8192), (64, 1024, 1024),
-        (1024, 256, 1024), (512, 1024, 1024), (2048, 128, 128),
+        (512, 512, 512), (64, 512, 8192), (64, 1024, 1024), (1024, 256, 1024), (2048, 128, 128),
     ]  # fmt: skip
     if dtype != "float32":
         layers = layers[:3]
@@ -190,22 +191,25 @@ def _elementwise() -> Iterator[Probe]:
 
 
 def _updates() -> Iterator[Probe]:
-    """Steps of torch's default optimizers; a call is the step of one parameter among several."""
-    kinds: list[tuple[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], int, int]] = [
-        ("sgd momentum", lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 1, 3),
-        ("adamw", lambda p: torch.optim.AdamW(p, lr=1e-3), 2, 9),
-    ]
+    """Steps of torch's default optimizers; a call is the step of several parameters.
+
+    By the functions that the optimizers call: to make an optimizer imports torch's compiler,
+    which takes a slow rank longer than all its steps here.
+    """
+    kinds: list[tuple[str, Callable[[Sequence[Tensor], Sequence[Tensor]], Call], int, int]] = [
+        ("sgd momentum", _sgd, 1, 3), ("adamw", _adamw, 2, 9),
+    ]  # fmt: skip
     for rows, several in ((256, 16), (1024, 4)):  # as many bytes, more than the caches hold
-        for name, make_optimizer, states, kernels in kinds:
+        for name, step_of, states, kernels in kinds:
             count = rows * 1024
 
             def make(
-                arena: Arena, rows: int = rows, count: int = several, build: Any = make_optimizer
+                arena: Arena, rows: int = rows, several: int = several, step_of: Any = step_of
             ) -> Call:
-                parameters = [nn.Parameter(arena.cut(rows, 1024).clone()) for _ in range(count)]
-                for parameter in parameters:
-                    parameter.grad = arena.cut(rows, 1024).clone()
-                step: Call = build(parameters).step
+                parameters, gradients = (
+                    [arena.cut(rows, 1024).clone() for _ in range(several)] for _ in range(2)
+                )
+                step: Call = step_of(parameters, gradients)
                 return step
 
             work = Work(
@@ -213,6 +217,23 @@ def _updates() -> Iterator[Probe]:
                 several * _nbytes("float32", (3 + 2 * states) * count),
             )  # fmt: skip
             yield Probe(name=f"{name} {rows}x1024", work=work, make=make, quick=rows == 1024)
+
+
+def _sgd(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Call:
+    momenta: list[Tensor | None] = [torch.zeros_like(each) for each in parameters]
+    return lambda: sgd(
+        list(parameters), list(gradients), momenta, weight_decay=0.0, momentum=0.9, lr=1e-3,
+        dampening=0.0, nesterov=False, maximize=False,
+    )  # fmt: skip
+
+
+def _adamw(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Call:
+    means, squares = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
+    steps = [torch.zeros(()) for _ in parameters]
+    return lambda: adamw(
+        list(parameters), list(gradients), means, squares, [], steps, amsgrad=False, beta1=0.9,
+        beta2=0.999, lr=1e-3, weight_decay=1e-2, eps=1e-8, maximize=False,
+    )  # fmt: skip
 
 
 def _convolutions(dtype: str) -> Iterator[Probe]:
