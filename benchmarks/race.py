@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
-from benchmarks.racing import plans, tables
+from benchmarks.racing import document, plans, tables
 from benchmarks.racing.cell import TRACED, Said, Task
 from benchmarks.racing.profiled import product_s, profiled
 from benchmarks.racing.results import Cell, Entry, append, judge_losses, judge_memory, read
@@ -41,14 +41,14 @@ from hap.synthesizer.baselines import METHODS
 from hap.units import format_seconds
 
 HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
 TOLERANCE = 1e-4
 PATIENCE_S = 300.0
-UNBOUNDED = (
-    2 << 30
-)  # memory limits are judged by tensor bytes, not enforced: contenders share ranks
+UNBOUNDED = 2 << 30
+"""Memory limits are judged by tensor bytes, not enforced: contenders share ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,13 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     options.out.mkdir(parents=True, exist_ok=True)
     lines = options.out / "results.jsonl"
+    if options.write_docs:
+        if not (cells := read(lines)):
+            raise SystemExit(f"no cells in {lines}: race first, or name another --out")
+        document.write(DOCS, cells)
+        return
     if not options.resume:
         lines.unlink(missing_ok=True)
         shutil.rmtree(options.out / "plans", ignore_errors=True)
     done = {(cell.model, cell.cluster) for cell in read(lines)}
-    todo = [
-        (m, c) for c in options.clusters for m in options.models if (m, c) not in done
-    ]  # fmt: skip
+    todo = [(m, c) for c in options.clusters for m in options.models if (m, c) not in done]
     console.print(
         f"{len(todo)} cells to race, {len(done)} done; about "
         f"{format_seconds(_estimate_s(len(todo), options, read(lines)))}"
@@ -114,6 +117,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="race", help="function of the model files")
     parser.add_argument(
         "--trust-cluster", action="store_true", help="plan by the cluster file, do not profile"
+    )
+    parser.add_argument(
+        "--write-docs", action="store_true", help="race nothing; write docs/ from the cells of OUT"
     )
     parser.add_argument("--out", type=Path, default=Path(".race"))
     options = parser.parse_args(arguments)

@@ -19,7 +19,7 @@ from benchmarks.ablation import (
 )
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
-from benchmarks.racing import results, tables
+from benchmarks.racing import document, results, tables
 from benchmarks.racing.cell import Said, Task
 from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
 from benchmarks.racing.run import reference, run_cell
@@ -155,6 +155,23 @@ def test_tables_are_written(tmp_path: Path) -> None:
     assert "| horovod | void |" in text
     assert (tmp_path / "race.png").stat().st_size > 1000
     assert (tmp_path / "race.json").exists()
+
+
+def test_the_page_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, other = cell("a", True, ours=1.0, ddp_even=4.0), cell("b", True, ours=1.0)
+    one.entries += [Entry(name="horovod", void="does not build"), Entry(name="zero", void="lost")]
+    one.drift = [1.0, 1.2, 1.1]
+    own = one.entry(OURS)
+    assert own is not None
+    own.predicted_s, own.predicted_bytes, own.peak_bytes = 0.9, [0, 30], [10, 20]
+    document.write(tmp_path, [one, other])
+    text = (tmp_path / document.PAGE).read_text()
+    assert "| ours | 1 s | 1 s |" in text
+    assert "| ddp-even | 4 s, 4.00x | void |" in text
+    assert "- zero for a is void: lost" in text and "horovod" not in text
+    assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10 |  |" in text
+    assert (tmp_path / document.PLOT).stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

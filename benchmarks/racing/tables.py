@@ -35,7 +35,7 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
         "cells": [asdict(cell) for cell in cells],
     }
     write_whole(folder / "race.json", [json.dumps(data, indent=1) + "\n"])
-    _plot(folder / "race.png", cells)
+    plot(folder / "race.png", cells)
 
 
 def summary_text(cells: Sequence[Cell]) -> str:
@@ -127,7 +127,7 @@ def _peak(entry: Entry) -> str:
     return f"{max(entry.peak_bytes) / 2**20:.0f} MiB" if entry.peak_bytes else ""
 
 
-def _plot(path: Path, cells: Sequence[Cell]) -> None:
+def plot(path: Path, cells: Sequence[Cell]) -> None:
     """Median steps over ours, a panel per cluster; bars left of a void entry's name are absent."""
     try:
         import matplotlib
