@@ -10,7 +10,6 @@ What ``hap plan`` does: capture, rules, then all the searches as the planner run
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import resource
 import statistics
@@ -24,6 +23,7 @@ import psutil
 from hap import torch_private
 from hap.capture import capture
 from hap.cluster import load_cluster
+from hap.collector import no_collector
 from hap.errors import InfeasibleError
 from hap.model_file import load_model_file
 from hap.optimizer import default_optimizer, examine
@@ -42,8 +42,8 @@ PLANNING = ("capture", "rules", "searches")
 """The phases between a model and its plan."""
 
 
+@no_collector()  # as hap plan does
 def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None:
-    gc.disable()  # as hap plan does
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
 

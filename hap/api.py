@@ -18,6 +18,7 @@ from hap.axes import Shares
 from hap.batch import Batch, call, flatten, form_of, rebuild
 from hap.capture import Loss, capture
 from hap.cluster import Cluster, load_cluster
+from hap.collector import no_collector
 from hap.discover import with_rules
 from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
 from hap.graph import Graph
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     discover: bool
 
 
+@no_collector()
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: Batch,
@@ -191,6 +193,7 @@ def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:
     return chosen.between.program, chosen.between.shares, Inside(program=program, shares=shares)
 
 
+@no_collector()
 def plan_file(
     spec: str,
     cluster: Cluster | str | Path,

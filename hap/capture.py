@@ -6,13 +6,11 @@ the capturing machine's device gets into the graph.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import fx, nn
 
 from hap import constants, losses, norms, ops, torch_private
 from hap.batch import Batch, call, flatten, form_of, rebuild
+from hap.collector import no_collector
 from hap.decompositions import DECOMPOSED
 from hap.errors import InputError, ModelError
 from hap.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
@@ -88,7 +87,7 @@ def capture(
     check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
-    with mode, _no_collector():
+    with mode, no_collector():
         with torch_private.as_if_compiling():
             _check_loss(step, tensors)
         try:
@@ -147,18 +146,6 @@ def _not_one_graph(reason: str, where: str) -> ModelError:
         hint="the program must not depend on tensor data: no `if` on a tensor's value, "
         "no .item(), no shapes made from data; torch.where often does instead",
     )
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Tracing makes many objects and keeps them: looking for garbage takes a tenth of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:

@@ -9,7 +9,6 @@ that ``hap --help`` is quick.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import time
@@ -98,7 +97,6 @@ def plan(
     folder = Path(output).absolute().parent
     if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
-    gc.disable()  # modules, traces and tables are made to stay: looking for garbage finds none
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
     made = hap.api.plan_file(model, cluster, progress=_note, recompute=again, **options)

@@ -7,6 +7,7 @@ placements of the inputs make which placement of the output true.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 
@@ -47,6 +48,7 @@ without a part of the dim holds minus infinity. No operator reads terms of this 
 """
 
 
+@cache
 def S(dim: int) -> Placement:
     """Every rank holds its shard along ``dim``, in rank order; a shard may be empty."""
     return Placement("S", dim)
