@@ -23,7 +23,7 @@ Written by
     python -m benchmarks.race
     python -m benchmarks.race --write-docs
 
-{cells} cells, {rounds} counted rounds each. [The race](race.md) says what is raced, how, and how to
+{cells} of the 36 cells, {rounds} counted rounds each. [The race](race.md) says what is raced, how, and how to
 read this; [the log](LOG.md) says what limited the cells.
 
 {summary}
