@@ -60,8 +60,8 @@ class Synthesizer:
         engine: finds the cheapest program under fixed shares.
         exponent: of the price of memory, where to look for it first.
 
-    ``exponent`` becomes that of the price found last. ``gap`` is by which part of its cost a program of any search so far may exceed the
-    cheapest one: 0 unless the engine was cut short.
+    ``exponent`` becomes that of the price found last. ``gap`` is by which part of its cost a program
+    of any search so far may exceed the cheapest one: 0 unless the engine was cut short.
     """
 
     def __init__(

@@ -147,9 +147,10 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-_SETTLE = " && ".join(f"echo {v} > /proc/sys/net/ipv4/{name}" for name, v in _TCP.items())
 """What else would be the machine's own: bbr, for one, stops each connection every ten seconds to
 look at its latency. Every kernel has reno."""
+
+_SETTLE = " && ".join(f"echo {v} > /proc/sys/net/ipv4/{name}" for name, v in _TCP.items())
 
 
 def _settle(space: str) -> None:
