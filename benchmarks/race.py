@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write_docs:
         if not (cells := read(lines)):
             raise SystemExit(f"no cells in {lines}: race first, or name another --out")
-        document.write(DOCS, cells)
+        document.write(
+            DOCS,
+            sorted(cells, key=lambda c: (CLUSTERS.index(c.cluster), MODELS.index(c.model))),
+        )
         return
     if not options.resume:
         lines.unlink(missing_ok=True)

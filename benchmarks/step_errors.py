@@ -65,10 +65,14 @@ class Ran:
     collectives: list[tuple[float, float]]
 
 
-def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool) -> list[Ran]:
-    """One rank's counted steps: first as they are, then watched."""
-    plan, rank = Plan.from_json(plan_json), dist.get_rank()
-    comm = ProcessGroupComm(dist.group.WORLD)
+def train(
+    plan_json: dict[str, Any], ranks: Sequence[int], file: ModelFile, steps: int, in_turn: bool
+) -> list[Ran]:
+    """One rank's counted steps: first as they are, then watched. Only ``ranks`` take part."""
+    plan, group = Plan.from_json(plan_json), dist.new_group(list(ranks))
+    if dist.get_rank() not in ranks:
+        return []
+    rank, comm = ranks.index(dist.get_rank()), ProcessGroupComm(group)
     module = api.compile(
         built(file), plan, loss=file.loss, seed=file.seed, comm=comm, check=False
     )  # fmt: skip
@@ -76,7 +80,7 @@ def train(plan_json: dict[str, Any], file: ModelFile, steps: int, in_turn: bool)
     batches = [plan.local_batch(b, rank) for b in global_batches(file, WARM_UP + steps)]
 
     def step(batch: Any, watch: Stopwatch) -> tuple[float, float]:
-        dist.barrier()
+        dist.barrier(group)
         begun = time.monotonic()
         watch.start()
         update.zero_grad()
@@ -122,9 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         plan = api.plan_file(options.model, measured, all_devices=True, mesh=False)
     file = load_model_file(options.model)
+    names = [device.name for device in measured.devices]
+    ranks = [names.index(device.name) for device in plan.cluster.devices]
     with Testbed(load_cluster(options.cluster), cores=options.cores) as bed:
-        fractions = [host.core for host in bed.hosts]
-        ran = bed.spawn(train, args=(plan.to_json(), file, options.steps, options.in_turn))
+        fractions = [bed.hosts[rank].core for rank in ranks]
+        ran = bed.spawn(train, args=(plan.to_json(), ranks, file, options.steps, options.in_turn))
+    ran = [ran[rank] for rank in ranks]
     report(plan, ran, fractions, overlap=not options.in_turn, shapes=options.shapes)
 
 

@@ -80,6 +80,9 @@ class Device:
             below 1.
         drag: How many times as long a collective takes while the device computes beside it; at
             least 1. It takes its own time while all ranks wait for it.
+        start: What a collective among this device and faster ones takes to start, as a part of
+            what the cluster's measured collectives say; above 0, at most 1. Those are of all
+            devices, and a slow one is late to answer.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -94,6 +97,7 @@ class Device:
     operand_bytes_per_s: float = math.inf
     interference: float = 0.0
     drag: float = 1.0
+    start: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -126,6 +130,11 @@ class Device:
             raise ClusterError(
                 f"drag of device {self.name} is {self.drag}",
                 hint="give how many times as long a collective takes beside computing, such as 1.2",
+            )
+        if not 0 < self.start <= 1:
+            raise ClusterError(
+                f"start of device {self.name} is {self.start}",
+                hint="give the part of a start that is left without slower devices, such as 0.3",
             )
 
     def rate(self, kind: str, dtype: str) -> float:
@@ -170,6 +179,7 @@ class Device:
             self.operand_bytes_per_s,
             self.interference,
             self.drag,
+            self.start,
             tuple(sorted(self.efficiency.items())),
         )
 
@@ -245,9 +255,19 @@ class Cluster:
                 if how not in IMPLEMENTATIONS.get(kind, ()) or not set(levels) <= set(LEVELS):
                     raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")
 
+    def measured(self, kind: str, implementation: str) -> Mapping[str, Link]:
+        """Level -> the links as one implementation of a collective sees them among these devices;
+        empty if it was not measured."""
+        levels = self.collectives.get(kind, {}).get(implementation, {})
+        start = max(device.start for device in self.devices)
+        return levels if start == 1 else {
+            level: replace(link, latency_s=start * link.latency_s, least_s=start * link.least_s)
+            for level, link in levels.items()
+        }  # fmt: skip
+
     def seen_by(self, kind: str, implementation: str) -> Self:
         """The cluster with the links as one implementation of a collective sees them."""
-        levels = self.collectives.get(kind, {}).get(implementation, {})
+        levels = self.measured(kind, implementation)
         if not levels:
             return self
         inside = levels.get("inside")
@@ -398,4 +418,6 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
 
 def _plain(record: Device | Link) -> dict[str, Any]:
     values = {f.name: getattr(record, f.name) for f in fields(record)}
+    if values.get("start") == 1:
+        del values["start"]  # so that plans from before there was one are still what they were
     return {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}

@@ -20,6 +20,7 @@ _FIGURES = {
     "operands": "operand_bytes_per_s",
     "interference": "interference",
     "drag": "drag",
+    "start": "start",
     "efficiency": "efficiency",
 }
 """Key of the file -> figure whose provenance stands for it."""
@@ -85,6 +86,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
         entry["interference"] = device.interference
     if device.drag != 1:
         entry["drag"] = device.drag
+    if device.start != 1:
+        entry["start"] = device.start
     if device.efficiency:
         entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
     if told:

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-aten = torch.ops.aten
+from hap.chunks import CHUNK
 
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements worked on at once: what a kernel leaves in the cache, the next one reads there."""
+aten = torch.ops.aten
 
 
 @torch.library.custom_op("hap::cross_entropy", mutates_args=())
@@ -50,14 +49,14 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The gradient of ``x``: ``grad_lse * softmax(x)``, and ``grad_picked`` at the targets."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    seed = torch.zeros(0, dtype=lse.dtype, device=x.device)
+    first = x[next(_chunks(x), slice(0))]
+    y, seed = (torch.zeros_like(first, dtype=lse.dtype) for _ in range(2))
     for rows in _chunks(x):
         # ``exp(y) * scale`` by the kernel that does it fastest: the gradient of a log-softmax y
         # is ``g - exp(y) * sum(g)``, here with all of g in the first column, made anew after.
-        y = x[rows] - lse[rows].unsqueeze(-1)
         scale = grad_lse[rows]
-        if seed.shape != y.shape:
-            seed = torch.zeros_like(y)
+        y, seed = y[: len(scale)], seed[: len(scale)]  # the last may be shorter
+        torch.sub(x[rows], lse[rows].unsqueeze(-1), out=y)
         seed[..., 0] = -scale
         if out.dtype == y.dtype:
             aten._log_softmax_backward_data.out(seed, y, -1, y.dtype, out=out[rows])
@@ -65,9 +64,12 @@ def cross_entropy_backward(
             out[rows] = aten._log_softmax_backward_data(seed, y, -1, y.dtype)
         out[rows][..., 0] = y[..., 0].exp() * scale
     skipped = target == skip
-    at = target.masked_fill(skipped, 0).unsqueeze(-1)
-    given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).unsqueeze(-1)
-    return out.scatter_add_(-1, at, given)
+    if out.numel():
+        # One entry per row, by index: scatter_add_ would copy all of a half precision.
+        lines, at = out.view(-1, out.shape[-1]), target.masked_fill(skipped, 0).reshape(-1)
+        given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).reshape(-1)
+        lines[torch.arange(len(lines), device=out.device), at] += given
+    return out
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:

@@ -16,8 +16,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("hap::sdpa", mutates_args=())
-def sdpa(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention without dropout.
@@ -47,8 +46,7 @@ def sdpa(
     return _fresh(torch.exp(scores - lse.unsqueeze(-1)) @ v), lse.to(_lse_dtype(q))
 
 
-@torch.library.custom_op("hap::sdpa_backward", mutates_args=())
-def sdpa_backward(
+def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -126,6 +124,10 @@ def _like_fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     b, h, length, _ = q.shape
     out = q.new_zeros((b, length, h, v.shape[-1])).transpose(1, 2)
     return out, q.new_zeros((b, h, length), dtype=_lse_dtype(q))
+
+
+sdpa = torch.library.custom_op("hap::sdpa", mutates_args=())(attention)
+sdpa_backward = torch.library.custom_op("hap::sdpa_backward", mutates_args=())(attention_backward)
 
 
 @sdpa.register_fake

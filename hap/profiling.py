@@ -27,19 +27,20 @@ from hap.cluster_text import cluster_yaml
 from hap.errors import HapError, InputError
 from hap.files import write_whole
 from hap.hierarchy import exists
-from hap.profiler import beside, devices, exchange, links, measure
+from hap.profiler import beside, devices, exchange, links, measure, starts
 from hap.profiler.exchange import everyones
-from hap.profiler.probes import Arena, Probe, probes
+from hap.profiler.probes import Arena, Probe, probes, product_probe
 from hap.profiler.samples import (
+    BesideRecord,
     ExchangeRecord,
     Header,
     Journal,
     OpRecord,
     Rank,
     Record,
-    besides,
-    exchanges,
-    ops,
+    StartsRecord,
+    middle,
+    of_kind,
     read,
 )
 from hap.profiler.watch import Watch
@@ -230,21 +231,27 @@ class _Work:
     @property
     def total(self) -> int:
         """Records at most."""
-        together = self.ranks > 1
+        together = 2 * (self.ranks > 1)
         return len(self.wanted) + exchange.total(self.rings, self.ranks, self.limits) + together
 
     def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
         """What comes next, and then its record, measured unless it is known."""
         arena = Arena(self.device)
+        product, product_s = product_probe(self.device).name, [0.0]
         for probe in self.wanted:
             yield probe.name
-            yield known.get(f"op/{probe.name}") or self._measured(probe, arena)
+            found = known.get(f"op/{probe.name}") or self._measured(probe, arena)
+            if isinstance(found, OpRecord) and probe.name == product:
+                product_s = [middle(seconds) for seconds in found.seconds]
+            yield found
         if self.ranks > 1:
-            before = {r.key: r for r in exchanges(known)}
+            before = {r.key: r for r in of_kind(ExchangeRecord, known)}
             yield from exchange.measure(
                 self.rings, self.ranks, self.limits, self.device, before, self.comm
             )
-            once = {r.key: r for r in besides(known)}
+            some = {r.key: r for r in of_kind(StartsRecord, known)}
+            yield from starts.measure(self.comm, product_s, self.limits, self.device, some)
+            once = {r.key: r for r in of_kind(BesideRecord, known)}
             yield from beside.measure(self.comm, self._start, self.device, once)
 
     def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -311,21 +318,21 @@ def conclude(settings: Settings) -> Profile:
 
 def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
     """The cluster that explains the records best."""
-    kinds = devices.types(header.ranks, ops(records), header.date)
+    kinds = devices.types(header.ranks, of_kind(OpRecord, records), header.date)
     nodes = [r.node for r in header.ranks]
     of_rank = {rank: kind.device for kind in kinds for rank in kind.ranks}
     places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-    if found := besides(records):
+    if found := of_kind(BesideRecord, records):
         of_rank = devices.beside(of_rank, found[-1], header.date)
     made = tuple(_named(of_rank[rank], nodes[rank], places[rank]) for rank in range(len(nodes)))
-    sent = exchanges(records)
+    sent = of_kind(ExchangeRecord, records)
     inside, between = links.message_links(nodes, sent, header.date)
     cluster = Cluster(name, made, inside, between)
     measured, residuals = links.collectives(cluster, sent, price, header.date)
-    return Profile(
-        cluster=replace(cluster, collectives=measured), types=tuple(kinds),
-        exchanges=tuple(residuals),
-    )  # fmt: skip
+    cluster = replace(cluster, collectives=measured)
+    if told := of_kind(StartsRecord, records):
+        cluster = starts.fitted(cluster, told[-1], price, header.date)
+    return Profile(cluster=cluster, types=tuple(kinds), exchanges=tuple(residuals))
 
 
 def _named(device: Device, node: str, place: int) -> Device:

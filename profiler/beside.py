@@ -30,7 +30,9 @@ _WIDTH = 384
 _LONGER = 2.0
 """Products last that much longer than the all-reduce, so that it runs beside them for long."""
 
-_ALIKE = 1.2
+ALIKE = 1.2
+"""Ranks whose products take less than that many times as long are about as fast."""
+
 _MOST_LOST, _MOST_DRAG = 0.95, 10.0
 
 
@@ -59,8 +61,8 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
     each_s = everyones(_timed(partial(products, 16), device) / 16)
     lost: list[float] = []
     drag: list[float] = []
-    for fastest in _classes(each_s):
-        mine = fastest <= each_s[comm.rank] < fastest * _ALIKE
+    for fastest in classes(each_s):
+        mine = fastest <= each_s[comm.rank] < fastest * ALIKE
         for _ in range(WINDOWS):
             reduced_s = _together(comm, device, call)
             count = math.ceil(_LONGER * reduced_s / each_s[comm.rank]) if mine else 0
@@ -96,11 +98,11 @@ def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
     return min(max(found, 1.0), _MOST_DRAG)
 
 
-def _classes(each_s: Sequence[float]) -> list[float]:
-    """The fastest of each class of ranks that are about as fast."""
+def classes(each_s: Sequence[float]) -> list[float]:
+    """The fastest of each class of ranks that are about as fast, the fastest class first."""
     found: list[float] = []
     for seconds in sorted(each_s):
-        if not found or seconds >= found[-1] * _ALIKE:
+        if not found or seconds >= found[-1] * ALIKE:
             found.append(seconds)
     return found
 

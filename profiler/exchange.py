@@ -31,6 +31,7 @@ _BRIEF_S, _OFTEN = 0.08, 3  # a collective that is over so soon is repeated so m
 _SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
+_PATIENT = 4
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
 
 
@@ -40,6 +41,7 @@ class Comm(Protocol):
     rank: int
     world_size: int
 
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm: ...
     def all_gather_many(
         self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
     ) -> list[Tensor]: ...
@@ -119,15 +121,24 @@ def measure(
 def _grow(
     what: str, one: Callable[[int], ExchangeRecord], sizes: Sequence[int], limits: Range
 ) -> Iterator[str | ExchangeRecord | None]:
-    """Sizes from the smallest on, until the next would take too long."""
+    """Sizes from the smallest on, until the next would take too long.
+
+    That is four times as long where starts are all that was seen: the bandwidth would be a guess.
+    """
     made: list[ExchangeRecord] = []
     for nbytes in sizes:
-        if _expected_s(made, nbytes) > limits.longest_s:
+        patience = 1 if _tells_bandwidth(made) else _PATIENT
+        if _expected_s(made, nbytes) > patience * limits.longest_s:
             yield None
             continue
         yield f"{what}, {format_bytes(nbytes)}"
         made.append(one(nbytes))
         yield made[-1]
+
+
+def _tells_bandwidth(made: Sequence[ExchangeRecord]) -> bool:
+    """Do bytes take as long as the start, in the largest that was measured?"""
+    return len(made) > 1 and median(made[-1].seconds) > 2 * median(made[0].seconds)
 
 
 def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
@@ -173,14 +184,32 @@ def parts(rows: int, ranks: int, skew: str) -> list[int]:
     return [first, *(rest // (ranks - 1) + (k < rest % (ranks - 1)) for k in range(ranks - 1))]
 
 
+def among(
+    comm: Comm, ranks: tuple[int, ...], kind: str, limits: Range, device: torch.device, whole: Comm
+) -> ExchangeRecord:
+    """A small collective of some ranks, while the others idle.
+
+    Args:
+        comm: the ranks' communicator; not used by the others.
+    """
+    n, how = len(ranks), IMPLEMENTATIONS[kind][0]
+    rows = _rows(kind, limits.sizes[0], n)
+    half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")
+    call = _call(comm, kind, how, half, even, device) if whole.rank in ranks else None
+    seconds = _seconds(call, limits, device, whole, _OFTEN)
+    src, dst = _ends(kind, half, even)
+    return ExchangeRecord(
+        kind=kind, how=how, nbytes=rows * WIDTH * 4, groups=(ranks,), skew="even", seconds=seconds,
+        src=src, dst=dst,
+    )  # fmt: skip
+
+
 def _collective(
     ring: Ring, kind: str, how: str, skew: str, limits: Range, device: torch.device,
     known: dict[str, ExchangeRecord], whole: Comm, nbytes: int,
 ) -> ExchangeRecord:  # fmt: skip
     n = len(ring.groups[0])
-    rows = max(2 * n, nbytes // (WIDTH * 4 * 2)) * 2  # of two tensors together
-    if kind == "all_to_all":
-        rows = max(4 * n, rows)
+    rows = _rows(kind, nbytes, n)
     nbytes = rows * WIDTH * 4
     key = exchange_key(kind, how, nbytes, ring.groups, skew)
     if key in known:
@@ -188,16 +217,28 @@ def _collective(
     half, even = parts(rows // 2, n, skew), parts(WIDTH, n, "even")
     call = _call(ring.comm, kind, how, half, even, device)
     seconds = _seconds(call, limits, device, whole, _OFTEN)
-    split = np.array(half) / sum(half)
-    other = np.array(even) / sum(even)
-    ones = np.ones(n)
-    src, dst = {
-        "all_gather": (split, ones), "reduce_scatter": (ones, split), "all_to_all": (split, other)
-    }.get(kind, (ones, ones))  # fmt: skip
+    src, dst = _ends(kind, half, even)
     return ExchangeRecord(
         kind=kind, how=how, nbytes=nbytes, groups=ring.groups, skew=skew, seconds=seconds,
-        src=tuple(src.tolist()), dst=tuple(dst.tolist()),
+        src=src, dst=dst,
     )  # fmt: skip
+
+
+def _rows(kind: str, nbytes: int, ranks: int) -> int:
+    """Of two tensors together, about so many bytes: enough for each rank to have some."""
+    rows = max(2 * ranks, nbytes // (WIDTH * 4 * 2)) * 2
+    return max(4 * ranks, rows) if kind == "all_to_all" else rows
+
+
+def _ends(
+    kind: str, half: Sequence[int], even: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The ranks' parts before and after."""
+    split, other = (tuple((np.array(x) / sum(x)).tolist()) for x in (half, even))
+    ones = (1.0,) * len(half)
+    return {
+        "all_gather": (split, ones), "reduce_scatter": (ones, split), "all_to_all": (split, other)
+    }.get(kind, (ones, ones))  # fmt: skip
 
 
 def _call(
@@ -251,10 +292,11 @@ def _message(
 
 
 def _seconds(
-    call: Callable[[], object], limits: Range, device: torch.device, whole: Comm, often: int
+    call: Callable[[], object] | None, limits: Range, device: torch.device, whole: Comm, often: int
 ) -> tuple[float, ...]:
-    """Seconds of a call until the last rank has its result, per round."""
-    call()  # makes connections, and memory
+    """Seconds of a call until the last rank has its result, per round; None on ranks that idle."""
+    if call is not None:
+        call()  # makes connections, and memory
     once = _last([_one(call, 1, device, whole)], device, whole)[0]
     # Short ones in a row: a throttled rank may sleep through a whole one.
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
@@ -265,18 +307,20 @@ def _seconds(
 
 
 def _one(
-    call: Callable[[], object], count: int, device: torch.device, whole: Comm
+    call: Callable[[], object] | None, count: int, device: torch.device, whole: Comm
 ) -> tuple[float, float]:
     """(seconds until this rank had computed, until it had its result) per call.
 
     On a CPU each call comes after some computing, as in a step: a rank comes to it with the
     caches full of something else and, where it is throttled, little processor time left.
     """
-    busy = _busy() if device.type == "cpu" else None
+    busy = _busy() if device.type == "cpu" and call is not None else None
     whole.all_reduce_max(torch.zeros((), device=device))  # all start together
     _synchronize(device)
     start, computed = time.perf_counter(), 0.0
     for _ in range(count):
+        if call is None:
+            break
         if busy is not None:
             begun = time.perf_counter()
             busy()

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hap import ops  # noqa: F401  (registers hap::sdpa)
 from hap.cluster import Work
+from hap.ops import attention, attention_backward
 
 aten = torch.ops.aten
 ARENA_BYTES = 96 * 2**20
@@ -274,22 +274,27 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
 
 
 def _attention(dtype: str) -> Iterator[Probe]:
-    """Fused attention forward and backward."""
+    """Fused attention forward and backward.
+
+    The functions, not the operators that are made of them, whose first call imports torch's compiler.
+    """
     of = getattr(torch, dtype)
     for number, (batch, heads, length, width) in enumerate([(4, 8, 128, 64), (8, 4, 64, 64)]):
         shape = (batch, heads, length, width)
         count, scores = math.prod(shape), batch * heads * length * length
 
         def forward(arena: Arena, shape: Any = shape) -> Call:
-            return lambda: torch.ops.hap.sdpa(
-                *(arena.cut(*shape, dtype=of) for _ in range(3)), None, False, shape[-1] ** -0.5
-            )
+            def call() -> object:
+                q, k, v = (arena.cut(*shape, dtype=of) for _ in range(3))
+                return attention(q, k, v, None, False, shape[-1] ** -0.5)
+
+            return call
 
         def backward(arena: Arena, shape: Any = shape) -> Call:
             scale = shape[-1] ** -0.5
             q, k, v, grad = (arena.cut(*shape, dtype=of) for _ in range(4))
-            out, lse = torch.ops.hap.sdpa(q, k, v, None, False, scale)
-            return lambda: torch.ops.hap.sdpa_backward(grad, q, k, v, None, out, lse, False, scale)
+            out, lse = attention(q, k, v, None, False, scale)
+            return lambda: attention_backward(grad, q, k, v, None, out, lse, False, scale)
 
         name = f"{dtype} {'x'.join(map(str, shape))}"
         lse_bytes = 4.0 * batch * heads * length

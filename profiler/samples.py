@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from hap.cluster import Work
 from hap.errors import InputError
@@ -94,6 +94,15 @@ class BesideRecord:
     key: ClassVar[str] = "beside"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartsRecord:
+    """Small collectives among the faster ranks alone, which are the one group of each."""
+
+    among: tuple[ExchangeRecord, ...]
+
+    key: ClassVar[str] = "starts"
+
+
 def exchange_key(
     kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
 ) -> str:
@@ -102,7 +111,8 @@ def exchange_key(
     return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
 
 
-Record = OpRecord | ExchangeRecord | BesideRecord
+Record = OpRecord | ExchangeRecord | BesideRecord | StartsRecord
+Kind = TypeVar("Kind", OpRecord, ExchangeRecord, BesideRecord, StartsRecord)
 
 
 class Journal:
@@ -176,10 +186,16 @@ def _item(data: dict[str, Any]) -> Header | Record:
         return Header(ranks=ranks, **data)
     if what == "OpRecord":
         data["work"] = Work(*data["work"])
+    if what == "StartsRecord":
+        return StartsRecord(among=tuple(_exchange(each) for each in data["among"]))
     kind: type[Record] = {
         "OpRecord": OpRecord, "ExchangeRecord": ExchangeRecord, "BesideRecord": BesideRecord
     }[what]  # fmt: skip
     return kind(**{key: v if key == "work" else _frozen(v) for key, v in data.items()})
+
+
+def _exchange(data: dict[str, Any]) -> ExchangeRecord:
+    return ExchangeRecord(**{key: _frozen(value) for key, value in data.items()})
 
 
 def _frozen(value: Any) -> Any:
@@ -211,16 +227,9 @@ def expected(seconds: Sequence[float]) -> float:
     return fmean(sorted(seconds)[: len(seconds) - (len(seconds) >= _MANY)])
 
 
-def ops(records: Mapping[str, Record] | Iterable[Header | Record]) -> list[OpRecord]:
+def of_kind(
+    kind: type[Kind], records: Mapping[str, Record] | Iterable[Header | Record]
+) -> list[Kind]:
+    """The records of one kind, in their order."""
     values = records.values() if isinstance(records, Mapping) else records
-    return [r for r in values if isinstance(r, OpRecord)]
-
-
-def exchanges(records: Mapping[str, Record] | Iterable[Record]) -> list[ExchangeRecord]:
-    values = records.values() if isinstance(records, Mapping) else records
-    return [r for r in values if isinstance(r, ExchangeRecord)]
-
-
-def besides(records: Mapping[str, Record] | Iterable[Record]) -> list[BesideRecord]:
-    values = records.values() if isinstance(records, Mapping) else records
-    return [r for r in values if isinstance(r, BesideRecord)]
+    return [r for r in values if isinstance(r, kind)]

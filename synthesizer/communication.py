@@ -11,6 +11,7 @@ with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.hierarchy
 Where an implementation has measured figures of its own (``Cluster.collectives``), the same
 formulas run on the links as it sees them: they say how often it starts and what it moves, and
 the figures what a start and a byte cost it, packing included, and how long it takes at least.
+Starts are cheaper where only devices take part that answer soon (``Device.start``).
 """
 
 from __future__ import annotations
@@ -79,10 +80,9 @@ class Network:
         self._least_s: dict[tuple[str, str], float] = {}
         for kind, ways in IMPLEMENTATIONS.items():
             for how in ways:
-                own = cluster.collectives.get(kind, {}).get(how)
+                own = cluster.measured(kind, how)
                 seen = cluster.seen_by(kind, how) if own else cluster
-                used = [link for level, link in (own or {}).items()
-                        if level == "inside" or self._many]  # fmt: skip
+                used = [link for level, link in own.items() if level == "inside" or self._many]
                 if least_s := max((link.least_s for link in used), default=0.0):
                     self._least_s[kind, how] = least_s
                 if how == "hierarchical":

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.axes import Axes, Shares
+from hap.chunks import CHUNK, CHUNKS
 from hap.cluster import Cluster, Work
-from hap.graph import Graph, Node, Tensor
+from hap.graph import ITEM_BYTES, Graph, Node, Tensor
 from hap.placement import LOCAL, Placement, conversion
 from hap.program import Convert
 from hap.synthesizer.communication import Choice, Network
@@ -38,6 +39,10 @@ class Machine:
         """Per rank, the part of a collective's time that computing beside it loses."""
         self.drag: PerRank = np.array([d.drag for d in cluster.devices])
         """Per rank, how many times as long a collective takes while the rank computes."""
+        self.chunk = np.array(
+            [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
+        )
+        """Per rank, elements that a loss works on at once."""
 
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Time per rank of one operator, given each rank's operations and traffic."""
@@ -164,6 +169,23 @@ class CostModel:
         # A rank without a share still reads nothing: its call is on empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
         return self.machine.seconds(work, work.flops * part, nbytes)
+
+    def workspace(self, node: Node, row: Row) -> PerRank:
+        """Bytes that a node's kernels hold beside what it reads and what it makes."""
+        pieces = CHUNKS.get(node.op, 0)
+        if not pieces:
+            return np.zeros_like(self._one)
+        tensors = self.graph.tensors
+        ins = [(tensors[name], p) for name, p in zip(node.inputs, row.ins, strict=True)]
+        logits, placed = max(ins, key=lambda each: each[0].numel)
+        part = self.parts(logits, placed)
+        elements, rows = logits.numel * part, logits.shape[0] * (part if placed.dim == 0 else 1)
+        line = np.divide(elements, rows, out=np.zeros_like(elements), where=elements > 0)
+        piece = np.minimum(elements, np.maximum(line, self.machine.chunk))
+        width = max(4, ITEM_BYTES[logits.dtype])
+        pieces += width > ITEM_BYTES[logits.dtype]
+        found: PerRank = pieces * width * piece
+        return found
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
         """Seconds of neighbouring operators that are collectives; ``None`` if they compute."""

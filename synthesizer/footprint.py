@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hap.chunks import CHUNKS
 from hap.graph import Graph
 from hap.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
@@ -20,7 +21,7 @@ from hap.synthesizer.script import Indices, Lives, Script, script_of
 
 KINDS = (
     "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
-    "saved activations", "temporary values", "communication buffers",
+    "saved activations", "temporary values", "workspace", "communication buffers",
 )  # fmt: skip
 
 
@@ -46,8 +47,8 @@ def memory(
     """
     script = script_of(graph, program, cost)
     stored = _given(graph, script, cost)
-    alive, between = _moments(graph, program, cost, buffers, script, _lives(script, until))
-    peak: PerRank = (alive + between).max(axis=0)
+    alive, own, between = _moments(graph, program, cost, buffers, script, _lives(script, until))
+    peak: PerRank = (alive + own + between).max(axis=0)
     return stored["parameters"] + stored["optimizer states"], peak
 
 
@@ -57,8 +58,8 @@ def at_peak(
     """By kind, the bytes that each rank holds at its fullest moment."""
     script = script_of(graph, program, cost)
     lives = _lives(script, until)
-    alive, between = _moments(graph, program, cost, None, script, lives)
-    moments = (alive + between).argmax(axis=0)
+    alive, own, between = _moments(graph, program, cost, None, script, lives)
+    moments = (alive + own + between).argmax(axis=0)
     fullest = moments - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
     for kind, nbytes in _given(graph, script, cost).items():
@@ -67,7 +68,8 @@ def at_peak(
         there = (first <= fullest) & (fullest <= last)
         nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
         found[lives.kind[value]] += np.where(there, nbytes, 0.0)
-    found["communication buffers"] = between[moments, np.arange(len(moments))]
+    here = moments, np.arange(len(moments))
+    found["workspace"], found["communication buffers"] = own[here], between[here]
     return found
 
 
@@ -90,8 +92,11 @@ def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
 def _moments(
     graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script,
     lives: Lives,
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """Bytes alive, and in buffers; dims moment, rank. The first moment is before the step."""
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    """Bytes alive, of workspace, and in buffers; dims moment, rank.
+
+    The first moment is before the step.
+    """
     end = len(script.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
     change[0] = sum(_given(graph, script, cost).values())
@@ -101,9 +106,12 @@ def _moments(
     np.add.at(change, lives.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
-    between = np.zeros_like(alive)
+    own, between = np.zeros_like(alive), np.zeros_like(alive)
     for at, moved in enumerate(script.moved):
         if moved < 0:
+            for node, row in script.nodes[at]:
+                if node.op in CHUNKS:
+                    own[at + 1] = cost.workspace(node, row)
             continue
         group = program.instructions[slice(*script.bounds[at])]
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
@@ -111,7 +119,7 @@ def _moments(
             known[key] = buffers(group) if buffers else communication_buffers(group, cost)
         under_way = slice(at + 1, lives.until[at] + 2)
         between[under_way] = np.maximum(between[under_way], known[key])
-    return alive, between
+    return alive, own, between
 
 
 def _local_bytes(

@@ -20,6 +20,7 @@ from hap.graph import Graph
 from hap.program import Compute, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import communication_buffers
+from hap.synthesizer.script import computed
 from hap.synthesizer.timeline import Schedule, ends
 from hap.synthesizer.work import FREE
 
@@ -88,7 +89,8 @@ def _changes(
 ) -> Iterator[tuple[int, PerRank, PerRank]]:
     """(instruction, time, bytes more) per rank of all that comes and goes, in program order.
 
-    A fused collective holds all that it reads and makes, and its buffers, until it has ended.
+    A fused collective holds all that it reads and makes, and its buffers, until it has ended; a
+    kernel what it needs for itself.
     """
     born: dict[int, list[_Storage]] = {}
     dying: dict[int, list[_Storage]] = {}
@@ -105,10 +107,12 @@ def _changes(
         members = range(first, first + len(group))
         for at in members:
             yield from ((at, run.begin_s[at], size(s)) for s in born.get(at, ()))
-        buffers = communication_buffers(group, cost)
-        if buffers.any():
-            yield first, run.begin_s[first], buffers
-            yield first, run.done_s[first], -buffers
+        beside = communication_buffers(group, cost) + sum(
+            cost.workspace(node, row) for node, row in computed(graph, group)
+        )
+        if beside.any():
+            yield first, run.begin_s[first], beside
+            yield first, run.done_s[first], -beside
         for at in members:
             yield from ((at, s.until_s, -size(s)) for s in dying.get(at, ()))
         first += len(group)

@@ -75,6 +75,11 @@ def test_no_work_takes_no_time() -> None:
         {"flops_per_s": {"float16": 1e12}},
         {"launch_s": -1e-6},
         {"efficiency": {"conv": 0.0}},
+        {"operand_bytes_per_s": 0.0},
+        {"interference": 1.0},
+        {"drag": 0.9},
+        {"start": 0.0},
+        {"start": 1.1},
     ],
 )
 def test_a_device_refuses_impossible_figures(changes) -> None:

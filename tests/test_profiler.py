@@ -27,11 +27,22 @@ from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, Cluster, Device, Link, Wor
 from hap.cluster_text import cluster_yaml
 from hap.errors import ClusterError, HapError, InputError
 from hap.graph import Graph, Input, Node, Ref, Tensor
-from hap.profiler import beside, devices, exchange, links, measure
+from hap.profiler import beside, devices, exchange, links, measure, starts
 from hap.profiler.measure import QUICK, seconds_per_call
 from hap.profiler.probes import Arena, Probe, probes
-from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, Rank, line, middle, read
+from hap.profiler.samples import (
+    ExchangeRecord,
+    Header,
+    Journal,
+    OpRecord,
+    Rank,
+    StartsRecord,
+    line,
+    middle,
+    read,
+)
 from hap.profiler.watch import Watch
+from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.launch import report, spawn
 from hap.synthesizer.communication import Network
 from hap.synthesizer.work import node_work
@@ -146,7 +157,12 @@ COMPOSED = ("dropout", "sgd", "adamw", "launch", "transposed", "exp", "relu", "s
 @pytest.mark.parametrize(
     "probe", [p for p in probes(CPU) if not p.name.startswith(COMPOSED)], ids=lambda p: p.name
 )
-def test_a_probe_is_the_work_that_planning_takes_it_for(probe: Probe) -> None:
+def test_a_probe_is_the_work_that_planning_takes_it_for(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In a graph attention is one operator, made of the function that is timed.
+    monkeypatch.setattr("hap.profiler.probes.attention", torch.ops.hap.sdpa)
+    monkeypatch.setattr("hap.profiler.probes.attention_backward", torch.ops.hap.sdpa_backward)
     call = probe.make(Arena(CPU))
     with Recorder() as seen:
         call()
@@ -281,6 +297,88 @@ def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
 
 
 @pytest.mark.parametrize(
+    ("each_s", "parts"),
+    [
+        ([1.0, 1.1, 1.0], []),
+        ([1.0, 4.0, 1.1, 4.0], [(0, 2)]),
+        ([4.0, 1.0, 4.1], []),  # one rank communicates with nobody
+        ([9.0, 1.0, 3.0, 1.0, 3.1], [(1, 3), (1, 2, 3, 4)]),
+        ([9.0, 1.0, 3.0, 3.1], [(1, 2, 3)]),
+    ],
+)
+def test_parts_without_slower_ranks(each_s: list[float], parts: list[tuple[int, ...]]) -> None:
+    assert starts.faster(each_s) == parts
+
+
+def with_starts(cluster: Cluster, figures: list[float]) -> Cluster:
+    pairs = zip(cluster.devices, figures, strict=True)
+    return replace(cluster, devices=tuple(replace(d, start=s) for d, s in pairs))
+
+
+@pytest.mark.parametrize("nodes", ["abcd", "aabb"])
+def test_starts_are_those_of_the_slowest_that_takes_part(nodes: str) -> None:
+    plain = cluster(nodes, Link(4e9, 2e-3), Link(25e6, 20e-3))
+    own = {kind: {ways[0]: {
+        "inside": Link(4e9, 2e-3, "", 5e-3), "between": Link(25e6, 20e-3, "", 50e-3)
+    }} for kind, ways in IMPLEMENTATIONS.items()}  # fmt: skip
+    figures = [0.2, 0.2, 0.6, 1.0]
+    unlike = [replace(d, launch_s=s) for d, s in zip(plain.devices, figures, strict=True)]
+    measured = replace(plain, devices=tuple(unlike), collectives=own)
+    true = with_starts(measured, figures)
+    made = []
+    for group in ((0, 1), (0, 1, 2)):
+        for kind, ways in IMPLEMENTATIONS.items():
+            even = (1 / len(group),) * len(group)
+            record = ExchangeRecord(
+                kind=kind, how=ways[0], nbytes=64, groups=(group,), skew="even", seconds=(1.0,),
+                src=even, dst=even,
+            )  # fmt: skip
+            made.append(replace(record, seconds=(profiling.price(true, record),)))
+    found = starts.fitted(measured, StartsRecord(among=tuple(made)), profiling.price, "today")
+    assert [d.start for d in found.devices] == pytest.approx(figures, rel=0.01)
+    assert "today, n=5 among 3 ranks" in found.devices[2].source["start"]
+    assert "start" not in found.devices[3].source
+    alike = starts.fitted(measured, StartsRecord(among=()), profiling.price, "today")
+    assert alike == measured
+
+
+def test_without_slow_devices_collectives_start_sooner() -> None:
+    plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
+    own = {"all_gather": {"padded": {"between": Link(1e18, 8e-3)}},
+           "all_reduce": {"one shot": {"between": Link(1e18, 1e-9, "", 0.5)}}}  # fmt: skip
+    slow_last = with_starts(replace(plain, collectives=own), [0.25, 0.25, 0.25, 1.0])
+    for ranks, part in ((range(4), 1.0), ((2, 3), 1.0), (range(3), 0.25), ((0, 1), 0.25)):
+        network = Network(slow_last.keep(list(ranks)))
+        even = np.full(len(ranks), 1 / len(ranks))
+        steps = len(ranks).bit_length() - (len(ranks) & (len(ranks) - 1) == 0)
+        gathered = dict(network.choices("all_gather", 8, even, even))["padded"]
+        assert gathered == pytest.approx(steps * part * 8e-3)
+        assert dict(network.choices("all_reduce", 8, even, even))["one shot"] == part * 0.5
+        # Implementations that were not measured cost what the links say, whoever takes part.
+        before = dict(Network(plain.keep(list(ranks))).choices("all_gather", 8, even, even))
+        assert dict(network.choices("all_gather", 8, even, even))["grouped"] == before["grouped"]
+
+
+def few_of_three() -> list[tuple[str, int, int]]:
+    """Ranks 0 and 2 of three measure, and rank 1 idles."""
+    whole = ProcessGroupComm()
+    text, record = starts.measure(whole, [1.0, 5.0, 1.0], exchange.QUICK, CPU, {})
+    assert isinstance(text, str) and isinstance(record, StartsRecord)
+    (again,) = [r for r in starts.measure(whole, [], exchange.QUICK, CPU, {"starts": record})
+                if not isinstance(r, str)]  # fmt: skip
+    assert again is record
+    assert all(e.groups == ((0, 2),) and min(e.seconds) > 0 for e in record.among)
+    return [(e.kind, len(e.src), len(e.seconds) > 1) for e in record.among]
+
+
+@pytest.mark.gloo
+def test_some_ranks_measure_while_others_idle() -> None:
+    assert (
+        spawn(few_of_three, 3, timeout_s=150) == [[(kind, 2, True) for kind in IMPLEMENTATIONS]] * 3
+    )
+
+
+@pytest.mark.parametrize(
     ("alone_s", "computed_s", "ended_s", "drag"),
     [(1.0, 4.0, 2.5, 2.5), (1.0, 2.0, 2.5, 4.0), (1.0, 2.0, 2.0, 2.0), (1.0, 4.0, 0.9, 1.0),
      (1.0, 2.0, 3.5, 10.0)],
@@ -315,7 +413,16 @@ def test_a_difference_is_of_processor_time_and_told_in_seconds_of_waiting(
 
 @pytest.mark.parametrize(
     ("start_s", "bytes_per_s", "wanted"),
-    [(0.05, 1e9, 4), (0.05, 5e6, 3), (1e-4, 1e6, 3), (2.0, 1e9, 1), (1e-5, 1e9, 4)],
+    [
+        (0.05, 1e9, 4),
+        (0.05, 5e6, 3),
+        (1e-4, 1e6, 3),
+        (1e-5, 1e9, 4),
+        (0.15, 6e6, 4),  # 0.85 s, but what was before was mostly start
+        (0.15, 2e6, 3),
+        (2.0, 1e9, 4),
+        (3.0, 1e9, 1),  # too long in any case
+    ],
 )
 def test_sizes_grow_until_one_would_take_too_long(
     start_s: float, bytes_per_s: float, wanted: int
@@ -390,7 +497,7 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, start=0.3, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
     return replace(made, devices=(*made.devices[:3], slower), collectives=own)
@@ -406,6 +513,7 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert gather.least_s == 0
     assert found.collectives["all_reduce"]["one shot"]["between"].least_s == pytest.approx(0.03)
     assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
+    assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
         assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)
         assert mine.flops_per_s == pytest.approx(theirs.flops_per_s, rel=1e-4)
@@ -471,6 +579,9 @@ def test_samples_are_kept_and_resumed(tmp_path: Path) -> None:
         Journal(path, header(), resume=True)
     with Journal(path, header(), resume=False) as journal:
         assert not journal.records
+        few = StartsRecord(among=tuple(sent[:2]))
+        journal.add(few)
+    assert list(read(path)) == [header(), few]
 
 
 # --- real ranks -----------------------------------------------------------------------------

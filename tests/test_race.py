@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks.ablation import (
     SCHEDULED,
@@ -21,6 +23,7 @@ from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
 from benchmarks.racing import document, results, tables
 from benchmarks.racing.cell import Said, Task
+from benchmarks.racing.memory import traced
 from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
 from benchmarks.racing.run import reference, run_cell
 from benchmarks.racing.summary import (
@@ -34,6 +37,7 @@ from benchmarks.racing.summary import (
 )
 from hap.cluster import load_cluster
 from hap.model_file import load_model_file
+from hap.runtime.launch import spawn
 from hap.runtime.testbed import Testbed
 
 
@@ -79,6 +83,7 @@ def test_summary_of_known_cells() -> None:
     assert got["over hap-paper, unlike clusters, geometric mean"] == pytest.approx(3.0)
     assert got["unlike cells at 2.41x over equal-share DDP or more"] == 0.5
     assert got["over the best contender, worst cell"] == pytest.approx(0.95)
+    assert got["over hap-paper, worst cell"] == pytest.approx(1.5)
     assert got["measured over the limit, median"] == pytest.approx(2.0)
     met = {figure.name: figure.met for figure in summary(cells)}
     assert met["over the best contender, unlike clusters, geometric mean"]
@@ -133,6 +138,21 @@ def test_too_much_memory_makes_an_entry_void() -> None:
     assert not entry.void
     judge_memory(entry, [5 << 20, 8 << 20], ["a", "b"])
     assert entry.void == "out of memory: 9 of 8 MiB on b"
+
+
+def reduces_and_forgets() -> int:
+    """The peak after many tensors that were reduced and let go of."""
+    with traced() as trace:
+        for _ in range(40):
+            dist.all_reduce(torch.ones(1 << 18))
+        trace.mark()
+        torch.ones(4)
+    return trace.peak_bytes
+
+
+@pytest.mark.gloo
+def test_what_a_thread_of_gloo_lets_go_of_last_is_not_held() -> None:
+    assert all(peak < 1000 for peak in spawn(reduces_and_forgets, 2, timeout_s=100))
 
 
 def test_lines_are_read_as_written(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ INTRODUCTION = """\
 
 Written by
 
-    python -m benchmarks.race
+    python -m benchmarks.race --rounds {rounds}
     python -m benchmarks.race --write-docs
 
-{cells} of the 36 cells, {rounds} counted rounds each. [The race](race.md) says what is raced, how, and how to
-read this; [the log](LOG.md) says what limited the cells.
+{cells} of the 36 cells, {counted} counted rounds each. [The race](race.md) says what is raced, how, and
+how to read this; [the log](LOG.md) says what limited the cells.
 
 {summary}
 
@@ -57,10 +57,11 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
 
 def document(cells: Sequence[Cell]) -> str:
     """The page, as Markdown."""
-    rounds = sorted({len(e.seconds) for cell in cells for e in cell.entries if e.counts})
+    rounds = [len(e.seconds) for cell in cells for e in cell.entries if e.counts]
+    counted = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     parts = [
         INTRODUCTION.format(
-            cells=len(cells), rounds=" to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))),
+            cells=len(cells), rounds=max(rounds), counted=counted,
             summary=tables.summary_text(cells), plot=PLOT,
         )
     ]  # fmt: skip

@@ -2,17 +2,24 @@
 
 Every block that torch allocates and frees on the thread is an event, so the figure is exact and
 does not depend on what malloc keeps. Python, libraries and buffers inside gloo do not count. What
-overlaps in several threads would be missed: contenders run their steps in one meanwhile.
+overlaps in several threads would be missed: contenders run their steps in one meanwhile. So would
+what a thread of gloo frees because it is the last to let go of a tensor: whoever waits for a
+collective gives it a moment for that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
+from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "hap race: peak from here"
+_LETTING_GO_S = 1e-3
 
 
 class Trace:
@@ -31,7 +38,7 @@ class Trace:
 def traced() -> Iterator[Trace]:
     """Count from here; what is live already does not count."""
     trace = Trace()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _lingering(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield trace
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     begin = max((e.start_ns() for e in events if e.name() == _MARK), default=0)
@@ -45,3 +52,17 @@ def traced() -> Iterator[Trace]:
             trace.peak_bytes = max(trace.peak_bytes, held)
         held += nbytes
     trace.peak_bytes = max(trace.peak_bytes, held)
+
+
+@contextlib.contextmanager
+def _lingering() -> Iterator[None]:
+    """Who has waited for a collective stays a moment, and holds its tensors meanwhile."""
+    wait = Work.wait
+
+    def waited(work: Work, *args: Any, **kwargs: Any) -> Any:
+        found = wait(work, *args, **kwargs)
+        time.sleep(_LETTING_GO_S)
+        return found
+
+    with mock.patch.object(Work, "wait", waited):
+        yield

@@ -108,7 +108,9 @@ def summary(cells: Sequence[Cell]) -> list[Figure]:
     add("over hap-paper, unlike clusters, geometric mean", paper, geometric_mean, 1.2, least=True)
     add(f"unlike cells at {AIM_EVEN}x over equal-share DDP or more", even,
         lambda v: sum(r >= AIM_EVEN for r in v) / len(v), 0.5, least=True, kind="%")  # fmt: skip
+    all_paper = [r for c in cells if (r := _against(c, c.entry(PAPER))) is not None]
     add("over the best contender, worst cell", [r for _, r in best], min, 0.97, least=True)
+    add("over hap-paper, worst cell", all_paper, min, 0.97, least=True)
     steps = [abs(e) for c in cells for e in prediction_errors(c).values()]
     add("predicted step, median error", steps, statistics.median, 0.06, least=False, kind="%")
     add("predicted step, worst error", steps, max, 0.15, least=False, kind="%")

@@ -1,0 +1,15 @@
+"""How much of the logits a loss works on at once: its kernels cut by it, the planner counts by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+CHUNK: Final[Mapping[str, int]] = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Kind of device -> elements; what a kernel leaves in the cache, the next one reads there."""
+
+CHUNKS: Final[Mapping[str, int]] = {
+    "hap.cross_entropy.default": 1, "hap.cross_entropy_backward.default": 2
+}  # fmt: skip
+"""Operator -> such pieces, in single precision or better, that it holds beside what it reads and
+makes; and one more where the logits have half precision."""
