@@ -27,7 +27,15 @@ from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
 from benchmarks.racing import document, plans, tables
 from benchmarks.racing.cell import TRACED, Said, Task
 from benchmarks.racing.profiled import product_s, profiled
-from benchmarks.racing.results import Cell, Entry, append, judge_losses, judge_memory, read
+from benchmarks.racing.results import (
+    Cell,
+    Entry,
+    append,
+    as_lines,
+    judge_losses,
+    judge_memory,
+    read,
+)
 from benchmarks.racing.run import first_line, reference, run_cell
 from benchmarks.racing.summary import PLAN
 from hap.cluster import Cluster, load_cluster
@@ -42,6 +50,8 @@ from hap.units import format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+KEPT = HERE / "data" / "race.jsonl"
+"""Every step of the race that docs/ tells of; as results.jsonl of OUT, ``--resume`` goes on from it."""
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
@@ -61,10 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write_docs:
         if not (cells := read(lines)):
             raise SystemExit(f"no cells in {lines}: race first, or name another --out")
-        document.write(
-            DOCS,
-            sorted(cells, key=lambda c: (CLUSTERS.index(c.cluster), MODELS.index(c.model))),
-        )
+        cells.sort(key=lambda c: (CLUSTERS.index(c.cluster), MODELS.index(c.model)))
+        document.write(DOCS, cells)
+        write_whole(KEPT, as_lines(cells))
         return
     if not options.resume:
         lines.unlink(missing_ok=True)
@@ -111,10 +120,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
     parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
     parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those, not counted")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
     parser.add_argument(
         "--budget", type=float, default=120.0,
         help="seconds of rounds per cell, after which none begins once three are counted",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sit-out", type=float, default=4.0,
+        help="times the fastest, above which a contender takes no further rounds once one is counted",
     )  # fmt: skip
     parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
     parser.add_argument("--size", default="race", help="function of the model files")
@@ -122,7 +135,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--trust-cluster", action="store_true", help="plan by the cluster file, do not profile"
     )
     parser.add_argument(
-        "--write-docs", action="store_true", help="race nothing; write docs/ from the cells of OUT"
+        "--write-docs",
+        action="store_true",
+        help="race nothing; write docs/, and all steps to benchmarks/data/, from OUT",
     )
     parser.add_argument("--out", type=Path, default=Path(".race"))
     options = parser.parse_args(arguments)
@@ -148,7 +163,8 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             speeds=tuple(d.rate("matmul", "float32") for d in measured.devices),
             devices=tuple(d.name for d in measured.devices),
             rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
-            budget_s=options.budget, patience_s=PATIENCE_S, product_s=_product_s(cluster, options),
+            budget_s=options.budget, patience_s=PATIENCE_S, sit_out=options.sit_out,
+            product_s=_product_s(cluster, options),
         )  # fmt: skip
         told("one device")
         losses = _reference(spec, TRACED + task.warm_up + task.rounds)

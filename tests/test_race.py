@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.ablation import (
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
 from benchmarks.racing import document, results, tables
-from benchmarks.racing.cell import Said, Task
+from benchmarks.racing.cell import Said, Task, sits_out
 from benchmarks.racing.memory import traced
 from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
 from benchmarks.racing.run import reference, run_cell
@@ -241,6 +242,21 @@ def test_a_contender_that_fails_everywhere_is_dropped() -> None:
     assert good.losses == pytest.approx(reference(load_model_file(spec), 5), rel=1e-5)
     assert all(peak > 0 for peak in good.peak_bytes)
     assert sum(said.what == "built" for said in told) == 1
+
+
+def test_who_sits_out_was_far_behind_in_every_round() -> None:
+    rounds = [{"a": 1.0, "b": 5.0, "c": 9.0}, {"a": 2.0, "b": 7.0, "c": 9.0}]
+    assert sits_out(rounds, 4.0) == {"c"}
+    assert sits_out([*rounds, {"a": 1.0, "b": 9.0}], 4.0) == {"c"}
+    assert sits_out(rounds, math.inf) == set()
+
+
+@pytest.mark.gloo
+def test_who_sits_out_takes_one_counted_step() -> None:
+    spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
+    with Testbed(TWO, links="unlimited") as bed:
+        entries = run_cell(bed, replace(task(spec, EVEN, PROPORTIONAL, rounds=3), sit_out=0.0))
+    assert [len(entry.seconds) for entry in entries] == [1, 1]
 
 
 @pytest.mark.gloo

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,9 @@ class Task:
         budget_s: No further round begins after so many seconds of rounds, once ``least`` of
             them have been counted.
         patience_s: How long ranks wait for one that is still building or stepping.
+        sit_out: A contender that has taken more than so many times as long as the fastest, in all
+            rounds so far and one of them counted, takes no further ones; plans do, since their
+            predictions are judged.
         product_s: Seconds of a product on each rank when the cluster was profiled.
     """
 
@@ -57,6 +61,7 @@ class Task:
     least: int
     budget_s: float
     patience_s: float
+    sit_out: float = math.inf
     product_s: tuple[float, ...] = ()
 
 
@@ -100,16 +105,32 @@ def race_rank(task: Task) -> None:
     gc.freeze()  # the collector has all contenders to look through otherwise, in the midst of steps
     report(Said(what="ready", pid=os.getpid()))
     begun = time.monotonic()
+    rounds: list[dict[str, float]] = []
     for number in range(task.warm_up + task.rounds):
         course.look(number)
-        names = list(alive)
+        beaten = sits_out(rounds, task.sit_out) if number > task.warm_up else set()
+        names = [name for name in alive if name in task.plans or name not in beaten]
         turn = number % max(len(names), 1)
+        rounds.append({})
         for name in names[turn:] + names[:turn]:
-            if not course.step(alive[name], name, number):
+            seconds = course.step(alive[name], name, number)
+            if seconds is None:
                 del alive[name]
+            else:
+                rounds[-1][name] = seconds
         late = time.monotonic() - begun > task.budget_s
         if course.any(late) and number + 1 >= task.warm_up + task.least:
             break
+
+
+def sits_out(rounds: Sequence[Mapping[str, float]], times: float) -> set[str]:
+    """Who took more than so many times as long as the fastest in every round it took part in.
+
+    Args:
+        rounds: Contender -> seconds of its step, by round.
+    """
+    close = {name for r in rounds for name, s in r.items() if s <= times * min(r.values())}
+    return {name for r in rounds for name in r} - close
 
 
 class _Course:
@@ -152,8 +173,8 @@ class _Course:
         ))  # fmt: skip
         return made[0]
 
-    def step(self, contender: Contender, name: str, number: int) -> bool:
-        """One timed step, from the moment when all that take it are ready until the last has ended.
+    def step(self, contender: Contender, name: str, number: int) -> float | None:
+        """Seconds of one step, the same on all ranks; None if it failed on any. They count from the moment when all that take it are ready until the last has ended.
 
         The clock is the machine's, the same in all its processes.
         """
@@ -168,14 +189,15 @@ class _Course:
 
         seen = self._guarded(name, timed)
         if seen is None:
-            return False
+            return None
         taking = [each for each in self._gather(seen) if each[2] is not None]
         starts, ends, losses = zip(*taking, strict=True)
+        seconds = max(ends) - max(starts)
         self._say(Said(
             what="stepped", name=name, round=number, counted=number >= self._task.warm_up,
-            seconds=max(ends) - max(starts), losses=losses[:1],
+            seconds=seconds, losses=losses[:1],
         ))  # fmt: skip
-        return True
+        return seconds
 
     def look(self, number: int) -> None:
         """How fast the machine is now: all ranks compute the product that the profile knows."""

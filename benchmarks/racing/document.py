@@ -24,7 +24,8 @@ Written by
     python -m benchmarks.race --write-docs
 
 {cells} of the 36 cells, {counted} counted rounds each. [The race](race.md) says what is raced, how, and
-how to read this; [the log](LOG.md) says what limited the cells.
+how to read this; [the log](LOG.md) says what limited the cells. Every step of it is in
+[race.jsonl](../benchmarks/data/race.jsonl).
 
 {summary}
 

@@ -87,7 +87,12 @@ class Cell:
 def append(path: Path, cell: Cell) -> None:
     """Add a cell to a file of lines."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(cell)) + "\n")
+        file.writelines(as_lines([cell]))
+
+
+def as_lines(cells: Sequence[Cell]) -> list[str]:
+    """A line per cell, as :func:`read` reads them."""
+    return [json.dumps(asdict(cell)) + "\n" for cell in cells]
 
 
 def read(path: Path) -> list[Cell]:

@@ -87,7 +87,7 @@ def cell_text(cell: Cell) -> str:
             lines.append(f"| {e.name} | void | | | | | {_peak(e)} | | {e.void or 'no steps'} |")
             continue
         lines.append(
-            f"| {e.name} | {_seconds(e)} | {format_seconds(e.spread_s)} | {_times(e, ours)} "
+            f"| {e.name} | {_seconds(e)} | {_spread(e)} | {_times(e, ours)} "
             f"| {format_seconds(e.predicted_s) if e.predicted_s else ''} | {_part(steps.get(e.name))} "
             f"| {_peak(e)} | {_part(peaks.get(e.name))} | {e.note} |"
         )
@@ -113,6 +113,10 @@ def _value(figure: Figure) -> str:
 
 def _seconds(entry: Entry | None) -> str:
     return format_seconds(entry.median_s) if entry else ""
+
+
+def _spread(entry: Entry) -> str:
+    return format_seconds(entry.spread_s) if len(entry.seconds) > 1 else "one round"
 
 
 def _times(other: Entry | None, ours: Entry | None) -> str:
