@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import hap
 from hap.cli import main
 from hap.cluster import Cluster, load_cluster
 from hap.errors import HapError, InputError
+from hap.runtime.launch import report
 from hap.runtime.testbed import Testbed, clean, network, owner, quotas
 from hap.runtime.testbed.speed import choose_scale, scaled
 
@@ -188,7 +190,7 @@ def qdisc(namespace: str, interface: str) -> tuple[str, float]:
     """(kind, bytes per second) of what limits an interface."""
     command = ["tc", "-n", namespace, "-json", "qdisc", "show", "dev", interface]
     (found,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return found["kind"], found["options"]["rate"]
+    return found["kind"], found["options"].get("rate", math.inf)
 
 
 @needs_links
@@ -241,6 +243,33 @@ def test_ranks_work_in_hosts_of_their_own(bed: Testbed) -> None:
             assert f"/{group.name}" in one["groups"]
             for name, value in settings:
                 assert (group / name).read_text().split() == value.split()
+
+
+def tell() -> None:
+    report(os.getpid())
+
+
+@needs_links
+@pytest.mark.gloo
+def test_links_are_free_until_ranks_are_limited(bed: Testbed) -> None:
+    ends = [(bed._network.namespace(rank), "net0") for rank in range(4)]  # type: ignore[union-attr]
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        seen.append({qdisc(*end)[0] for end in ends})
+
+    def heard(rank: int, pid: object) -> None:
+        assert isinstance(pid, int)
+        look()
+        bed.limit(rank, pid)
+        look()
+
+    bed.spawn(tell, on_report=heard, timeout_s=300, limited=False)
+    assert seen[0] == {"noqueue"}
+    assert seen[1:] == [{"tbf"}] * 7
+    bed.spawn(tell, on_report=lambda rank, pid: look(), timeout_s=300, limited=False)
+    look()
+    assert seen[8:] == [{"noqueue"}] * 4 + [{"tbf"}]
 
 
 @needs_links

@@ -178,20 +178,22 @@ class Testbed(Where):
         """Run ``target(*args)`` on every host, as :func:`hap.runtime.launch.spawn` does.
 
         Speeds are limited from the moment at which all of a rank's imports are done; or if not
-        ``limited`` then from :meth:`limit` on, for one who has much to prepare before it counts.
+        ``limited`` then from :meth:`limit` on, links too, for one who has much to prepare before
+        it counts.
         """
-        return spawn(
-            target,
-            len(self.hosts),
-            args=args,
-            before_rank=self._up().place if limited else None,
-            on_report=on_report,
-            timeout_s=timeout_s,
-            where=self,
-        )
+        place = self._up().place if limited else None
+        self._limit_links(limited)
+        try:
+            return spawn(
+                target, len(self.hosts), args=args, before_rank=place, on_report=on_report,
+                timeout_s=timeout_s, where=self,
+            )  # fmt: skip
+        finally:
+            self._limit_links(True)
 
     def limit(self, rank: int, pid: int) -> None:
-        """Limit the speed of a rank's process from now on."""
+        """Limit the speed of a rank's process from now on, and all links."""
+        self._limit_links(True)
         self._up().place(rank, pid)
 
     def run(self, command: Sequence[str], *, on_line: Callable[[str], None] = print) -> int:
@@ -226,6 +228,10 @@ class Testbed(Where):
         return run_commands(
             command, environments, self.inside, begun, on_line, lambda: owner.end_ranks(name)
         )
+
+    def _limit_links(self, limited: bool) -> None:
+        if self._network:
+            self._network.limit(limited)
 
     def _up(self) -> Quotas:
         if self._quotas is None:

@@ -69,13 +69,29 @@ class Pipe:
 class Network:
     """The namespaces of a cluster's ranks, up and joined; see :func:`network`."""
 
-    def __init__(self, name: str, world_size: int) -> None:
+    def __init__(self, name: str, cluster: Cluster) -> None:
         self._name = name
-        self.world_size = world_size
+        self._pipes = pipes(cluster)
+        self._limited = False
 
     def namespace(self, rank: int | None) -> str:
         """The name of a rank's namespace (None: the switch), for ``ip netns exec``."""
         return f"{self._name}-{'switch' if rank is None else f'rank{rank}'}"
+
+    def limit(self, limited: bool = True) -> None:
+        """Give all links their rates; or, if not ``limited``, take them off."""
+        if limited == self._limited:
+            return
+        lines: dict[str, list[str]] = {}
+        for pipe in self._pipes:
+            ends = (None, pipe.far), (pipe.rank, pipe.near)
+            for rank, interface in ends:
+                at = f"dev {interface} root"
+                line = f"add {at} {tbf(pipe.bytes_per_s)}" if limited else f"del {at}"
+                lines.setdefault(self.namespace(rank), []).append(f"qdisc {line}")
+        for space, there in lines.items():
+            _batch("tc", space, there)
+        self._limited = limited
 
     @contextlib.contextmanager
     def inside(self, rank: int | None) -> Iterator[None]:
@@ -134,13 +150,14 @@ def network(cluster: Cluster) -> Iterator[Network]:
         raise HapError(f"links cannot be limited here: {why_not}", hint=hint)
     if cluster.world_size > _MOST_RANKS:
         raise InputError(f"{cluster.world_size} ranks on one machine", hint="take fewer")
-    made = Network(f"{_PREFIX}-{new_name()}", cluster.world_size)
+    made = Network(f"{_PREFIX}-{new_name()}", cluster)
     spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
     try:
         _ip("", [f"netns add {space}" for space in spaces])
         for space in spaces:
             _settle(space)
         _join(made, cluster)
+        made.limit()
         yield made
     finally:
         _remove(spaces)
@@ -200,7 +217,7 @@ def _remove(spaces: Sequence[str]) -> None:
 
 
 def _join(made: Network, cluster: Cluster) -> None:
-    """Interfaces, bridges, addresses and rates."""
+    """Interfaces, bridges and addresses."""
     switch, links = made.namespace(None), pipes(cluster)
     bridges = sorted({"core"} | {link.bridge for link in links})
     _ip(switch, [line for name in bridges for line in (
@@ -221,10 +238,6 @@ def _join(made: Network, cluster: Cluster) -> None:
                 f"address add {address(link.rank)}/16 dev {link.near}",
                 f"link set dev {link.near} up",
             ])  # fmt: skip
-    for link in links:
-        limit = tbf(link.bytes_per_s)
-        _tc(switch, f"qdisc add dev {link.far} root {limit}")
-        _tc(made.namespace(link.rank), f"qdisc add dev {link.near} root {limit}")
 
 
 def tbf(bytes_per_s: float) -> str:
@@ -241,10 +254,6 @@ def _burst(bytes_per_s: float) -> int:
 
 def _ip(space: str, lines: Sequence[str]) -> None:
     _batch("ip", space, lines)
-
-
-def _tc(space: str, line: str) -> None:
-    _batch("tc", space, [line])
 
 
 def _batch(tool: str, space: str, lines: Sequence[str]) -> None:
