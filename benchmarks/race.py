@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
-from benchmarks.racing import document, plans, tables
+from benchmarks.racing import document, floors, plans, tables
 from benchmarks.racing.cell import TRACED, Said, Task
 from benchmarks.racing.profiled import product_s, profiled
 from benchmarks.racing.results import (
@@ -42,6 +42,7 @@ from hap.cluster import Cluster, load_cluster
 from hap.errors import HapError
 from hap.files import write_whole
 from hap.model_file import load_model_file
+from hap.optimizer import default_optimizer, examine
 from hap.plan import Plan
 from hap.runtime.testbed import Testbed
 from hap.runtime.testbed.speed import core_flops_per_s
@@ -74,6 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells.sort(key=lambda c: (CLUSTERS.index(c.cluster), MODELS.index(c.model)))
         document.write(DOCS, cells)
         write_whole(KEPT, as_lines(cells))
+        return
+    if options.floors:
+        cells = read(lines)
+        for cell in cells:
+            _prove(cell, options)
+        write_whole(lines, as_lines(cells))
+        console.print(tables.summary_text(cells), soft_wrap=True)
         return
     if not options.resume:
         lines.unlink(missing_ok=True)
@@ -139,6 +147,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="race nothing; write docs/, and all steps to benchmarks/data/, from OUT",
     )
+    parser.add_argument(
+        "--floors", action="store_true",
+        help="race nothing; work out the floors of the cells of OUT anew, from plans and profiles",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".race"))
     options = parser.parse_args(arguments)
     options.models = options.models or (QUICK_MODELS if options.quick else MODELS)
@@ -149,7 +161,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Progress) -> Cell:
     """Plan, build and race one cell."""
-    spec = f"{HERE / 'models' / model}.py:{options.size}"
+    spec = _spec(model, options)
     written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
     rate = _core_flops_per_s(options.out / "core.json")
     with Testbed(roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
@@ -189,13 +201,27 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
         if entry.name in found:
             _describe(entry, found[entry.name][1], measured)
     if OURS in found:
-        _floors(cell, found[OURS][1], measured)
+        floors.fill(cell, found[OURS][1], measured, _optimizer_states(spec))
     return cell
 
 
 @functools.cache
 def _reference(spec: str, steps: int) -> list[float]:
     return reference(load_model_file(spec), steps)
+
+
+def _prove(cell: Cell, options: argparse.Namespace) -> None:
+    if (path := _plan_path(cell.model, cell.cluster, OURS, options)).exists():
+        cluster = load_cluster(_profile_path(cell.cluster, options))
+        floors.fill(cell, Plan.load(path), cluster, _optimizer_states(_spec(cell.model, options)))
+
+
+def _optimizer_states(spec: str) -> int:
+    return examine(load_model_file(spec).optimizer or default_optimizer).states
+
+
+def _spec(model: str, options: argparse.Namespace) -> str:
+    return f"{HERE / 'models' / model}.py:{options.size}"
 
 
 def _core_flops_per_s(path: Path) -> float:
@@ -222,6 +248,12 @@ def _profile_path(cluster: str, options: argparse.Namespace) -> Path:
     return path
 
 
+def _plan_path(model: str, cluster: str, name: str, options: argparse.Namespace) -> Path:
+    stem = name.removeprefix(PLAN).replace(" ", "-").replace(",", "")
+    path: Path = options.out / "plans" / f"{model}.{cluster}.{stem}.json"
+    return path
+
+
 def _plans(
     model: str,
     cluster: str,
@@ -231,8 +263,6 @@ def _plans(
     told: plans.Progress,
 ) -> tuple[dict[str, tuple[Path, Plan]], dict[str, str]]:
     """(contender -> its plan, contender -> why it has none)."""
-    folder = options.out / "plans"
-    folder.mkdir(exist_ok=True)
     wanted = {PAPER: plans.PAPER_METHOD} if PAPER in options.contenders else {}
     if options.plans:
         wanted |= {PLAN + m.name: m.name for m in METHODS if m.name != plans.PAPER_METHOD}
@@ -245,8 +275,8 @@ def _plans(
     found, void = {}, {}
     for name, make in makers.items():
         told(f"planning {name}")
-        stem = name.removeprefix(PLAN).replace(" ", "-").replace(",", "")
-        path = folder / f"{model}.{cluster}.{stem}.json"
+        path = _plan_path(model, cluster, name, options)
+        path.parent.mkdir(exist_ok=True)
         try:
             found[name] = path.resolve(), plans.kept(path, make)
         except HapError as error:
@@ -260,15 +290,6 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
     entry.predicted_s = plan.prediction.step_s
     entry.predicted_bytes = [peaks.get(d.name, 0) for d in cluster.devices]
     entry.note = f"without {', '.join(plan.left_out)}" if plan.left_out else ""
-
-
-def _floors(cell: Cell, plan: Plan, cluster: Cluster) -> None:
-    cell.arithmetic_s = plans.arithmetic_s(plan, cluster)
-    if plan.prediction.bounds and not plan.left_out:
-        cell.bound_s, cell.covers = (
-            plan.prediction.bounds[0].step_s,
-            plan.prediction.bounds[0].covers,
-        )
 
 
 def roomy(cluster: Cluster) -> Cluster:

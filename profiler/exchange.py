@@ -73,7 +73,7 @@ class Range:
     longest_s: float
 
 
-FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22), rounds=4, longest_s=0.5)
+FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22, 2**25), rounds=4, longest_s=0.5)
 QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
 
 

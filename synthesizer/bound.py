@@ -6,10 +6,20 @@ at least any weighted mean: with weights ``w >= 0`` and ``v >= 0`` that sum to 1
 
     step  >=  max(max_r T[r], C)  >=  sum_r w[r] T[r] + v C                             (1)
 
+Where computing slows communication down, hiding has its price. Let ``d`` be the least ``drag`` of
+the ranks. While some rank computes, collectives advance at ``1/d`` of their pace at most
+(:mod:`hap.synthesizer.streams`); what is left then takes time in which nobody computes. If some rank
+computes for ``X`` of the step, ``X >= T[r]`` for all ``r``::
+
+    step  >=  X + (C - X/d)  >=  (1 - 1/d) T[r] + C                                     (2)
+
+With (1) that gives ``step >= sum_r w[r] T[r] + v C`` for all weights with
+``sum_r w[r] + v/d = 1`` and ``sum_r w[r] >= (1 - 1/d) v``; for ``d = 1`` they are those of (1).
+
 The right side adds up over operators, so *one exact search* under these prices
 (:meth:`Relaxation.search`) gives the least of it over *all* programs, however they overlap: a
 lower bound on every one of them. ``v`` is the price that communication has when computing can
-hide it. The dual of the maximum (1) is to choose the weights: :meth:`Relaxation.weights` takes those
+hide it. The dual of the maximum is to choose the weights: :meth:`Relaxation.weights` takes those
 under which the programs found so far look worst, by cutting planes (Kelley, "The cutting-plane
 method for solving convex programs", 1960), and every program on the way is a candidate.
 
@@ -22,7 +32,7 @@ Two sets of prices:
   operator: arithmetic and traffic grow linearly, and what does not (the start, operands that
   are read whole) is paid by whoever has a part. As the parts sum to 1,
 
-      sum_r w[r] p[r] t[r]  >=  min_r w[r] t[r]                                         (2)
+      sum_r w[r] p[r] t[r]  >=  min_r w[r] t[r]                                         (3)
 
   whatever the parts. So it is a bound on every *pair* of program and shares.
 
@@ -64,7 +74,7 @@ from hap.synthesizer.work import FREE
 Floats = npt.NDArray[np.float64]
 
 Weights = Floats
-"""One number per class of ranks, and one for the links; at least 0, and they sum to 1."""
+"""One number per class of ranks, and one for the links, as (2) allows: see :func:`feasible`."""
 
 _SAFE = 1.0 - 1e-9
 """Takes off what floating point may have added to a sum; far more than it can."""
@@ -95,6 +105,20 @@ def start_parts(space: Space) -> dict[str, float]:
     return parts
 
 
+def feasible(weights: Weights, hidden: float) -> Weights:
+    """The weights, moved and scaled so that they give a bound.
+
+    Args:
+        hidden: ``1/d`` of (2).
+    """
+    weights = np.maximum(weights, 0.0)
+    computing = float(weights[:-1].sum())
+    if weights[-1] * (1 - hidden) > computing:
+        weights[-1] = computing / (1 - hidden)
+    total: Weights = weights / (computing + hidden * weights[-1])
+    return total
+
+
 class Floors(CostModel, ABC):
     """Prices that are never above the simulator's; what is never read is converted for nothing.
 
@@ -110,9 +134,14 @@ class Floors(CostModel, ABC):
         self._read |= {name for name, readers in graph.consumers.items() if readers}
 
     @property
+    def hidden(self) -> float:
+        """The most of a collective's pace that is left beside computing: ``1/d`` of (2)."""
+        return 1.0 / float(self.machine.drag.min())
+
+    @property
     @abstractmethod
     def classes(self) -> int:
-        """The number of weights."""
+        """The number of weights of ranks."""
 
     def alike(self, tensor: str) -> object:
         return self._starts[tensor], tensor in self._read
@@ -155,7 +184,7 @@ class FixedShares(Floors):
     def proportional(self) -> Weights:
         """Weights in proportion to the ranks' speed, summed over each class; half is the links'."""
         speed = np.bincount(self._class_of, self.machine.speed, self.classes).astype(np.float64)
-        return np.append(speed, 1.0) / 2
+        return feasible(np.append(speed, 1.0), self.hidden)
 
     def per_class(self, per_rank: PerRank) -> Floats:
         """A vector over ranks as one over classes, whose ranks are all alike in it."""
@@ -212,10 +241,11 @@ class AnyShares(Floors):
     def proportional(self) -> Weights:
         """Weights in proportion to the classes' speed, under which a product costs the same on
         any shares; half is the links'."""
-        return np.append(self.machine.speed[self._ranks] * self._sizes, 1.0) / 2
+        weights = np.append(self.machine.speed[self._ranks] * self._sizes, 1.0)
+        return feasible(weights, self.hidden)
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return self._one  # each rank as if it did all of it: t[r] of (2)
+        return self._one  # each rank as if it did all of it: t[r] of (3)
 
     def lies(self, axis: str) -> Hashable:
         return None
@@ -333,7 +363,7 @@ class Relaxation:
 
     def weights(self) -> Weights:
         """The weights under which the cheapest of the programs found is dearest."""
-        return dearest(self.found, self._prices.classes + 1)
+        return dearest(self.found, self._prices.classes + 1, self._prices.hidden)
 
     def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
         """Search from ``start`` on, until nothing can be gained or the bound is enough."""
@@ -348,13 +378,13 @@ class Relaxation:
                 return
 
 
-def dearest(found: Sequence[Found], classes: int) -> Weights:
+def dearest(found: Sequence[Found], classes: int, hidden: float) -> Weights:
     """Maximise the least of ``found`` over the weights, which is concave: cutting planes again.
 
     The programs are known, so that this costs no search; a few linear programs with a variable
     per class.
     """
-    weights = np.full(classes, 1.0 / classes)
+    weights = feasible(np.ones(classes), hidden)
     scale = 1.0 / min(f.at(weights) for f in found)
     cuts: list[Floats] = []
     best, best_s = weights, 0.0
@@ -369,14 +399,14 @@ def dearest(found: Sequence[Found], classes: int) -> Weights:
             f.cut(weights) * scale for f in found
             if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
         ]  # fmt: skip
-        highest = _highest(cuts, classes)
+        highest = _highest(cuts, classes, hidden)
         if highest is None:
             break
         weights, claimed = highest
     return best
 
 
-def _highest(cuts: Sequence[Floats], classes: int) -> tuple[Weights, float] | None:
+def _highest(cuts: Sequence[Floats], classes: int, hidden: float) -> tuple[Weights, float] | None:
     """The weights where the lowest of planes is highest, and its height.
 
     Planes are ``slopes @ weights``. ``None`` if they are so nearly parallel that the solver
@@ -385,14 +415,15 @@ def _highest(cuts: Sequence[Floats], classes: int) -> tuple[Weights, float] | No
     solver = pywraplp.Solver.CreateSolver("GLOP")
     w = [solver.NumVar(0.0, 1.0, f"w{k}") for k in range(classes)]
     least = solver.NumVar(0.0, solver.infinity(), "least")
-    solver.Add(solver.Sum(w) == 1)
+    solver.Add(solver.Sum(w[:-1]) + hidden * w[-1] == 1)
+    solver.Add(solver.Sum(w[:-1]) >= (1 - hidden) * w[-1])
     for slopes in cuts:
         solver.Add(least <= solver.Sum([float(c) * x for c, x in zip(slopes, w, strict=True)]))
     solver.Maximize(least)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
-    weights = np.maximum([x.solution_value() for x in w], 0.0)
-    return weights / weights.sum(), float(least.solution_value())
+    weights = feasible(np.array([x.solution_value() for x in w]), hidden)
+    return weights, float(least.solution_value())
 
 
 _CLOSE = 1e-6

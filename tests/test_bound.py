@@ -14,7 +14,7 @@ from hap.axes import Shares
 from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Device, Link
 from hap.placement import P, R
 from hap.program import Program
-from hap.synthesizer.bound import AnyShares, FixedShares, Floors, Relaxation, dearest
+from hap.synthesizer.bound import AnyShares, FixedShares, Floors, Relaxation, dearest, feasible
 from hap.synthesizer.branch import Box, BoxPrices, Branching
 from hap.synthesizer.cost import Machine
 from hap.synthesizer.exact import FORBIDDEN
@@ -49,6 +49,15 @@ def random_cluster(rng: random.Random, world: int | None = None) -> Cluster:
     latency = rng.choice((0.0, 1e-7, 1e-5))
     links = [Link(rate * 10 ** rng.uniform(-2, 2), latency * k) for k in (1, 2)]
     return Cluster("random", devices, dict.fromkeys(nodes, links[0]), links[1])
+
+
+def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
+    """The cluster with devices that compute and communicate badly at a time, some more than others."""
+    devices = tuple(
+        replace(d, interference=rng.choice((0.0, 0.3, 0.9)), drag=rng.choice((1.5, 2.5, 9.0)))
+        for d in cluster.devices
+    )
+    return replace(cluster, devices=devices)
 
 
 def random_space(space: Space, rng: random.Random) -> Space:
@@ -122,11 +131,13 @@ SPACES = {"one layer": build_space(one_layer()), "two layers": build_space(small
 
 
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(14))
 def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
     rng = random.Random(f"{name}/{seed}")
     space = random_space(SPACES[name], rng)
     cluster = random_cluster(rng)
+    if seed >= 7:
+        cluster = disturbed(cluster, rng)
     synthesizer = Synthesizer(space, cluster, 2)
     every = [program for _, program, _ in programs(space)]
     free = synthesizer.relaxed.bound_s
@@ -301,11 +312,28 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
             relaxation.search(
                 np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes + 1))
             )
-        weights = dearest(relaxation.found, prices.classes + 1)
-        assert weights.min() >= 0 and weights.sum() == pytest.approx(1)
+        hidden = rng.choice((1.0, 0.8, 0.3))
+        weights = dearest(relaxation.found, prices.classes + 1, hidden)
+        assert feasible(weights, hidden) == pytest.approx(weights)
         reached = min(f.at(weights) for f in relaxation.found)
         tried = np.random.default_rng(0).dirichlet(np.ones(prices.classes + 1), 200)
-        assert all(min(f.at(w) for f in relaxation.found) <= reached * (1 + 1e-5) for w in tried)
+        for w in tried:
+            others = feasible(w, hidden)
+            assert min(f.at(others) for f in relaxation.found) <= reached * (1 + 1e-5)
+
+
+def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
+    """Of a rank's computing, and of all communication after what a rank's computing can hide."""
+    rng = np.random.default_rng(0)
+    for hidden in (1.0, 0.5, 0.1):
+        for _ in range(50):
+            weights = feasible(rng.dirichlet(np.ones(4)), hidden)
+            w, v = weights[:-1], weights[-1]
+            assert weights.min() >= 0
+            assert w.sum() + hidden * v == pytest.approx(1)
+            assert w.sum() >= (1 - hidden) * v * (1 - 1e-12)
+    assert feasible(np.array([1.0, 0.0]), 0.5).tolist() == [1.0, 0.0]
+    assert feasible(np.array([0.1, 9.0]), 0.25).tolist() == pytest.approx([0.75, 1.0])
 
 
 def test_what_is_never_read_costs_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.ablation import (
 )
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
-from benchmarks.racing import document, results, tables
+from benchmarks.racing import document, floors, results, tables
 from benchmarks.racing.cell import Said, Task, sits_out
 from benchmarks.racing.memory import traced
 from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
@@ -36,10 +37,13 @@ from benchmarks.racing.summary import (
     ratio,
     summary,
 )
+from hap.capture import capture
 from hap.cluster import load_cluster
 from hap.model_file import load_model_file
 from hap.runtime.launch import spawn
 from hap.runtime.testbed import Testbed
+from hap.synthesizer.space import build_space
+from hap.synthesizer.synthesize import Synthesizer
 
 
 def cell(model: str, unlike: bool, **medians: float) -> Cell:
@@ -267,6 +271,21 @@ def test_a_contender_that_fails_on_one_rank_ends_the_ranks_not_the_race(tmp_path
         (entry,) = run_cell(bed, task(str(path), EVEN, patience_s=3.0))
     assert entry.void.startswith("rank 1: ")
     assert "only here" in entry.void
+
+
+def test_no_part_of_a_cluster_is_faster_than_the_floor() -> None:
+    file = load_model_file(f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny")
+    graph = capture(file.model(), file.batch(), file.loss)
+    written = load_cluster(HERE / "clusters" / "race_straggler.yaml")
+    space, floor_s = build_space(graph), floors.bound_s(graph, written, 2)
+    assert floor_s > 0
+    parts = [written.keep(ranks) for size in (1, 2, 3, 4) for ranks in combinations(range(4), size)]
+    found = [Synthesizer(space, part, 2).best().timeline.step_s for part in parts]
+    assert floor_s <= min(found) * (1 + 1e-9)
+    assert floor_s < Synthesizer(space, written, 2).relaxed.bound_s  # of all devices together
+    assert floors.arithmetic_s(graph, written) < min(
+        floors.arithmetic_s(graph, part) for part in parts[:-1]
+    )
 
 
 def test_every_model_has_its_size() -> None:

@@ -1,4 +1,4 @@
-"""Plans that the race needs: ours, any baseline as a plan of its own, and floors of a step."""
+"""Plans that the race needs: ours, and any baseline as a plan of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from hap.synthesizer.planner import Progress
 from hap.synthesizer.predict import predict
 from hap.synthesizer.space import build_space
 from hap.synthesizer.synthesize import Synthesizer
-from hap.synthesizer.work import FLOPS, node_work
 
 PAPER_METHOD = "HAP 2024"
 
@@ -88,13 +87,3 @@ def kept(path: Path, make: Callable[[], Plan]) -> Plan:
         raise
     plan.save(path)
     return plan
-
-
-def arithmetic_s(plan: Plan, cluster: Cluster) -> float:
-    """Seconds of the step's products, were they spread over all devices without any loss."""
-    total = 0.0
-    for node in plan.graph.nodes:
-        work = node_work(node, plan.graph)
-        if node.op in FLOPS:
-            total += work.flops / sum(d.rate(work.kind, work.dtype) for d in cluster.devices)
-    return total

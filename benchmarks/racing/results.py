@@ -58,8 +58,7 @@ class Cell:
         unlike: Whether the cluster's devices or links differ.
         reference: Losses of one device for the same steps.
         arithmetic_s: Floor of the step: its products at the summed speed of all devices.
-        bound_s: Floor of the step as the plan proves it, with ``covers`` saying of what;
-            0 if the plan has none.
+        bound_s: Floor of the step as it is proved, with ``covers`` saying of what; 0 if nothing is.
         drift: By counted round, how many times as long a product took as in the profile.
         took_s: Of the whole cell.
     """

@@ -45,15 +45,17 @@ def summary_text(cells: Sequence[Cell]) -> str:
         lines.append(
             f"| {f.name} | {_value(f)} | {f.aim} | {'met' if f.met else 'missed'} | {f.cells} |"
         )
-    lines += ["", "| cell | ours | best other | over it | over hap-paper | over the limit |",
-              "|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| cell | ours | best other | over it | over hap-paper | over its products "
+              "| over the limit |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for cell in cells:
         ours, best, paper = cell.entry(OURS), best_other(cell), cell.entry(PAPER)
         far = distance(cell)
+        products = ours.median_s / cell.arithmetic_s if ours and cell.arithmetic_s else 0.0
         lines.append(
             f"| {cell.model} on {cell.cluster} | {_seconds(ours)} "
             f"| {best.name if best else 'none'} {_seconds(best)} | {_times(best, ours)} "
-            f"| {_times(paper, ours)} | {f'{far:.2f}x' if far else ''} |"
+            f"| {_times(paper, ours)} | {f'{products:.2f}x' if products else ''} "
+            f"| {f'{far:.2f}x' if far else ''} |"
         )
     return "\n".join([*lines, *_drift_lines(cells)])
 

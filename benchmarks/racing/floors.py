@@ -1,0 +1,57 @@
+"""What no step of a cell is faster than: its products, and what is proved of every program."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+from benchmarks.racing.results import Cell
+from hap.cluster import Cluster
+from hap.graph import Graph
+from hap.plan import Plan
+from hap.synthesizer.space import build_space
+from hap.synthesizer.synthesize import Synthesizer
+from hap.synthesizer.work import FLOPS, node_work
+
+COVERS = "all programs over one mesh axis, with any shares, on any of the devices"
+
+
+def fill(cell: Cell, plan: Plan, cluster: Cluster, optimizer_states: int) -> None:
+    """Write a cell's floors into it; ``cluster`` is the whole one, as it was profiled.
+
+    Nothing is proved of the space of a plan over two mesh axes.
+    """
+    cell.arithmetic_s = arithmetic_s(plan.graph, cluster)
+    if plan.mesh is None:
+        cell.bound_s = bound_s(plan.graph, cluster, optimizer_states)
+        cell.covers = COVERS
+
+
+def arithmetic_s(graph: Graph, cluster: Cluster) -> float:
+    """Seconds of the step's products, were they spread over all devices without any loss."""
+    total = 0.0
+    for node in graph.nodes:
+        work = node_work(node, graph)
+        if node.op in FLOPS:
+            total += work.flops / sum(d.rate(work.kind, work.dtype) for d in cluster.devices)
+    return total
+
+
+def bound_s(graph: Graph, cluster: Cluster, optimizer_states: int) -> float:
+    """Seconds below which no program is predicted, whatever its shares, whoever takes part.
+
+    A program that some devices have no part in is one of the others, and costs what their links
+    cost. So the least of the bounds of all parts of the cluster (:mod:`hap.synthesizer.bound`)
+    holds for every program. Most parts need no search: their products alone take longer.
+    """
+    space = build_space(graph)
+    parts = [
+        cluster.keep(ranks)
+        for size in range(cluster.world_size, 0, -1)
+        for ranks in combinations(range(cluster.world_size), size)
+    ]
+    least = math.inf
+    for part in parts:
+        if arithmetic_s(graph, part) < least:
+            least = min(least, Synthesizer(space, part, optimizer_states).relaxed.bound_s)
+    return least
