@@ -182,17 +182,19 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
         losses = _reference(spec, TRACED + task.warm_up + task.rounds)
 
         drift: list[float] = []
+        pace: list[float] = []
 
         def heard(said: Said) -> None:
             if said.what == "begun":
                 told(f"{said.name}")
-            if said.what == "drifted" and said.counted:
-                drift.append(said.seconds)
+            if said.what == "looked" and said.counted:
+                drift.append(said.slower)
+                pace.append(bed.pace)
 
         entries = run_cell(bed, task, heard)
     cell = Cell(
         model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
-        entries=[*entries, *(Entry(name=name, void=why) for name, why in (void | ABSENT).items())],
+        pace=pace, entries=[*entries, *(Entry(name=name, void=why) for name, why in (void | ABSENT).items())],
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
     for entry in entries:

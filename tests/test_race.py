@@ -35,6 +35,7 @@ from benchmarks.racing.summary import (
     geometric_mean,
     rank_correlation,
     ratio,
+    steady_errors,
     summary,
 )
 from hap.capture import capture
@@ -106,6 +107,18 @@ def test_predictions() -> None:
     assert got["predicted step, worst error"] == pytest.approx(0.2)
     assert got["predicted peak memory, median error"] == pytest.approx(0.1)  # of the fullest rank
     assert got["rank correlation of predicted and measured"] == 1.0
+
+
+def test_devices_that_were_held_were_as_fast_as_profiled() -> None:
+    one = cell("a", True, ours=1.0)
+    own = one.entry(OURS)
+    assert own is not None
+    own.predicted_s = 0.8
+    assert steady_errors(one) == pytest.approx({OURS: -0.2})
+    one.drift = [1.25, 1.0, 1.3]
+    assert steady_errors(one) == pytest.approx({OURS: 0.0})
+    one.pace = [1.25, 1.0, 1.0]
+    assert steady_errors(one) == pytest.approx({OURS: -0.2})
 
 
 def test_rank_correlation() -> None:
@@ -186,7 +199,7 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one, other = cell("a", True, ours=1.0, ddp_even=4.0), cell("b", True, ours=1.0)
     one.entries += [Entry(name="horovod", void="does not build"), Entry(name="zero", void="lost")]
-    one.drift = [1.0, 1.2, 1.1]
+    one.drift, one.pace = [1.0, 1.2, 1.1], [1.0, 1.0, 1.1]
     own = one.entry(OURS)
     assert own is not None
     own.predicted_s, own.predicted_bytes, own.peak_bytes = 0.9, [0, 30], [10, 20]
@@ -195,7 +208,7 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     assert "| ours | 1 s | 1 s |" in text
     assert "| ddp-even | 4 s, 4.00x | void |" in text
     assert "- zero for a is void: lost" in text and "horovod" not in text
-    assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10 |  |" in text
+    assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10, 1.00 |  |" in text
     assert (tmp_path / document.PLOT).stat().st_size > 1000
 
 
@@ -261,6 +274,20 @@ def test_who_sits_out_takes_one_counted_step() -> None:
     with Testbed(TWO, links="unlimited") as bed:
         entries = run_cell(bed, replace(task(spec, EVEN, PROPORTIONAL, rounds=3), sit_out=0.0))
     assert [len(entry.seconds) for entry in entries] == [1, 1]
+
+
+@pytest.mark.gloo
+def test_ranks_are_held_at_the_speed_of_their_profile() -> None:
+    spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
+    told: list[Said] = []
+    with Testbed(TWO, 0.5, links="unlimited") as bed:
+        slow = replace(task(spec, EVEN, rounds=1), product_s=(1e-9, 1e-9))  # as profiled: at once
+        run_cell(bed, slow, told.append)
+        assert bed._quotas is not None
+        assert bed.pace > 1 or not bed._quotas.enforced
+    looks = [said for said in told if said.what == "looked"]
+    assert [said.counted for said in looks] == [False, True]
+    assert all(said.slower > 1e3 for said in looks)
 
 
 @pytest.mark.gloo

@@ -273,6 +273,31 @@ def test_links_are_free_until_ranks_are_limited(bed: Testbed) -> None:
 
 
 @needs_links
+def test_speeds_are_held_by_more_of_a_core_or_less(bed: Testbed) -> None:
+    quotas = bed._quotas
+    assert quotas is not None
+    if not quotas.enforced:
+        pytest.skip(f"the kernel enforces no quotas here: {quotas.reason}")
+
+    def parts() -> list[float]:
+        def part(group: Path) -> float:
+            if (group / "cpu.max").exists():
+                quota, period = (group / "cpu.max").read_text().split()
+            else:
+                quota, period = (
+                    (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+                )
+            return int(quota) / int(period)
+
+        return [part(group) for group, _ in quotas._cpu.values()]
+
+    for slower, pace in ((1.25, 1.25), (0.5, 0.5), (100.0, 1 / 0.4), (1.0, 1.0)):
+        bed.hold(slower)
+        assert bed.pace == pytest.approx(min(pace, len(os.sched_getaffinity(0)) / 0.9))
+        assert parts() == pytest.approx([f * bed.pace for f in quotas.fractions], rel=0.01)
+
+
+@needs_links
 def test_memory_is_that_of_the_device_and_the_interpreters(bed: Testbed) -> None:
     limits = [host.memory_bytes for host in bed.hosts]
     small = (512 << 20) + (384 << 20)

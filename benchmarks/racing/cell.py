@@ -30,6 +30,7 @@ from hap.profiler.probes import Arena, product_probe
 from hap.runtime.launch import report
 
 CPU = torch.device("cpu")
+LOOK = Pace(windows=3, window_s=FULL.window_s)
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
 
@@ -71,9 +72,9 @@ class Said:
 
     ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
     rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
-    ``ready`` (this rank, with its ``pid``: all are built), ``drifted`` (in ``seconds``, how many
-    times as long as in the profile a product takes now) or ``stepped`` (``losses`` of one,
-    ``seconds``; ``counted`` unless it is warm-up).
+    ``ready`` (this rank, with its ``pid``: all are built), ``looked`` (``slower``: how many times as
+    long as in the profile a product takes now) or ``stepped`` (``losses`` of one, ``seconds``;
+    ``counted`` unless it is warm-up).
     """
 
     what: str
@@ -83,6 +84,7 @@ class Said:
     losses: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     seconds: float = 0.0
+    slower: float = 0.0
     round: int = 0
     counted: bool = False
 
@@ -205,12 +207,11 @@ class _Course:
             return
         call, count = self._product
         dist.barrier(self._control)
-        (seconds,) = seconds_per_call(call, CPU, Pace(windows=1, window_s=FULL.window_s))
-        found = self._gather(seconds / count)
+        found = self._gather(statistics.median(seconds_per_call(call, CPU, LOOK)) / count)
         ratios = [now / then for now, then in zip(found, self._task.product_s, strict=True)]
         self._say(Said(
-            what="drifted", round=number, counted=number >= self._task.warm_up,
-            seconds=statistics.median(ratios),
+            what="looked", round=number, counted=number >= self._task.warm_up,
+            slower=statistics.median(ratios),
         ))  # fmt: skip
 
     @cached_property

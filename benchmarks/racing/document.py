@@ -44,7 +44,8 @@ PREDICTIONS = """\
 ## Predictions
 
 Predicted over measured, less one: the step, and the peak memory of the fullest rank. *Machine*: how
-many times as long a product took in the cell as when the cluster was profiled.
+many times as long a product took in the cell as when the cluster was profiled; and, where devices were
+held at their speed, how many times as much of a core ranks had for it.
 
 {table}
 """
@@ -103,7 +104,8 @@ def _predictions(cells: Sequence[Cell]) -> str:
                 f"{cell.model} on {cell.cluster}", name, format_seconds(entry.predicted_s),
                 format_seconds(entry.median_s), f"{error:+.1%}",
                 f"{peaks[name]:+.1%}" if name in peaks else "",
-                f"{statistics.median(cell.drift):.2f}" if cell.drift else "", entry.note,
+                ", ".join(f"{statistics.median(v):.2f}" for v in (cell.drift, cell.pace) if v),
+                entry.note,
             ])  # fmt: skip
     return _table(["cell", "plan", "predicted", "measured", "step", "memory", "machine", ""], rows)
 

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ class Cell:
         reference: Losses of one device for the same steps.
         arithmetic_s: Floor of the step: its products at the summed speed of all devices.
         bound_s: Floor of the step as it is proved, with ``covers`` saying of what; 0 if nothing is.
-        drift: By counted round, how many times as long a product took as in the profile.
+        drift: By counted round, how many times as long a product took as in the profile, by the
+            part of a core that ranks had then.
+        pace: By counted round, how many times that part they were given for it.
         took_s: Of the whole cell.
     """
 
@@ -72,11 +75,18 @@ class Cell:
     bound_s: float = 0.0
     covers: str = ""
     drift: list[float] = field(default_factory=list)
+    pace: list[float] = field(default_factory=list)
     took_s: float = 0.0
 
     def entry(self, name: str) -> Entry | None:
         """The contender's entry if it counts."""
         return next((e for e in self.entries if e.name == name and e.counts), None)
+
+    @property
+    def slower(self) -> float:
+        """How many times as slow the devices were as when they were profiled."""
+        pairs = zip_longest(self.drift, self.pace, fillvalue=1.0)
+        return statistics.median([drift / pace for drift, pace in pairs] or [1.0])
 
     @property
     def limit_s(self) -> float:

@@ -34,11 +34,11 @@ def run_cell(
 
     A contender that ends the ranks, or leaves them waiting, is void; the cell then starts again
     with the others, and all seconds are from that last start. Speeds are limited once all of
-    them are built.
+    them are built, and held in each round to those of the profile that the task knows.
     """
     void: dict[str, str] = {}
     while names := tuple(name for name in task.names if name not in void):
-        hearing = _Hearing(names, bed.limit, heard)
+        hearing = _Hearing(names, bed, heard)
         try:
             bed.spawn(
                 race_rank, (replace(task, names=names),), on_report=hearing,
@@ -60,22 +60,22 @@ def run_cell(
 class _Hearing:
     """Gathers entries from reports."""
 
-    def __init__(
-        self, names: Sequence[str], limit: Callable[[int, int], None], heard: Heard
-    ) -> None:
+    def __init__(self, names: Sequence[str], bed: Testbed, heard: Heard) -> None:
         self.entries = {name: Entry(name=name) for name in names}
         self.running: str | None = None
         self.failed: dict[str, str] = {}
         self.dropped: list[str] = []
-        self._limit, self._heard = limit, heard
+        self._bed, self._heard = bed, heard
 
     def __call__(self, rank: int, said: Any) -> None:
         assert isinstance(said, Said)
         if said.what == "ready":
-            self._limit(rank, said.pid)
+            self._bed.limit(rank, said.pid)
             return
-        if said.what == "drifted":
-            self._heard(said)
+        if said.what == "looked":
+            slower = said.slower * self._bed.pace  # with the part of a core that ranks had at first
+            self._bed.hold(slower)
+            self._heard(replace(said, slower=slower))
             return
         entry = self.entries[said.name]
         match said.what:

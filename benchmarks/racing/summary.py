@@ -39,9 +39,8 @@ def prediction_errors(cell: Cell) -> dict[str, float]:
 
 
 def steady_errors(cell: Cell) -> dict[str, float]:
-    """:func:`prediction_errors` had the machine been as fast as when it was profiled."""
-    drift = statistics.median(cell.drift)
-    return {name: (error + 1) * drift - 1 for name, error in prediction_errors(cell).items()}
+    """:func:`prediction_errors` had the devices been as fast as when they were profiled."""
+    return {name: (error + 1) * cell.slower - 1 for name, error in prediction_errors(cell).items()}
 
 
 def memory_errors(cell: Cell) -> dict[str, float]:

@@ -66,12 +66,20 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     if not errors:
         return []
     drifts = sorted(statistics.median(cell.drift) for cell in known)
-    return [
+    lines = [
         "",
         f"In the cells a product took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as when the "
-        f"cluster was profiled. Predictions, taken times that, are off by {statistics.median(errors):.1%} in "
-        f"the median, by {max(errors):.1%} at worst.",
+        f"cluster was profiled. Predictions, taken times what of that was not made up for by more of "
+        f"a core, are off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at "
+        "worst.",
     ]
+    if held := [cell for cell in known if cell.pace]:
+        off = [abs(error) for cell in held for error in prediction_errors(cell).values()]
+        lines[-1] += (
+            f" In the {len(held)} cells whose devices were held at their speed, predictions as they "
+            f"are are off by {statistics.median(off):.1%} and {max(off):.1%}."
+        )
+    return lines
 
 
 def cell_text(cell: Cell) -> str:
@@ -105,7 +113,14 @@ def cell_text(cell: Cell) -> str:
     lines.append("Floors of the step. " + "; ".join(floors) + ".")
     if cell.drift:
         drift = statistics.median(cell.drift)
-        lines.append(f"A product took {drift:.2f} times as long as when the cluster was profiled.")
+        lines.append(
+            f"A product took {drift:.2f} times as long as when the cluster was profiled"
+            + (
+                f", and ranks had {statistics.median(cell.pace):.2f} times the core."
+                if cell.pace
+                else "."
+            )
+        )
     return "\n".join(lines)
 
 

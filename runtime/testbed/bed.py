@@ -77,6 +77,7 @@ class Testbed(Where):
         scale: Seconds of the cluster file per second here, at most 1.
         cluster: The cluster as it is emulated, for a planner.
         hosts: The ranks' places.
+        pace: Times the part of a core of each host that its rank has now: see :meth:`hold`.
         notes: What is not emulated, or in another way, one sentence each.
     """
 
@@ -98,6 +99,7 @@ class Testbed(Where):
         self.cluster = scaled(cluster, self.scale, links)
         self.notes: tuple[str, ...] = ()
         self.hosts = _hosts(self.cluster, rate, links)
+        self.pace = 1.0
         self._limited = links != "unlimited"
         self._stack = contextlib.ExitStack()
         self._name = ""
@@ -195,6 +197,15 @@ class Testbed(Where):
         """Limit the speed of a rank's process from now on, and all links."""
         self._limit_links(True)
         self._up().place(rank, pid)
+
+    def hold(self, slower: float) -> None:
+        """Have ranks be as fast as at first although the machine is ``slower`` times as slow by now.
+
+        A machine that others use as well, or that is hot, does not keep its pace, and the devices
+        that it stands for would. So ranks get that much more (or less) of a core, as far as there
+        is more. Nothing happens where a duty cycle stands in for the kernel's quotas.
+        """
+        self.pace = self._up().pace(slower)
 
     def run(self, command: Sequence[str], *, on_line: Callable[[str], None] = print) -> int:
         """Run a command on every host, with torchrun's variables; limited from its start.

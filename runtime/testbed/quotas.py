@@ -51,6 +51,7 @@ class Quotas:
         self.fractions = tuple(fractions)
         self.reason = reason
         self.memory_reason = memory_reason
+        self._version = 0
         self._cpu: dict[int, tuple[Path, Settings]] = {}
         self._memory: dict[int, Path] = {}
         self._helpers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -80,6 +81,22 @@ class Quotas:
         theirs.close()
         self._helpers.append((process, ours))
         ours.recv()  # it has begun
+
+    def pace(self, factor: float) -> float:
+        """Give every rank ``factor`` times its fraction from now on, or as much of that as there is.
+
+        Returns:
+            The factor that they have; always 1 where the kernel does not enforce fractions.
+        """
+        if not self.enforced:
+            return 1.0
+        cores = len(os.sched_getaffinity(0))
+        factor = min(factor, 1 / max(self.fractions), cores / sum(self.fractions))
+        for rank, (group, _) in self._cpu.items():
+            settings = quota_settings(self._version, self.fractions[rank] * factor)
+            self._cpu[rank] = group, settings
+            groups.write(group, settings)
+        return factor
 
     def charge(self, rank: int, pid: int) -> None:
         """Limit the memory that a process takes from now on to that of ``rank``.
@@ -132,6 +149,7 @@ def cpu_quotas(
     try:
         remove_leftovers()
         if cpu is not None:
+            quotas._version = cpu.version
             for rank, fraction in enumerate(fractions):
                 settings = quota_settings(cpu.version, fraction)
                 quotas._cpu[rank] = (group(cpu, rank, weight_settings(cpu.version)), settings)
