@@ -65,3 +65,7 @@ class TooEntangledError(HapError):
 
 class VerifyError(HapError):
     """The distributed program does not compute what one device computes."""
+
+
+class Terminated(SystemExit):
+    """A signal ends the program; who catches what other code exits with lets it pass."""

@@ -25,7 +25,7 @@ from torch import nn
 
 from hap import torch_private
 from hap.capture import AUTOCAST
-from hap.errors import HapError, ModelError, PlanError
+from hap.errors import HapError, ModelError, PlanError, Terminated
 from hap.optimizer import MakeOptimizer
 from hap.plan import Plan
 
@@ -201,7 +201,7 @@ def _user_code(path: str, what: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield
-    except HapError:
+    except (HapError, Terminated):
         raise
     except torch_private.data_dependent_errors():
         raise  # under fake tensors: the caller builds for real instead

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hap import torch_private
-from hap.errors import ModelError, PlanError
+from hap.errors import ModelError, PlanError, Terminated
 from hap.model_file import load_model_file, model_file_of
 from tests.small_plan import small_plan
 
@@ -117,6 +117,12 @@ def test_mistakes_while_loading(write: Write, text: str, spec: str, line: str, w
         load_model_file(path + spec)
     assert caught.value.where == path + line
     assert what in caught.value.what
+
+
+def test_a_signal_in_its_midst_is_no_mistake_of_the_file(write: Write) -> None:
+    path = write("from hap.errors import Terminated\nraise Terminated(143)\n")
+    with pytest.raises(Terminated, match="143"):
+        load_model_file(path)
 
 
 def test_a_misspelt_function_is_met_with_the_near_ones(write: Write) -> None:

@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, get_args
 
 from hap.cluster import Cluster
-from hap.errors import InputError
+from hap.errors import InputError, Terminated
 from hap.runtime.launch import Where, spawn
 from hap.runtime.testbed import network as net
 from hap.runtime.testbed import owner
@@ -316,7 +316,7 @@ def _orderly_end() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise Terminated(128 + number)
 
     ours = []
     if threading.current_thread() is threading.main_thread():
