@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ _SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
 _PATIENT = 4
+_VAGUE, _AGAIN = 0.2, 3  # standard errors above which a size is repeated, so many times at most
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
 
 
@@ -302,8 +303,18 @@ def _seconds(
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
     long = once > limits.longest_s / _LONG
     rounds = 2 if long else limits.rounds * (often if once < _BRIEF_S else 1)
-    mine = [_one(call, count, device, whole) for _ in range(rounds)]
-    return (*([once] if long else []), *_last(mine, device, whole))
+    found = [once] if long else []
+    for _ in range(1 + _AGAIN):
+        mine = [_one(call, count, device, whole) for _ in range(rounds)]
+        found += _last(mine, device, whole)
+        if not vague(found):
+            break
+    return tuple(found)
+
+
+def vague(seconds: Sequence[float]) -> bool:
+    """Do repeats differ so much that a few more would move their mean, as where packets were lost?"""
+    return len(seconds) > 1 and stdev(seconds) > _VAGUE * fmean(seconds) * len(seconds) ** 0.5
 
 
 def _one(

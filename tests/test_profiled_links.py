@@ -265,6 +265,26 @@ def test_sizes_grow_until_one_would_take_too_long(
     )
 
 
+@pytest.mark.parametrize(
+    ("batches", "kept"),
+    [
+        ([[0.043, 0.038, 0.043, 0.047]], 4),
+        ([[0.224, 0.096, 0.1, 0.078], [0.1] * 4, [0.1] * 4], 8),
+        ([[0.01, 0.2, 0.01, 0.01]] * 9, 16),  # as they are: not for ever
+    ],
+)
+def test_repeats_that_differ_much_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, batches: list[list[float]], kept: int
+) -> None:
+    """Two of four may have waited for lost packets, which says nothing of how many do."""
+    found = iter([[0.1], *batches])
+    monkeypatch.setattr(exchange, "_one", lambda *args: (0.0, 0.0))
+    monkeypatch.setattr(exchange, "_last", lambda *args: next(found))
+    whole = None
+    seconds = exchange._seconds(None, exchange.FULL, CPU, whole, 1)  # type: ignore[arg-type]
+    assert list(seconds) == [s for batch in batches for s in batch][:kept]
+
+
 def test_messages_give_the_links() -> None:
     records = [
         ExchangeRecord(
