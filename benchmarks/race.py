@@ -192,9 +192,10 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
                 pace.append(bed.pace)
 
         entries = run_cell(bed, task, heard)
+    absent = [Entry(name=name, void=why) for name, why in (void | ABSENT).items()]
     cell = Cell(
         model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
-        pace=pace, entries=[*entries, *(Entry(name=name, void=why) for name, why in (void | ABSENT).items())],
+        pace=pace, entries=[*entries, *absent],
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
     for entry in entries:

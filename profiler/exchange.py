@@ -32,7 +32,7 @@ _SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
 _PATIENT = 4
-_VAGUE, _AGAIN = 0.2, 3  # standard errors above which a size is repeated, so many times at most
+_VAGUE, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
 
 

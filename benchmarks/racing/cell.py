@@ -31,6 +31,7 @@ from hap.runtime.launch import report
 
 CPU = torch.device("cpu")
 LOOK = Pace(windows=3, window_s=FULL.window_s)
+"""How long the ranks look at the machine's speed before a round."""
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
 
@@ -176,8 +177,9 @@ class _Course:
         return made[0]
 
     def step(self, contender: Contender, name: str, number: int) -> float | None:
-        """Seconds of one step, the same on all ranks; None if it failed on any. They count from the moment when all that take it are ready until the last has ended.
+        """Seconds of one step, the same on all ranks; None if it failed on any.
 
+        They count from the moment when all that take it are ready until the last of them has ended.
         The clock is the machine's, the same in all its processes.
         """
         self._say(Said(what="begun", name=name))
