@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
-from benchmarks.racing import document, floors, plans, tables
+from benchmarks.racing import clock, document, floors, plans, tables
 from benchmarks.racing.cell import TRACED, Said, Task
-from benchmarks.racing.profiled import product_s, profiled
+from benchmarks.racing.profiled import profiled
 from benchmarks.racing.results import (
     Cell,
     Entry,
@@ -41,7 +41,7 @@ from benchmarks.racing.summary import PLAN
 from hap.cluster import Cluster, load_cluster
 from hap.errors import HapError
 from hap.files import write_whole
-from hap.model_file import load_model_file
+from hap.model_file import ModelFile, load_model_file
 from hap.optimizer import default_optimizer, examine
 from hap.plan import Plan
 from hap.runtime.testbed import Testbed
@@ -169,14 +169,15 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
         found, void = _plans(model, cluster, spec, measured, options, told)
         names = [name for name in options.contenders if name not in void]
         names += [name for name in found if name not in names]
+        file = load_model_file(spec)
         task = Task(
-            file=load_model_file(spec), names=tuple(names),
+            file=file, names=tuple(names),
             plans={name: path for name, (path, _) in found.items()},
             speeds=tuple(d.rate("matmul", "float32") for d in measured.devices),
             devices=tuple(d.name for d in measured.devices),
             rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
             budget_s=options.budget, patience_s=PATIENCE_S, sit_out=options.sit_out,
-            product_s=_product_s(cluster, options),
+            ticks=_ticks(file, cluster, measured, options),
         )  # fmt: skip
         told("one device")
         losses = _reference(spec, TRACED + task.warm_up + task.rounds)
@@ -242,8 +243,13 @@ def _measured(
     return profiled(bed, _profile_path(cluster, options), told, quick=options.quick)
 
 
-def _product_s(cluster: str, options: argparse.Namespace) -> tuple[float, ...]:
-    return () if options.trust_cluster else product_s(_profile_path(cluster, options))
+def _ticks(
+    file: ModelFile, cluster: str, measured: Cluster, options: argparse.Namespace
+) -> tuple[clock.Tick, ...]:
+    if options.trust_cluster:
+        return ()
+    fastest = max(measured.devices, key=lambda d: d.rate("matmul", "float32"))
+    return clock.ticks(plans.graph_of(file), fastest, _profile_path(cluster, options))
 
 
 def _profile_path(cluster: str, options: argparse.Namespace) -> Path:

@@ -25,6 +25,7 @@ from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
 from benchmarks.race import CLUSTERS, HERE, MODELS
 from benchmarks.racing import document, floors, results, tables
 from benchmarks.racing.cell import Said, Task, sits_out
+from benchmarks.racing.clock import Tick
 from benchmarks.racing.memory import traced
 from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
 from benchmarks.racing.run import reference, run_cell
@@ -41,6 +42,7 @@ from benchmarks.racing.summary import (
 from hap.capture import capture
 from hap.cluster import load_cluster
 from hap.model_file import load_model_file
+from hap.profiler.probes import product_probe
 from hap.runtime.launch import spawn
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.space import build_space
@@ -281,7 +283,9 @@ def test_ranks_are_held_at_the_speed_of_their_profile() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
     told: list[Said] = []
     with Testbed(TWO, 0.5, links="unlimited") as bed:
-        slow = replace(task(spec, EVEN, rounds=1), product_s=(1e-9, 1e-9))  # as profiled: at once
+        name = product_probe(torch.device("cpu")).name
+        once = Tick(name=name, part=1.0, seconds=(1e-9, 1e-9))  # as profiled: at once
+        slow = replace(task(spec, EVEN, rounds=1), ticks=(once,))
         run_cell(bed, slow, told.append)
         assert bed._quotas is not None
         assert bed.pace > 1 or not bed._quotas.enforced

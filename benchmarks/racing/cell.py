@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,11 @@ import torch.distributed as dist
 
 from benchmarks.contenders import make
 from benchmarks.contenders.base import Contender, Setting
+from benchmarks.racing.clock import Clock, Tick
 from benchmarks.racing.memory import traced
 from hap.model_file import ModelFile
-from hap.profiler.measure import FULL, Pace, seconds_per_call
-from hap.profiler.probes import Arena, product_probe
 from hap.runtime.launch import report
 
-CPU = torch.device("cpu")
-LOOK = Pace(windows=3, window_s=FULL.window_s)
-"""How long the ranks look at the machine's speed before a round."""
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
 
@@ -50,7 +45,7 @@ class Task:
         sit_out: A contender that has taken more than so many times as long as the fastest, in all
             rounds so far and one of them counted, takes no further ones; plans do, since their
             predictions are judged.
-        product_s: Seconds of a product on each rank when the cluster was profiled.
+        ticks: What the ranks look at before a round; nothing where no profile tells its speed.
     """
 
     file: ModelFile
@@ -64,7 +59,7 @@ class Task:
     budget_s: float
     patience_s: float
     sit_out: float = math.inf
-    product_s: tuple[float, ...] = ()
+    ticks: tuple[Tick, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +69,7 @@ class Said:
     ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
     rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
     ``ready`` (this rank, with its ``pid``: all are built), ``looked`` (``slower``: how many times as
-    long as in the profile a product takes now) or ``stepped`` (``losses`` of one, ``seconds``;
+    long as in the profile the model's work takes now) or ``stepped`` (``losses`` of one, ``seconds``;
     ``counted`` unless it is warm-up).
     """
 
@@ -143,6 +138,7 @@ class _Course:
         self._task = task
         self._control = dist.new_group(timeout=datetime.timedelta(seconds=task.patience_s))
         self._first = dist.get_rank() == 0
+        self._clock = Clock(task.ticks, dist.get_rank())
         self._batches = global_batches(task.file, TRACED + task.warm_up + task.rounds)
 
     def build(self, name: str) -> Contender | None:
@@ -204,23 +200,15 @@ class _Course:
         return seconds
 
     def look(self, number: int) -> None:
-        """How fast the machine is now: all ranks compute the product that the profile knows."""
-        if not self._task.product_s:
+        """How fast the machine is now, before a round."""
+        if not self._task.ticks:
             return
-        call, count = self._product
         dist.barrier(self._control)
-        found = self._gather(statistics.median(seconds_per_call(call, CPU, LOOK)) / count)
-        ratios = [now / then for now, then in zip(found, self._task.product_s, strict=True)]
+        ratios = self._gather(self._clock.slower())
         self._say(Said(
             what="looked", round=number, counted=number >= self._task.warm_up,
             slower=statistics.median(ratios),
         ))  # fmt: skip
-
-    @cached_property
-    def _product(self) -> tuple[Callable[[], object], int]:
-        """A call, and the products in it; made once all contenders are built."""
-        probe = product_probe(CPU)
-        return probe.make(Arena(CPU)), probe.count
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -44,8 +44,8 @@ PREDICTIONS = """\
 ## Predictions
 
 Predicted over measured, less one: the step, and the peak memory of the fullest rank. *Machine*: how
-many times as long a product took in the cell as when the cluster was profiled; and, where devices were
-held at their speed, how many times as much of a core ranks had for it.
+many times as long the model's kinds of work took in the cell as when the cluster was profiled; and,
+where devices were held at their speed, how many times as much of a core ranks had for it.
 
 {table}
 """

@@ -10,6 +10,7 @@ from hap.capture import capture
 from hap.cluster import Cluster
 from hap.errors import HapError, InfeasibleError
 from hap.files import write_whole
+from hap.graph import Graph
 from hap.model_file import ModelFile, load_model_file
 from hap.optimizer import default_optimizer, examine
 from hap.plan import Plan, Source
@@ -38,8 +39,7 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
     """
     file = load_model_file(spec)
     kind = examine(file.optimizer or default_optimizer)
-    graph = capture(file.model(), file.batch(), file.loss)
-    space = build_space(graph)
+    space = build_space(graph_of(file))
     found: Candidate = next(m for m in METHODS if m.name == method).plan(
         space, cluster, kind.states
     )
@@ -49,6 +49,11 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
         raise InfeasibleError(f"{cluster.devices[worst].name} would lack {lacking:.0f} MiB")
     synthesizer = Synthesizer(space, cluster, kind.states)
     return runnable(file, str(kind), synthesizer, found, found.scheduled.program)
+
+
+def graph_of(file: ModelFile) -> Graph:
+    """The model's step on one device."""
+    return capture(file.model(), file.batch(), file.loss)
 
 
 def runnable(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from benchmarks.racing.plans import Progress
 from hap.cluster import Cluster, load_cluster
-from hap.profiler.probes import product_probe
-from hap.profiler.samples import OpRecord, middle, of_kind, read
 from hap.profiling import Settings, profile
 from hap.runtime.testbed import Testbed
 
@@ -33,11 +29,3 @@ def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluste
         told(f"profiling, {done} of {total}: {what}")
 
     return profile(settings, len(bed.hosts), launch=bed.spawn, progress=heard).cluster
-
-
-def product_s(path: Path) -> tuple[float, ...]:
-    """Seconds of a product on each rank when the cluster file at ``path`` was measured."""
-    name = product_probe(torch.device("cpu")).name
-    kept = read(Settings(output=str(path)).samples)
-    record = next(r for r in of_kind(OpRecord, kept) if r.name == name)
-    return tuple(middle(seconds) for seconds in record.seconds)

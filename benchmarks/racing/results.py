@@ -60,8 +60,8 @@ class Cell:
         reference: Losses of one device for the same steps.
         arithmetic_s: Floor of the step: its products at the summed speed of all devices.
         bound_s: Floor of the step as it is proved, with ``covers`` saying of what; 0 if nothing is.
-        drift: By counted round, how many times as long a product took as in the profile, by the
-            part of a core that ranks had then.
+        drift: By counted round, how many times as long the model's kinds of work took as in the
+            profile, by the part of a core that ranks had then.
         pace: By counted round, how many times that part they were given for it.
         took_s: Of the whole cell.
     """

@@ -68,8 +68,8 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     drifts = sorted(statistics.median(cell.drift) for cell in known)
     lines = [
         "",
-        f"In the cells a product took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as when the "
-        f"cluster was profiled. Predictions, taken times what of that was not made up for by more of "
+        f"In the cells a model's kinds of work took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as "
+        f"when the cluster was profiled. Predictions, taken times what of that was not made up for by more of "
         f"a core, are off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at "
         "worst.",
     ]
@@ -114,7 +114,7 @@ def cell_text(cell: Cell) -> str:
     if cell.drift:
         drift = statistics.median(cell.drift)
         lines.append(
-            f"A product took {drift:.2f} times as long as when the cluster was profiled"
+            f"The model's kinds of work took {drift:.2f} times as long as when the cluster was profiled"
             + (
                 f", and ranks had {statistics.median(cell.pace):.2f} times the core."
                 if cell.pace

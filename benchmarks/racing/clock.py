@@ -1,0 +1,98 @@
+"""How fast the devices are now, beside when they were profiled, in the kinds of work of a model.
+
+A machine that others use as well slows down by kind of work: products, which a core's arithmetic
+limits, more or less than what waits for memory. So what is looked at is a probe of each kind that
+the model spends its time on, and it counts as much as its kind does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hap.cluster import Device
+from hap.graph import Graph
+from hap.profiler.measure import FULL, Pace, seconds_per_call
+from hap.profiler.probes import Arena, Probe, probes
+from hap.profiler.samples import OpRecord, middle, of_kind, read
+from hap.profiling import Settings
+from hap.synthesizer.work import node_work
+
+CPU = torch.device("cpu")
+LOOK = Pace(windows=3, window_s=FULL.window_s)
+"""How long a rank looks at each probe."""
+_LEAST = 0.05
+"""Kinds of work that are less of the step than that are not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """One of the profiler's probes.
+
+    Attributes:
+        name: The probe's.
+        part: Of the step's computing, what is of the probe's kind.
+        seconds: What it took on each rank when the cluster was profiled.
+    """
+
+    name: str
+    part: float
+    seconds: tuple[float, ...]
+
+
+def parts(graph: Graph, device: Device) -> dict[str, float]:
+    """Kind of work -> part of the model's step, as predicted on one device."""
+    seconds: Counter[str] = Counter()
+    for node in graph.nodes:
+        work = node_work(node, graph)
+        seconds[work.kind] += device.seconds(work)
+    return {kind: s / seconds.total() for kind, s in seconds.items()}
+
+
+def ticks(graph: Graph, device: Device, profile: Path) -> tuple[Tick, ...]:
+    """The probes of the kinds of work that take most of a model's step.
+
+    Args:
+        device: The one whose figures say which kinds those are.
+        profile: The cluster file, whose samples lie beside it.
+    """
+    records = {r.name: r for r in of_kind(OpRecord, read(Settings(output=str(profile)).samples))}
+    found: dict[str, Tick] = {}
+    counts = parts(graph, device)
+    for probe in _glances():
+        part = counts.get(probe.work.kind, 0.0)
+        if part >= _LEAST and probe.work.kind not in found and probe.name in records:
+            seconds = tuple(middle(each) for each in records[probe.name].seconds)
+            found[probe.work.kind] = Tick(name=probe.name, part=part, seconds=seconds)
+    return tuple(found.values())
+
+
+class Clock:
+    """The probes of one rank, made when they are first looked at."""
+
+    def __init__(self, told: Sequence[Tick], rank: int) -> None:
+        self._told = [(tick.name, tick.part, tick.seconds[rank]) for tick in told]
+        self._calls: dict[str, tuple[Callable[[], object], int]] = {}
+
+    def slower(self) -> float:
+        """How many times as long as in the profile the model's kinds of work take now."""
+        ratios = [part * self._seconds(name) / then for name, part, then in self._told]
+        return sum(ratios) / sum(part for _, part, _ in self._told)
+
+    def _seconds(self, name: str) -> float:
+        if not self._calls:
+            arena, made = Arena(CPU), {probe.name: probe for probe in _glances()}
+            for each, _, _ in self._told:
+                self._calls[each] = made[each].make(arena), made[each].count
+        call, count = self._calls[name]
+        return statistics.median(seconds_per_call(call, CPU, LOOK)) / count
+
+
+def _glances() -> list[Probe]:
+    """Probes that are over soon and say all by themselves."""
+    return [probe for probe in probes(CPU) if probe.quick and probe.less is None]
