@@ -35,9 +35,9 @@ _STAND_IN: Final[Mapping[str, str]] = {
 PRODUCTS: Final = ("matmul", "conv", "conv_backward", "attention", "attention_backward")
 """Kinds of work that run on the units for matrix products, at the rate of their dtype."""
 
-ELEMENTWISE: Final = ("math", "tanh", "reduce", "pool", "random", "update")
-"""Kinds of work that may take longer than their memory traffic: functions such as ``exp``, sums,
-pooling, random masks and the optimizer's step. They count elements; see
+ELEMENTWISE: Final = ("math", "tanh", "loss", "reduce", "pool", "random", "update")
+"""Kinds of work that may take longer than their memory traffic: functions such as ``exp``,
+losses, sums, pooling, random masks and the optimizer's step. They count elements; see
 :mod:`hap.synthesizer.work`."""
 
 # A kind without an efficiency of its own runs like its more general one.
@@ -45,6 +45,7 @@ _GENERAL: Final[Mapping[str, str]] = {
     "conv_backward": "conv",
     "attention_backward": "attention",
     "tanh": "math",
+    "loss": "math",
 }
 
 

@@ -22,7 +22,6 @@ from hap.chunks import CHUNK
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("hap::cross_entropy", mutates_args=())
 def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of ``x`` over its last dim, and ``x`` at ``target``, 0 where that is ``skip``.
 
@@ -43,7 +42,6 @@ def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, T
     return lse, picked.to(acc)
 
 
-@torch.library.custom_op("hap::cross_entropy_backward", mutates_args=())
 def cross_entropy_backward(
     grad_lse: Tensor, grad_picked: Tensor, x: Tensor, target: Tensor, lse: Tensor, skip: int
 ) -> Tensor:
@@ -84,13 +82,19 @@ def _acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@cross_entropy_terms.register_fake
+_terms = torch.library.custom_op("hap::cross_entropy", mutates_args=())(cross_entropy_terms)
+_gradient = torch.library.custom_op("hap::cross_entropy_backward", mutates_args=())(
+    cross_entropy_backward
+)
+
+
+@_terms.register_fake
 def _(x, target, skip):  # type: ignore[no-untyped-def]
     lse = target.new_empty(target.shape, dtype=_acc_dtype(x))
     return lse, torch.empty_like(lse)
 
 
-@cross_entropy_backward.register_fake
+@_gradient.register_fake
 def _(grad_lse, grad_picked, x, target, lse, skip):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -105,7 +109,7 @@ def _backward(ctx, grad_lse, grad_picked):  # type: ignore[no-untyped-def]
     return torch.ops.hap.cross_entropy_backward(grad_lse, grad_picked, *saved, ctx.skip), None, None
 
 
-cross_entropy_terms.register_autograd(_backward, setup_context=_setup)
+_terms.register_autograd(_backward, setup_context=_setup)
 
 
 def cross_entropy(

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from hap.cluster import Work
+from hap.losses import cross_entropy_backward, cross_entropy_terms
 from hap.ops import attention, attention_backward
 
 aten = torch.ops.aten
@@ -70,7 +71,8 @@ class Arena:
 
 def probes(device: torch.device) -> list[Probe]:
     """All the operators, in the order in which they are run."""
-    found = [*_products("float32"), *_memory(), *_elementwise(), *_updates()]
+    found = [*_products("float32"), *_memory(), *_elementwise(), *_losses()]
+    found += _updates()
     found += [*_convolutions("float32"), *_attention("float32"), _launch(device)]
     # Half precisions where they are computed in units of their own.
     dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
@@ -188,6 +190,35 @@ def _elementwise() -> Iterator[Probe]:
                 make=lambda arena, r=rows, f=function, t=tensors: table(arena, r, f, t),  # type: ignore[misc]
                 quick=rows == 4096 and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
             )  # fmt: skip
+
+
+def _losses() -> Iterator[Probe]:
+    """Cross-entropy over some thousand classes, which reads its logits several times: functions, as
+    :func:`_attention`."""
+    classes, none = 4096, -100
+    for rows in (128, 512):
+        count = rows * classes
+        targets = 8.0 * rows  # bytes of class numbers; a row's result takes half of that
+
+        def forward(arena: Arena, rows: int = rows) -> Call:
+            target = torch.arange(rows, device=arena.device)
+            return lambda: cross_entropy_terms(arena.cut(rows, classes), target, none)
+
+        def backward(arena: Arena, rows: int = rows) -> Call:
+            target = torch.arange(rows, device=arena.device)
+            lse, _ = cross_entropy_terms(arena.cut(rows, classes), target, none)
+            lse_grad, picked_grad = torch.ones_like(lse), -torch.ones_like(lse)
+            return lambda: cross_entropy_backward(
+                lse_grad, picked_grad, arena.cut(rows, classes), target, lse, none
+            )
+
+        for name, make, rows_bytes, tables in (
+            ("cross_entropy", forward, 2 * targets, 1), ("cross_entropy_backward", backward, 2.5 * targets, 2),
+        ):  # fmt: skip
+            work = Work(
+                "loss", "float32", float(count), _nbytes("float32", tables * count) + rows_bytes
+            )
+            yield Probe(name=f"{name} {rows}x{classes}", work=work, make=make, quick=rows == 512)
 
 
 def _updates() -> Iterator[Probe]:

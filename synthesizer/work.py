@@ -79,9 +79,9 @@ ELEMENTS: dict[str, str] = {
             "gelu.default", "gelu_backward.default", "silu.default", "silu_backward.default",
             "sigmoid.default", "exp.default", "log.default", "erf.default", "logsumexp.default",
             "_softmax.default", "_log_softmax.default", "_log_softmax_backward_data.default",
-            "hap.cross_entropy.default", "hap.cross_entropy_backward.default",
         ],
         "tanh": ["tanh.default"],
+        "loss": ["hap.cross_entropy.default", "hap.cross_entropy_backward.default"],
         "reduce": [
             "sum.dim_IntList", "sum.default", "amax.default", "mean.dim", "var.correction",
             "native_layer_norm.default", "native_layer_norm_backward.default",

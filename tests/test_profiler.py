@@ -145,9 +145,12 @@ COMPOSED = ("dropout", "sgd", "adamw", "launch", "transposed", "exp", "relu", "s
 def test_a_probe_is_the_work_that_planning_takes_it_for(
     probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In a graph attention is one operator, made of the function that is timed.
-    monkeypatch.setattr("hap.profiler.probes.attention", torch.ops.hap.sdpa)
-    monkeypatch.setattr("hap.profiler.probes.attention_backward", torch.ops.hap.sdpa_backward)
+    # In a graph these are one operator each, made of the function that is timed.
+    for function, operator in (
+        ("attention", "sdpa"), ("attention_backward", "sdpa_backward"),
+        ("cross_entropy_terms", "cross_entropy"), ("cross_entropy_backward",) * 2,
+    ):  # fmt: skip
+        monkeypatch.setattr(f"hap.profiler.probes.{function}", getattr(torch.ops.hap, operator))
     call = probe.make(Arena(CPU))
     with Recorder() as seen:
         call()
