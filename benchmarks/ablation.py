@@ -25,7 +25,7 @@ from rich.progress import track
 
 from benchmarks.contenders import IN_TURN
 from benchmarks.race import PATIENCE_S, TOLERANCE, roomy
-from benchmarks.racing.cell import TRACED, Task
+from benchmarks.racing.cell import Task
 from benchmarks.racing.plans import runnable
 from benchmarks.racing.results import Entry, judge_losses
 from benchmarks.racing.run import reference, run_cell
@@ -188,7 +188,7 @@ def raced(
             devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
             budget_s=0.0, patience_s=PATIENCE_S,
         )  # fmt: skip
-        losses = reference(file, TRACED + task.warm_up + task.rounds)
+        losses = reference(file, task.steps)
         entries = run_cell(bed, task)
     for entry in entries:
         judge_losses(entry, losses, TOLERANCE)

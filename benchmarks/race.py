@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
 from benchmarks.racing import clock, document, floors, plans, tables
-from benchmarks.racing.cell import TRACED, Said, Task
+from benchmarks.racing.cell import Said, Task
 from benchmarks.racing.profiled import profiled
 from benchmarks.racing.results import (
     Cell,
@@ -180,7 +180,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             ticks=_ticks(file, cluster, measured, options),
         )  # fmt: skip
         told("one device")
-        losses = _reference(spec, TRACED + task.warm_up + task.rounds)
+        losses = _reference(spec, task.steps)
 
         drift: list[float] = []
         pace: list[float] = []

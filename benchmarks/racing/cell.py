@@ -29,6 +29,9 @@ from hap.runtime.launch import report
 
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
+SETTLED = 2
+"""Rounds before anything is limited: until the heap that contenders share is as large as it gets,
+each step has pages to be made, which takes a slow rank a tenth of its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,11 @@ class Task:
     patience_s: float
     sit_out: float = math.inf
     ticks: tuple[Tick, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """The most steps of a contender."""
+        return TRACED + SETTLED + self.warm_up + self.rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,8 @@ def race_rank(task: Task) -> None:
         found = course.build(name)
         if found is not None:
             alive[name] = found
+    for number in range(-SETTLED, 0):
+        course.round(alive, list(alive), number)
     gc.collect()
     gc.freeze()  # the collector has all contenders to look through otherwise, in the midst of steps
     report(Said(what="ready", pid=os.getpid()))
@@ -109,13 +119,7 @@ def race_rank(task: Task) -> None:
         beaten = sits_out(rounds, task.sit_out) if number > task.warm_up else set()
         names = [name for name in alive if name in task.plans or name not in beaten]
         turn = number % max(len(names), 1)
-        rounds.append({})
-        for name in names[turn:] + names[:turn]:
-            seconds = course.step(alive[name], name, number)
-            if seconds is None:
-                del alive[name]
-            else:
-                rounds[-1][name] = seconds
+        rounds.append(course.round(alive, names[turn:] + names[:turn], number))
         late = time.monotonic() - begun > task.budget_s
         if course.any(late) and number + 1 >= task.warm_up + task.least:
             break
@@ -139,7 +143,7 @@ class _Course:
         self._control = dist.new_group(timeout=datetime.timedelta(seconds=task.patience_s))
         self._first = dist.get_rank() == 0
         self._clock = Clock(task.ticks, dist.get_rank())
-        self._batches = global_batches(task.file, TRACED + task.warm_up + task.rounds)
+        self._batches = global_batches(task.file, task.steps)
 
     def build(self, name: str) -> Contender | None:
         """Make a contender and take its traced steps; None if it cannot be."""
@@ -172,6 +176,23 @@ class _Course:
         ))  # fmt: skip
         return made[0]
 
+    def round(
+        self, alive: dict[str, Contender], names: Sequence[str], number: int
+    ) -> dict[str, float]:
+        """A step of each; who fails is alive no more. Returns name -> seconds.
+
+        Args:
+            number: 0 is the first round with limits.
+        """
+        found: dict[str, float] = {}
+        for name in names:
+            seconds = self.step(alive[name], name, number)
+            if seconds is None:
+                del alive[name]
+            else:
+                found[name] = seconds
+        return found
+
     def step(self, contender: Contender, name: str, number: int) -> float | None:
         """Seconds of one step, the same on all ranks; None if it failed on any.
 
@@ -179,7 +200,7 @@ class _Course:
         The clock is the machine's, the same in all its processes.
         """
         self._say(Said(what="begun", name=name))
-        batch = self._batches[TRACED + number]
+        batch = self._batches[TRACED + SETTLED + number]
 
         def timed() -> tuple[float, float, float | None]:
             dist.barrier(self._control)
