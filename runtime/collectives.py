@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames both; 2.11 has the old names only.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from hap.runtime import messages
 
 Sizes = Sequence[int]
 
@@ -141,7 +139,7 @@ class ProcessGroupComm(Comm):
         padded = mine.new_zeros((largest, *mine.shape[1:]))
         padded[: mine.shape[0]] = mine
         gathered = padded.new_empty((self.world_size * largest, *mine.shape[1:]))
-        _all_gather(gathered, padded, group=self._group)
+        messages.all_gather(gathered, padded, self._group)
         for rank, part in enumerate(parts):
             part.copy_(gathered[rank * largest : rank * largest + sizes[rank]])
         return whole.movedim(0, dim)
@@ -165,7 +163,7 @@ class ProcessGroupComm(Comm):
         for rank, term in enumerate(terms):
             padded[rank, : sizes[rank]] = term
         out = padded.new_empty(padded.shape[1:])
-        _reduce_scatter(out, padded.flatten(0, 1), group=self._group)
+        messages.reduce_scatter(out, padded.flatten(0, 1), self._group)
         return out[: sizes[self.rank]].movedim(0, dim)
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
@@ -175,8 +173,8 @@ class ProcessGroupComm(Comm):
             padded = x.new_zeros(n * rows)
             padded[: x.numel()] = x.reshape(-1)
             mine = padded.new_empty(rows)
-            _reduce_scatter(mine, padded, group=self._group)
-            _all_gather(padded, mine, group=self._group)
+            messages.reduce_scatter(mine, padded, self._group)
+            messages.all_gather(padded, mine, self._group)
             return padded[: x.numel()].view(x.shape)
         out = x.contiguous().clone()
         dist.all_reduce(out, group=self._group)
@@ -200,9 +198,7 @@ class ProcessGroupComm(Comm):
             shape[src] = size
         counts = [torch.Size(shape).numel() for shape in shapes]
         received = sent.new_empty(sum(counts))
-        dist.all_to_all_single(
-            received, sent, counts, [p.numel() for p in pieces], group=self._group
-        )
+        messages.all_to_all(received, sent, counts, [p.numel() for p in pieces], self._group)
         parts = received.split(counts)
         return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim=src)
 
