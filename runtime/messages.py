@@ -1,9 +1,9 @@
-"""The collectives that exchange a tensor per pair of ranks: one call on NCCL, messages on CPUs.
+"""The exchanges among ranks: one call each on NCCL, messages on CPUs.
 
 gloo has one connection between two ranks. Where it is told to send first, the word that a rank is
 ready to receive waits behind what it is sending, and the two directions take turns: half the rate
-of the link. So here receives are posted first, and every rank sends to every other at once: an
-all-to-all, an all-gather or a reduce-scatter moves as many bytes as on a ring, both ways together.
+of the link. Its all-to-all does so, and its ring of two ranks; its reduce-scatter is an all-reduce,
+of twice the bytes. Here receives are posted first.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+_ALL_AT_ONCE = 2**16
+"""Bytes of a rank's rows up to which a sum is exchanged in one go, whichever links are shared."""
+
+
 def all_gather(out: Tensor, x: Tensor, group: Group) -> None:
     """Every rank's ``x``, in the order of ranks along dim 0 of ``out``; both contiguous."""
-    if x.is_cuda:
-        all_gather_single(out, x, group=group)
-        return
     takes = out.tensor_split(dist.get_world_size(group))
-    _messages([x] * len(takes), takes, group)
+    if x.is_cuda or len(takes) > 2:
+        all_gather_single(out, x, group=group)
+    else:
+        _all_at_once([x] * len(takes), takes, group)
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: Group) -> None:
-    """This rank's rows of the sum of every rank's ``x``, in the order of ranks; both contiguous.
-
-    On CPUs all ranks add in the order of ranks.
-    """
+    """This rank's rows of the sum of every rank's ``x``, in the order of ranks; both contiguous."""
     if x.is_cuda:
         reduce_scatter_single(out, x, group=group)
         return
     gives = x.tensor_split(dist.get_world_size(group))
+    if out.nbytes > _ALL_AT_ONCE:
+        _ring(out, gives, group)
+        return
     takes = [torch.empty_like(out) for _ in gives]
-    _messages(gives, takes, group)
+    _all_at_once(gives, takes, group)
     out.copy_(takes[0])
     for term in takes[1:]:
         out.add_(term)
@@ -53,23 +57,45 @@ def all_to_all(
     if x.is_cuda:
         dist.all_to_all_single(out, x, list(takes), list(gives), group=group)
     else:
-        _messages(x.split(list(gives)), out.split(list(takes)), group)
+        _all_at_once(x.split(list(gives)), out.split(list(takes)), group)
 
 
-def _messages(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group) -> None:
+def _all_at_once(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group) -> None:
     """Sends each rank its tensor and fills one from each; what is empty is empty at both ends."""
     n, me = len(gives), dist.get_rank(group)
-    works = [
-        dist.irecv(takes[rank], group=group, group_src=rank)
-        for rank in ((me - step) % n for step in range(1, n))
-        if takes[rank].numel()
-    ]
-    works += [
-        dist.isend(gives[rank], group=group, group_dst=rank)
-        for rank in ((me + step) % n for step in range(1, n))
-        if gives[rank].numel()
-    ]
+    others = [(me + step) % n for step in range(1, n)]
+    works = [_receive(takes[rank], rank, group) for rank in others[::-1] if takes[rank].numel()]
+    works += [_send(gives[rank], rank, group) for rank in others if gives[rank].numel()]
     takes[me].copy_(gives[me])
     for work in works:
-        assert work is not None  # of a rank outside of the group only
         work.wait()
+
+
+def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
+    """Sums go around, each rank adding its term; every link carries each sum but its own once.
+
+    After Thakur et al., "Optimization of collective communication operations in MPICH", 2005.
+    """
+    n, me = len(terms), dist.get_rank(group)
+    sums = [torch.empty_like(out) for _ in range(n - 1)]
+    coming = [_receive(each, (me - 1) % n, group) for each in sums]
+    gone, mine = [], terms[me - 1]
+    for step in range(n - 1):
+        gone.append(_send(mine, (me + 1) % n, group))
+        coming[step].wait()
+        mine = sums[step].add_(terms[me - 2 - step])
+    out.copy_(mine)
+    for work in gone:
+        work.wait()
+
+
+def _receive(into: Tensor, rank: int, group: Group) -> dist.Work:
+    work = dist.irecv(into, group=group, group_src=rank)
+    assert work is not None  # which it is outside of the group
+    return work
+
+
+def _send(tensor: Tensor, rank: int, group: Group) -> dist.Work:
+    work = dist.isend(tensor, group=group, group_dst=rank)
+    assert work is not None
+    return work
