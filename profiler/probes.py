@@ -71,8 +71,7 @@ class Arena:
 
 def probes(device: torch.device) -> list[Probe]:
     """All the operators, in the order in which they are run."""
-    found = [*_products("float32"), *_memory(), *_elementwise(), *_losses()]
-    found += _updates()
+    found = [*_products("float32"), *_memory(), *_elementwise(), *_losses(), *_updates()]
     found += [*_convolutions("float32"), *_attention("float32"), _launch(device)]
     # Half precisions where they are computed in units of their own.
     dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]

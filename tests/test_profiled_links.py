@@ -17,7 +17,7 @@ from hap.errors import ClusterError
 from hap.profiler import beside, exchange, links, measure, starts
 from hap.profiler.measure import QUICK
 from hap.profiler.samples import ExchangeRecord, StartsRecord, middle
-from hap.runtime.collectives import ProcessGroupComm
+from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.launch import spawn
 from hap.synthesizer.communication import Network
 from tests.known_device import TRUTH
@@ -280,8 +280,7 @@ def test_repeats_that_differ_much_are_repeated(
     found = iter([[0.1], *batches])
     monkeypatch.setattr(exchange, "_one", lambda *args: (0.0, 0.0))
     monkeypatch.setattr(exchange, "_last", lambda *args: next(found))
-    whole = None
-    seconds = exchange._seconds(None, exchange.FULL, CPU, whole, 1)  # type: ignore[arg-type]
+    seconds = exchange._seconds(None, exchange.FULL, CPU, LocalComm(), 1)
     assert list(seconds) == [s for batch in batches for s in batch][:kept]
 
 

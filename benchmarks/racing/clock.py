@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -77,7 +78,6 @@ class Clock:
 
     def __init__(self, told: Sequence[Tick], rank: int) -> None:
         self._told = [(tick.name, tick.part, tick.seconds[rank]) for tick in told]
-        self._calls: dict[str, tuple[Callable[[], object], int]] = {}
 
     def slower(self) -> float:
         """How many times as long as in the profile the model's kinds of work take now."""
@@ -85,12 +85,14 @@ class Clock:
         return sum(ratios) / sum(part for _, part, _ in self._told)
 
     def _seconds(self, name: str) -> float:
-        if not self._calls:
-            arena, made = Arena(CPU), {probe.name: probe for probe in _glances()}
-            for each, _, _ in self._told:
-                self._calls[each] = made[each].make(arena), made[each].count
         call, count = self._calls[name]
         return statistics.median(seconds_per_call(call, CPU, LOOK)) / count
+
+    @cached_property
+    def _calls(self) -> dict[str, tuple[Callable[[], object], int]]:
+        """A call of each probe, and how many times its work is in it."""
+        arena, known = Arena(CPU), {probe.name: probe for probe in _glances()}
+        return {name: (known[name].make(arena), known[name].count) for name, _, _ in self._told}
 
 
 def _glances() -> list[Probe]:

@@ -23,8 +23,9 @@ Written by
     python -m benchmarks.race --rounds {rounds}
     python -m benchmarks.race --write-docs
 
-{cells} of the 36 cells, {counted} counted rounds each. [The race](race.md) says what is raced, how, and
-how to read this; [the log](LOG.md) says what limited the cells. Every step of it is in
+{cells} of the 36 cells, {counted} counted rounds each, as they stand: clusters may have been raced on
+different days and by different code, which [the log](LOG.md) tells, with what limited the cells.
+[The race](race.md) says what is raced, how, and how to read this. Every step of it is in
 [race.jsonl](../benchmarks/data/race.jsonl).
 
 {summary}
@@ -44,8 +45,10 @@ PREDICTIONS = """\
 ## Predictions
 
 Predicted over measured, less one: the step, and the peak memory of the fullest rank. *Machine*: how
-many times as long the model's kinds of work took in the cell as when the cluster was profiled; and,
-where devices were held at their speed, how many times as much of a core ranks had for it.
+many times as long what ranks look at before a round took in the cell as when the cluster was profiled;
+and, where devices were held at their speed, how many times as much of a core ranks had for it.
+
+{clusters}
 
 {table}
 """
@@ -70,7 +73,8 @@ def document(cells: Sequence[Cell]) -> str:
     for cluster in dict.fromkeys(cell.cluster for cell in cells):
         here = [cell for cell in cells if cell.cluster == cluster]
         parts.append(STEPS.format(cluster=f"`{cluster}`", table=_steps(here)))
-    return "\n".join([*parts, PREDICTIONS.format(table=_predictions(cells))])
+    parts.append(PREDICTIONS.format(clusters=_clusters(cells), table=_predictions(cells)))
+    return "\n".join(parts)
 
 
 def _steps(cells: Sequence[Cell]) -> str:
@@ -91,6 +95,19 @@ def _step(cell: Cell, name: str) -> str:
         return "void"
     text = format_seconds(entry.median_s)
     return text if ours is None or name == OURS else f"{text}, {ratio(entry, ours):.2f}x"
+
+
+def _clusters(cells: Sequence[Cell]) -> str:
+    """How far the predicted steps of each cluster are off."""
+    rows = []
+    for cluster in dict.fromkeys(cell.cluster for cell in cells):
+        here = [cell for cell in cells if cell.cluster == cluster]
+        off = [abs(error) for cell in here for error in prediction_errors(cell).values()]
+        if off:
+            rows.append([
+                f"`{cluster}`", str(len(off)), f"{statistics.median(off):.1%}", f"{max(off):.1%}"
+            ])  # fmt: skip
+    return _table(["cluster", "plans", "step off by, median", "at worst"], rows)
 
 
 def _predictions(cells: Sequence[Cell]) -> str:

@@ -68,9 +68,9 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     drifts = sorted(statistics.median(cell.drift) for cell in known)
     lines = [
         "",
-        f"In the cells a model's kinds of work took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as "
-        f"when the cluster was profiled. Predictions, taken times what of that was not made up for by more of "
-        f"a core, are off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at "
+        f"What ranks look at before a round took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long in the "
+        f"cells as when the cluster was profiled. Predictions, taken times what of that was not made up "
+        f"for by more of a core, are off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at "
         "worst.",
     ]
     if held := [cell for cell in known if cell.pace]:
