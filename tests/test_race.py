@@ -211,6 +211,7 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     assert "| ddp-even | 4 s, 4.00x | void |" in text
     assert "- zero for a is void: lost" in text and "horovod" not in text
     assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10, 1.00 |  |" in text
+    assert "| `some` | 1 | 10.0% | 10.0% |" in text
     assert (tmp_path / document.PLOT).stat().st_size > 1000
 
 
