@@ -35,7 +35,7 @@ PARTS = 5
 """A window is looked at so often; it ends when its time is over, however many calls that took."""
 
 _LEAST_S = 1e-7  # of a measured difference
-
+_LONG_WINDOWS = 2  # of a call that takes longer than a window, and sees as much by itself
 
 Clock = Callable[[], float]
 
@@ -52,12 +52,15 @@ def seconds_per_call(
         clock: seconds, on a device that computes in this thread; CUDA keeps its own.
     """
     window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
-    count = _count(call, device, clock, window_s)
-    return [_window(call, count, device, clock, window_s) for _ in range(pace.windows)]
+    count, once = _count(call, device, clock, window_s)
+    windows = _LONG_WINDOWS if once > window_s else pace.windows
+    return [_window(call, count, device, clock, window_s) for _ in range(windows)]
 
 
-def _count(call: Callable[[], object], device: torch.device, clock: Clock, window_s: float) -> int:
-    """How many calls fill a part of a window; warms up."""
+def _count(
+    call: Callable[[], object], device: torch.device, clock: Clock, window_s: float
+) -> tuple[int, float]:
+    """(how many calls fill a part of a window, seconds of one); warms up."""
     call()
     once = timed(call, 1, device, clock)
     # Grow the number until it fills a good part of a window: one call may fall into a pause.
@@ -65,7 +68,7 @@ def _count(call: Callable[[], object], device: torch.device, clock: Clock, windo
     while once * count < window_s / 4:
         count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
         once = timed(call, count, device, clock) / count
-    return max(1, round(window_s / once / PARTS))
+    return max(1, round(window_s / once / PARTS)), once
 
 
 def _window(
@@ -87,8 +90,8 @@ def seconds_beyond(
     By processor time, which a throttled processor's pauses leave alone, as they would drown the
     difference; times what this thread waits for each second of it.
     """
-    window_s = pace.window_s / 2
-    counts = [_count(one, device, time.thread_time, window_s) for one in (call, less)]
+    window_s = pace.window_s / 4  # the others may get a tenth of the time, or less
+    counts = [_count(one, device, time.thread_time, window_s)[0] for one in (call, less)]
     begun = time.perf_counter(), time.thread_time()
     found = []
     for _ in range(pace.windows):  # by turns, so that both see the same machine

@@ -52,16 +52,17 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        count = ARENA_BYTES // 4
         # Small numbers of both signs: neither zeros nor denormals, which some kernels hurry over.
-        block = torch.arange(count, device=device, dtype=torch.float32)
-        self._blocks = {torch.float32: block.remainder_(977).sub_(488.5).div_(400)}
+        few = torch.arange(977, device=device, dtype=torch.float32).sub_(488.5).div_(400)
+        count = ARENA_BYTES // 4
+        self._blocks = {torch.float32: few.repeat(-(-count // len(few)))[:count]}
         self._at = 0
 
     def cut(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of ordinary numbers, most likely in no cache."""
         if dtype not in self._blocks:
-            self._blocks[dtype] = self._blocks[torch.float32].to(dtype)
+            block = self._blocks[torch.float32]
+            self._blocks[dtype] = block[: ARENA_BYTES // dtype.itemsize].to(dtype)
         block, count = self._blocks[dtype], math.prod(shape)
         if self._at + count > block.numel():
             self._at = 0
