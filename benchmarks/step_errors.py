@@ -155,10 +155,8 @@ def report(
 ) -> None:
     """The step, and three tables of it: ranks, operators of the busiest, collectives."""
     graph, run = plan.whole[0], simulate_plan(plan, overlap=overlap).run
-    plain_s = statistics.median(_lasted([r.plain for r in step]) for step in zip(*ran, strict=True))
-    step_s = statistics.median(
-        _lasted([r.watched for r in step]) for step in zip(*ran, strict=True)
-    )
+    plain_s = statistics.fmean(_lasted([r.plain for r in step]) for step in zip(*ran, strict=True))
+    step_s = statistics.fmean(_lasted([r.watched for r in step]) for step in zip(*ran, strict=True))
     print(
         f"step: predicted {format_seconds(run.step_s)}, measured {format_seconds(plain_s)}, "
         f"{run.step_s / plain_s - 1:+.1%}; with a clock read after each operator "
@@ -171,9 +169,9 @@ def report(
             if span.stream == COMPUTE:
                 seconds = float(span.end_s[rank] - span.start_s[rank])
                 predicted[_what(graph, span.what, shapes)] += seconds
-        processor = _medians(graph, [r.processor_s for r in steps], shapes)
+        processor = _means(graph, [r.processor_s for r in steps], shapes)
         ranks.append(Seconds(
-            predicted=predicted, wall=_medians(graph, [r.wall_s for r in steps], shapes),
+            predicted=predicted, wall=_means(graph, [r.wall_s for r in steps], shapes),
             processor={name: s / fraction for name, s in processor.items()},
         ))  # fmt: skip
     _show_ranks([d.name for d in plan.cluster.devices], ranks)
@@ -225,7 +223,7 @@ def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s:
     """From when the last rank had begun until the last one had ended."""
     seen: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for at, span in enumerate(s for s in run.spans if s.stream == COMMUNICATION):
-        taken = statistics.median(
+        taken = statistics.fmean(
             max(e for _, e in here) - max(b for b, _ in here)
             for here in ([steps[k].collectives[at] for steps in ran] for k in range(len(ran[0])))
         )
@@ -262,13 +260,13 @@ def _name(graph: Graph, name: str, shapes: bool) -> str:
     return short
 
 
-def _medians(graph: Graph, steps: list[dict[str, float]], shapes: bool) -> dict[str, float]:
-    """Medians over steps, by operator."""
+def _means(graph: Graph, steps: list[dict[str, float]], shapes: bool) -> dict[str, float]:
+    """Means over steps, by operator: a rank's pauses fall on other operators in each step."""
     found: dict[str, float] = defaultdict(float)
     for tensor in steps[0]:
         node = graph.producer.get(tensor)
         key = _name(graph, node.name, shapes) if node else tensor
-        found[key] += statistics.median(s[tensor] for s in steps)
+        found[key] += statistics.fmean(s[tensor] for s in steps)
     return found
 
 

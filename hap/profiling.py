@@ -252,7 +252,7 @@ class _Work:
             some = {r.key: r for r in of_kind(StartsRecord, known)}
             yield from starts.measure(self.comm, product_s, self.limits, self.device, some)
             once = {r.key: r for r in of_kind(BesideRecord, known)}
-            yield from beside.measure(self.comm, self._start, self.device, once)
+            yield from beside.measure(self.comm, self._start, product_s, self.device, once)
 
     def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
         lane = lane_of(self.comm, self.device)

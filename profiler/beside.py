@@ -23,7 +23,7 @@ from hap.profiler.samples import BesideRecord
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Starts a collective beside what is computed next; what it returns waits for its end."""
 
-WINDOWS = 2
+WINDOWS = 3
 _WANTED_S = 0.25
 _FIRST, _LEAST, _MOST = 2**21, 2**16, 2**25
 _WIDTH = 384
@@ -37,14 +37,24 @@ _MOST_LOST, _MOST_DRAG = 0.95, 10.0
 
 
 def measure(
-    comm: Comm, start: Start, device: torch.device, known: dict[str, BesideRecord]
+    comm: Comm,
+    start: Start,
+    speeds_s: Sequence[float],
+    device: torch.device,
+    known: dict[str, BesideRecord],
 ) -> Iterator[str | BesideRecord]:
-    """On all ranks: what comes next, and then its record."""
+    """On all ranks: what comes next, and then its record.
+
+    Args:
+        speeds_s: seconds of the same work, by rank.
+    """
     yield "computing beside an all-reduce"
-    yield known.get(BesideRecord.key) or _measured(comm, start, device)
+    yield known.get(BesideRecord.key) or _measured(comm, start, speeds_s, device)
 
 
-def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
+def _measured(
+    comm: Comm, start: Start, speeds_s: Sequence[float], device: torch.device
+) -> BesideRecord:
     once = _reduce(comm, _FIRST, device)
     once()
     took = _together(comm, device, once)
@@ -58,14 +68,14 @@ def _measured(comm: Comm, start: Start, device: torch.device) -> BesideRecord:
             torch.mm(a, a)
 
     products(8)
-    each_s = everyones(_timed(partial(products, 16), device) / 16)
+    each_s = _timed(partial(products, 16), device) / 16
     lost: list[float] = []
     drag: list[float] = []
-    for fastest in classes(each_s):
-        mine = fastest <= each_s[comm.rank] < fastest * ALIKE
+    for fastest in classes(speeds_s):
+        mine = fastest <= speeds_s[comm.rank] < fastest * ALIKE
         for _ in range(WINDOWS):
             reduced_s = _together(comm, device, call)
-            count = math.ceil(_LONGER * reduced_s / each_s[comm.rank]) if mine else 0
+            count = math.ceil(_LONGER * reduced_s / each_s) if mine else 0
             _meet(comm, device)
             alone_s = _timed(partial(products, count), device)
             _meet(comm, device)
