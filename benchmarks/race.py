@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.resume:
         lines.unlink(missing_ok=True)
         shutil.rmtree(options.out / "plans", ignore_errors=True)
+    options.code = _code()  # now: it may move while cells are raced
     done = {(cell.model, cell.cluster) for cell in read(lines)}
     todo = [(m, c) for c in options.clusters for m in options.models if (m, c) not in done]
     console.print(
@@ -196,7 +198,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     absent = [Entry(name=name, void=why) for name, why in (void | ABSENT).items()]
     cell = Cell(
         model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
-        pace=pace, entries=[*entries, *absent],
+        pace=pace, entries=[*entries, *absent], options=_told(options), code=options.code,
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
     for entry in entries:
@@ -207,6 +209,20 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     if OURS in found:
         floors.fill(cell, found[OURS][1], measured, _optimizer_states(spec))
     return cell
+
+
+def _told(options: argparse.Namespace) -> str:
+    """The options that change what is measured, as they are given."""
+    said = f"--rounds {options.rounds} --budget {options.budget:g}"
+    flags = {"--quick": options.quick, "--trust-cluster": options.trust_cluster}
+    return " ".join([said, *(flag for flag, given in flags.items() if given)])
+
+
+def _code() -> str:
+    """The commit of this checkout."""
+    asked = ["git", "describe", "--always", "--dirty=+"]
+    found = subprocess.run(asked, cwd=HERE, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 @functools.cache

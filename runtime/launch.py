@@ -49,7 +49,7 @@ _GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _b
 _EXIT_S = 5.0  # a rank that has sent its result and still runs after this is killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from <malloc.h>
 
 _to_parent: Connection | None = None  # in a spawned rank: the pipe to the parent
 _send_lock = threading.Lock()
@@ -103,12 +103,15 @@ def keep_memory() -> None:
     """Have this process keep the memory that it frees, as the allocator for GPUs does.
 
     By default glibc gives large blocks back to the kernel, which clears them page by page when
-    they are wanted again, in every step: a copy of 32 MiB then takes several times as long.
+    they are wanted again, in every step: a copy of 32 MiB then takes several times as long. And it
+    gives other threads, such as the one that communicates, heaps of 64 MiB that it gives back whole,
+    whatever it was told to keep: all threads share the one of the main thread instead.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have no such setting
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             mallopt(parameter, 2**31 - 1)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _env_int(name: str) -> int:

@@ -202,6 +202,8 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     one, other = cell("a", True, ours=1.0, ddp_even=4.0), cell("b", True, ours=1.0)
     one.entries += [Entry(name="horovod", void="does not build"), Entry(name="zero", void="lost")]
     one.drift, one.pace = [1.0, 1.2, 1.1], [1.0, 1.0, 1.1]
+    one.options, one.code = "--rounds 3 --budget 60", "5eed123"
+    other.options = one.options
     own = one.entry(OURS)
     assert own is not None
     own.predicted_s, own.predicted_bytes, own.peak_bytes = 0.9, [0, 30], [10, 20]
@@ -211,7 +213,8 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     assert "| ddp-even | 4 s, 4.00x | void |" in text
     assert "- zero for a is void: lost" in text and "horovod" not in text
     assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10, 1.00 |  |" in text
-    assert "| `some` | 1 | 10.0% | 10.0% |" in text
+    assert "| `some` | 1 | 10.0% | 10.0% | 5eed123, unknown |" in text
+    assert "python -m benchmarks.race --rounds 3 --budget 60\n" in text
     assert (tmp_path / document.PLOT).stat().st_size > 1000
 
 

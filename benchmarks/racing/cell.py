@@ -29,9 +29,11 @@ from hap.runtime.launch import report
 
 TRACED = 2
 """Steps at the start of each contender whose memory is counted: the first makes the states."""
+HEAP_BYTES = 2**30
+"""The heap that contenders share has so many before any is made: a new page takes a kernel's
+time, which would be whose step happens to want it."""
 SETTLED = 2
-"""Rounds before anything is limited: until the heap that contenders share is as large as it gets,
-each step has pages to be made, which takes a slow rank a tenth of its step."""
+"""Rounds before anything is limited, in which connections are made and their windows grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ def global_batches(file: ModelFile, count: int) -> list[Any]:
 
 def race_rank(task: Task) -> None:
     """Make all contenders, then run rounds of one step of each, beginning with another each time."""
+    torch.zeros(HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
     course = _Course(task)
     alive: dict[str, Contender] = {}
     for name in task.names:

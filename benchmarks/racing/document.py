@@ -20,12 +20,12 @@ INTRODUCTION = """\
 
 Written by
 
-    python -m benchmarks.race --rounds {rounds}
+    python -m benchmarks.race {options}
     python -m benchmarks.race --write-docs
 
 {cells} of the 36 cells, {counted} counted rounds each, as they stand: clusters may have been raced on
-different days and by different code, which [the log](LOG.md) tells, with what limited the cells.
-[The race](race.md) says what is raced, how, and how to read this. Every step of it is in
+different days and by different code, which stands [below](#predictions); [the log](LOG.md) tells what
+limited the cells. [The race](race.md) says what is raced, how, and how to read this. Every step of it is in
 [race.jsonl](../benchmarks/data/race.jsonl).
 
 {summary}
@@ -66,7 +66,7 @@ def document(cells: Sequence[Cell]) -> str:
     counted = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     parts = [
         INTRODUCTION.format(
-            cells=len(cells), rounds=max(rounds), counted=counted,
+            cells=len(cells), options=_options(cells), counted=counted,
             summary=tables.summary_text(cells), plot=PLOT,
         )
     ]  # fmt: skip
@@ -75,6 +75,11 @@ def document(cells: Sequence[Cell]) -> str:
         parts.append(STEPS.format(cluster=f"`{cluster}`", table=_steps(here)))
     parts.append(PREDICTIONS.format(clusters=_clusters(cells), table=_predictions(cells)))
     return "\n".join(parts)
+
+
+def _options(cells: Sequence[Cell]) -> str:
+    """Those of most cells."""
+    return statistics.mode(cell.options for cell in cells)
 
 
 def _steps(cells: Sequence[Cell]) -> str:
@@ -105,9 +110,10 @@ def _clusters(cells: Sequence[Cell]) -> str:
         off = [abs(error) for cell in here for error in prediction_errors(cell).values()]
         if off:
             rows.append([
-                f"`{cluster}`", str(len(off)), f"{statistics.median(off):.1%}", f"{max(off):.1%}"
+                f"`{cluster}`", str(len(off)), f"{statistics.median(off):.1%}", f"{max(off):.1%}",
+                ", ".join(dict.fromkeys(cell.code or "unknown" for cell in here)),
             ])  # fmt: skip
-    return _table(["cluster", "plans", "step off by, median", "at worst"], rows)
+    return _table(["cluster", "plans", "step off by, median", "at worst", "raced by"], rows)
 
 
 def _predictions(cells: Sequence[Cell]) -> str:

@@ -64,6 +64,8 @@ class Cell:
             profile, by the part of a core that ranks had then.
         pace: By counted round, how many times that part they were given for it.
         took_s: Of the whole cell.
+        options: Of the race, as far as they change what is measured.
+        code: The commit that raced it, with a + if it was changed; empty if that is not known.
     """
 
     model: str
@@ -77,6 +79,8 @@ class Cell:
     drift: list[float] = field(default_factory=list)
     pace: list[float] = field(default_factory=list)
     took_s: float = 0.0
+    options: str = ""
+    code: str = ""
 
     def entry(self, name: str) -> Entry | None:
         """The contender's entry if it counts."""
