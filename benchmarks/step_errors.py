@@ -55,13 +55,15 @@ SHOWN = 24
 class Ran:
     """One step of one rank, by what it was spent on, after one without a watch.
 
-    Beginnings and ends are of the machine's clock, which all ranks read.
+    Beginnings and ends are of the machine's clock, which all ranks read. ``others_s`` are processor
+    seconds of the threads that do not compute.
     """
 
     plain: tuple[float, float]
     watched: tuple[float, float]
     wall_s: dict[str, float]
     processor_s: dict[str, float]
+    others_s: float
     collectives: list[tuple[float, float]]
 
 
@@ -95,10 +97,12 @@ def train(
         plain = [step(batch, Stopwatch()) for batch in batches]
     watch, found = watched(module, in_turn=in_turn), []
     for batch, before in zip(batches, plain, strict=True):
+        others_s = time.process_time() - time.thread_time()
         after = step(batch, watch)
         found.append(Ran(
             plain=before, watched=after, wall_s=dict(watch.wall_s),
             processor_s=dict(watch.processor_s), collectives=list(watch.collectives),
+            others_s=time.process_time() - time.thread_time() - others_s,
         ))  # fmt: skip
     return found[WARM_UP:]
 
@@ -139,12 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class Seconds:
     """One rank's step by operator: predicted, on the wall, and of the processor.
 
-    Those of the processor are over the rank's fraction of a core, to be compared.
+    Those of the processor are over the rank's fraction of a core, to be compared. ``others`` are
+    those of the threads that communicate.
     """
 
     predicted: dict[str, float]
     wall: dict[str, float]
     processor: dict[str, float]
+    others: float
 
     def computing(self, seconds: dict[str, float]) -> float:
         return sum(s for name, s in seconds.items() if name not in (WAIT, REST, UPDATE))
@@ -173,6 +179,7 @@ def report(
         ranks.append(Seconds(
             predicted=predicted, wall=_means(graph, [r.wall_s for r in steps], shapes),
             processor={name: s / fraction for name, s in processor.items()},
+            others=statistics.fmean(r.others_s for r in steps) / fraction,
         ))  # fmt: skip
     _show_ranks([d.name for d in plan.cluster.devices], ranks)
     busiest = max(range(len(ranks)), key=lambda r: ranks[r].computing(ranks[r].predicted))
@@ -191,15 +198,18 @@ def _lasted(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _show_ranks(names: Sequence[str], ranks: Sequence[Seconds]) -> None:
-    rows = [
-        (name, *map(format_seconds, (
-            r.computing(r.predicted), r.computing(r.wall), r.computing(r.processor),
-            r.predicted[UPDATE], r.wall[UPDATE], r.wall.get(WAIT, 0.0), r.wall.get(REST, 0.0),
-        )))
-        for name, r in zip(names, ranks, strict=True)
-    ]  # fmt: skip
-    head = ("rank", "computing", "measured", "processor", "update", "measured", "waiting", "rest")
-    emit(table(head, rows, right=range(1, 8)))
+    head = ("rank", "", "computing", "update", "waiting", "rest", "other threads")
+    rows = []
+    for name, rank in zip(names, ranks, strict=True):
+        for what, seconds, others in (
+            ("predicted", rank.predicted, ""),
+            ("measured", rank.wall, ""),
+            ("processor", rank.processor, format_seconds(rank.others)),
+        ):
+            own = (rank.computing(seconds), *(seconds.get(k, 0.0) for k in (UPDATE, WAIT, REST)))
+            rows.append((name, what, *map(format_seconds, own), others))
+            name = ""
+    emit(table(head, rows, right=range(2, 7)))
 
 
 def _show_operators(rank: Seconds, calls: Mapping[str, int], step_s: float) -> None:

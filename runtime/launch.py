@@ -49,7 +49,7 @@ _GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _b
 _EXIT_S = 5.0  # a rank that has sent its result and still runs after this is killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
 
 _to_parent: Connection | None = None  # in a spawned rank: the pipe to the parent
 _send_lock = threading.Lock()
@@ -109,9 +109,8 @@ def keep_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have no such setting
-        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            mallopt(parameter, 2**31 - 1)
-        mallopt(_M_ARENA_MAX, 1)
+        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1)):
+            mallopt(parameter, value)
 
 
 def _env_int(name: str) -> int:
@@ -393,6 +392,7 @@ def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent
         "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # from the first thread on, see keep_memory
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
 

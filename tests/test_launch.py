@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +154,29 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> 
         assert parent.wait(30) != 0
         if ending == signal.SIGINT:
             assert parent.stderr.read().splitlines()[-1] == "KeyboardInterrupt"
+
+
+def pages_made_by_a_thread() -> int:
+    """In the last of some rounds, all of which want and free the same blocks of 40 MiB."""
+    made = []
+
+    def work() -> None:
+        for _ in range(12):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [torch.ones(40 * 2**18) for _ in range(3)]
+            del blocks
+            made.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return made[-1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
+def test_what_a_thread_frees_is_kept() -> None:
+    (pages,) = spawn(pages_made_by_a_thread, 1)
+    assert pages < 100  # of 30,720
 
 
 def test_what_cannot_be_started_is_refused_before_any_process_is() -> None:
