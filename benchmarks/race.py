@@ -219,7 +219,9 @@ def _told(options: argparse.Namespace) -> str:
 
 
 def _code() -> str:
-    """The commit of this checkout."""
+    """The commit of this checkout; empty if there is no git to tell it."""
+    if shutil.which("git") is None:
+        return ""
     asked = ["git", "describe", "--always", "--dirty=+"]
     found = subprocess.run(asked, cwd=HERE, capture_output=True, text=True, check=False)
     return found.stdout.strip()
