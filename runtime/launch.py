@@ -104,8 +104,8 @@ def keep_memory() -> None:
 
     By default glibc gives large blocks back to the kernel, which clears them page by page when
     they are wanted again, in every step: a copy of 32 MiB then takes several times as long. And it
-    gives other threads, such as the one that communicates, heaps of 64 MiB that it gives back whole,
-    whatever it was told to keep: all threads share the one of the main thread instead.
+    gives other threads, such as the one that communicates, heaps of 64 MiB, of which it gives back
+    all but a first one whole: threads share the heap of the main one instead.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have no such setting
@@ -392,7 +392,6 @@ def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent
         "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",  # from the first thread on, see keep_memory
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
 
