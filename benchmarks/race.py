@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +57,8 @@ KEPT = HERE / "data" / "race.jsonl"
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
+MEASURED = ("quick", "rounds", "warm_up", "budget", "sit_out", "cores", "size", "trust_cluster")
+"""Options that change what is measured in a cell."""
 TOLERANCE = 1e-4
 PATIENCE_S = 300.0
 UNBOUNDED = 2 << 30
@@ -155,10 +157,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".race"))
     options = parser.parse_args(arguments)
+    options.said = " ".join(_said(parser, options))
     options.models = options.models or (QUICK_MODELS if options.quick else MODELS)
     options.clusters = options.clusters or (QUICK_CLUSTERS if options.quick else CLUSTERS)
     options.rounds = options.rounds or (3 if options.quick else 5)
     return options
+
+
+def _said(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
+    """The options that change what is measured in a cell, where they are not the defaults."""
+    for name in MEASURED:
+        value = getattr(options, name)
+        if value != parser.get_default(name):
+            yield f"--{name.replace('_', '-')}"
+            if value is not True:
+                yield f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Progress) -> Cell:
@@ -198,7 +211,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     absent = [Entry(name=name, void=why) for name, why in (void | ABSENT).items()]
     cell = Cell(
         model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
-        pace=pace, entries=[*entries, *absent], options=_told(options), code=options.code,
+        pace=pace, entries=[*entries, *absent], options=options.said, code=options.code,
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
     for entry in entries:
@@ -209,13 +222,6 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
     if OURS in found:
         floors.fill(cell, found[OURS][1], measured, _optimizer_states(spec))
     return cell
-
-
-def _told(options: argparse.Namespace) -> str:
-    """The options that change what is measured, as they are given."""
-    said = f"--rounds {options.rounds} --budget {options.budget:g}"
-    flags = {"--quick": options.quick, "--trust-cluster": options.trust_cluster}
-    return " ".join([said, *(flag for flag, given in flags.items() if given)])
 
 
 def _code() -> str:

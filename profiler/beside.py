@@ -39,21 +39,21 @@ _MOST_LOST, _MOST_DRAG = 0.95, 10.0
 def measure(
     comm: Comm,
     start: Start,
-    speeds_s: Sequence[float],
+    each_s: Sequence[float],
     device: torch.device,
     known: dict[str, BesideRecord],
 ) -> Iterator[str | BesideRecord]:
     """On all ranks: what comes next, and then its record.
 
     Args:
-        speeds_s: seconds of the same work, by rank.
+        each_s: seconds of the same work, by rank.
     """
     yield "computing beside an all-reduce"
-    yield known.get(BesideRecord.key) or _measured(comm, start, speeds_s, device)
+    yield known.get(BesideRecord.key) or _measured(comm, start, each_s, device)
 
 
 def _measured(
-    comm: Comm, start: Start, speeds_s: Sequence[float], device: torch.device
+    comm: Comm, start: Start, each_s: Sequence[float], device: torch.device
 ) -> BesideRecord:
     once = _reduce(comm, _FIRST, device)
     once()
@@ -68,14 +68,14 @@ def _measured(
             torch.mm(a, a)
 
     products(8)
-    each_s = _timed(partial(products, 16), device) / 16
+    product_s = _timed(partial(products, 16), device) / 16
     lost: list[float] = []
     drag: list[float] = []
-    for fastest in classes(speeds_s):
-        mine = fastest <= speeds_s[comm.rank] < fastest * ALIKE
+    for fastest in classes(each_s):
+        mine = fastest <= each_s[comm.rank] < fastest * ALIKE
         for _ in range(WINDOWS):
             reduced_s = _together(comm, device, call)
-            count = math.ceil(_LONGER * reduced_s / each_s) if mine else 0
+            count = math.ceil(_LONGER * reduced_s / product_s) if mine else 0
             _meet(comm, device)
             alone_s = _timed(partial(products, count), device)
             _meet(comm, device)

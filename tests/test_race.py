@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import race
 from benchmarks.ablation import (
     SCHEDULED,
     SEARCHED,
@@ -195,6 +196,13 @@ def test_tables_are_written(tmp_path: Path) -> None:
     assert "| horovod | void |" in text
     assert (tmp_path / "race.png").stat().st_size > 1000
     assert (tmp_path / "race.json").exists()
+
+
+@pytest.mark.parametrize(
+    "given", ["", "--rounds 3 --budget 60", "--quick", "--sit-out 2.5 --size tiny --trust-cluster"]
+)
+def test_a_cell_says_the_options_that_change_it(given: str) -> None:
+    assert race._options([*given.split(), "--resume", "--models", "bert"]).said == given
 
 
 def test_the_page_is_written(tmp_path: Path) -> None:

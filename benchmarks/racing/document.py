@@ -20,7 +20,7 @@ INTRODUCTION = """\
 
 Written by
 
-    python -m benchmarks.race {options}
+    {command}
     python -m benchmarks.race --write-docs
 
 {cells} of the 36 cells, {counted} counted rounds each, as they stand: clusters may have been raced on
@@ -66,7 +66,7 @@ def document(cells: Sequence[Cell]) -> str:
     counted = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     parts = [
         INTRODUCTION.format(
-            cells=len(cells), options=_options(cells), counted=counted,
+            cells=len(cells), command=_command(cells), counted=counted,
             summary=tables.summary_text(cells), plot=PLOT,
         )
     ]  # fmt: skip
@@ -77,9 +77,9 @@ def document(cells: Sequence[Cell]) -> str:
     return "\n".join(parts)
 
 
-def _options(cells: Sequence[Cell]) -> str:
-    """Those of most cells."""
-    return statistics.mode(cell.options for cell in cells)
+def _command(cells: Sequence[Cell]) -> str:
+    """That of most cells."""
+    return f"python -m benchmarks.race {statistics.mode(cell.options for cell in cells)}".strip()
 
 
 def _steps(cells: Sequence[Cell]) -> str:
