@@ -1,14 +1,14 @@
 """Where does a measured step part from its prediction? Every rank, operator by operator.
 
-    hap testbed CLUSTER -- hap profile -o measured.yaml
     python -m benchmarks.step_errors benchmarks/models/bert.py:race CLUSTER --profile measured.yaml
     python -m benchmarks.step_errors ... --in-turn     nothing overlaps: prices alone
     python -m benchmarks.step_errors ... --shapes      a line per shape
 
-Plans a model for a measured cluster, or takes ``--plan``, trains on the emulated cluster with a
+Measures the emulated cluster, if there is no ``--profile`` yet, plans for it, or takes ``--plan``, trains on the emulated cluster with a
 clock read after each operator, and prints beside the simulated step: each rank's computing,
 waiting and updating; operators by the seconds that the prediction is off, for the rank that
-computes longest; and collectives, from when the last rank began to when the last one ended. Beside
+computes longest; and collectives, from when the last rank began to when the last one ended, first by
+kind and then as the step goes by. Beside
 wall seconds stand processor seconds over the rank's fraction of a core: where these are less, the
 rank was kept waiting by the kernel, or by what ran beside it.
 """
@@ -19,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from benchmarks.contenders.base import built, optimizer
 from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
+from benchmarks.racing.profiled import profiled
 from hap import api
 from hap.batch import call
 from hap.cluster import load_cluster
@@ -41,7 +42,7 @@ from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed
 from hap.simulation import simulate_plan
-from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule
+from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule, Span
 from hap.terminal import emit, table
 from hap.units import format_bytes, format_seconds
 
@@ -114,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("model", help="FILE.py[:function]")
     parser.add_argument("cluster", help="the cluster to emulate")
-    parser.add_argument("--profile", required=True, help="what hap profile measured in it")
+    parser.add_argument(
+        "--profile", required=True, type=Path, help="what was measured in it; if none, it is now"
+    )
     parser.add_argument("--plan", type=Path, help="a plan for it; default: plan anew")
     parser.add_argument("--method", help="a baseline to run in place of the plan, by name")
     parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
@@ -122,17 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--shapes", action="store_true")
     options = parser.parse_args(arguments)
-    measured = load_cluster(options.profile)
-    if options.plan:
-        plan = Plan.load(options.plan)
-    elif options.method:
-        plan = plans.baseline(options.model, measured, options.method)
-    else:
-        plan = api.plan_file(options.model, measured, all_devices=True, mesh=False)
     file = load_model_file(options.model)
-    names = [device.name for device in measured.devices]
-    ranks = [names.index(device.name) for device in plan.cluster.devices]
     with Testbed(load_cluster(options.cluster), cores=options.cores) as bed:
+        measured = profiled(bed, options.profile, told=lambda what: None, quick=False)
+        if options.plan:
+            plan = Plan.load(options.plan)
+        elif options.method:
+            plan = plans.baseline(options.model, measured, options.method)
+        else:
+            plan = api.plan_file(options.model, measured, all_devices=True, mesh=False)
+        names = [device.name for device in measured.devices]
+        ranks = [names.index(device.name) for device in plan.cluster.devices]
         fractions = [bed.hosts[rank].core for rank in ranks]
         ran = bed.spawn(train, args=(plan.to_json(), ranks, file, options.steps, options.in_turn))
     ran = [ran[rank] for rank in ranks]
@@ -190,6 +193,8 @@ def report(
     _show_operators(ranks[busiest], calls, step_s)
     print()
     _show_collectives(graph, run, ran, step_s)
+    print()
+    _show_course(graph, run, ran, step_s)
 
 
 def _lasted(spans: Sequence[tuple[float, float]]) -> float:
@@ -230,19 +235,11 @@ def _show_operators(rank: Seconds, calls: Mapping[str, int], step_s: float) -> N
 
 
 def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: float) -> None:
-    """From when the last rank had begun until the last one had ended."""
+    """Collectives by kind and size, from when the last rank had begun until the last one had ended."""
     seen: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for at, span in enumerate(s for s in run.spans if s.stream == COMMUNICATION):
-        taken = statistics.fmean(
-            max(e for _, e in here) - max(b for b, _ in here)
-            for here in ([steps[k].collectives[at] for steps in ran] for k in range(len(ran[0])))
-        )
-        assert not isinstance(span.what, Input)
-        converts = [s for s in span.what if isinstance(s, Convert)]
-        nbytes = sum(graph.tensors[s.tensor].nbytes for s in converts)
-        how = f"{converts[0].kind}, {converts[0].implementation}" if converts else "between"
+    for span, begun, ended in _collectives(run, ran):
         planned_s = float((span.end_s - span.start_s).max())
-        seen[how, format_bytes(nbytes)].append((planned_s, taken))
+        seen[_kind(graph, span)].append((planned_s, ended - begun))
     rows = [
         (
             how, nbytes, str(len(found)), format_seconds(sum(p for p, _ in found)),
@@ -253,6 +250,41 @@ def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s:
     ]  # fmt: skip
     head = ("collective", "bytes", "times", "predicted", "measured", "of the step")
     emit(table(head, rows, right=range(1, 6)))
+
+
+def _show_course(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: float) -> None:
+    """Collectives in their order, by seconds since the step began: where a delay comes in."""
+    rows = [
+        (
+            *_kind(graph, span), span.part, format_seconds(float(span.start_s.max())),
+            format_seconds(begun), format_seconds(float(span.end_s.max())), format_seconds(ended),
+        )
+        for span, begun, ended in _collectives(run, ran)
+    ]  # fmt: skip
+    end = format_seconds(run.step_s), format_seconds(step_s)
+    rows.append(("(end of the step)", "", "", "", "", *end))
+    head = ("collective", "bytes", "part", "begins, predicted", "measured", "ends", "measured")
+    emit(table(head, rows, right=(1, 3, 4, 5, 6)))
+
+
+def _collectives(run: Schedule, ran: list[list[Ran]]) -> Iterator[tuple[Span, float, float]]:
+    """Each collective, and when the last rank began and ended it, in seconds of the step."""
+    for at, span in enumerate(s for s in run.spans if s.stream == COMMUNICATION):
+        begun, ended = [], []
+        for step in zip(*ran, strict=True):
+            start_s = max(r.watched[0] for r in step)
+            begun.append(max(r.collectives[at][0] for r in step) - start_s)
+            ended.append(max(r.collectives[at][1] for r in step) - start_s)
+        yield span, statistics.fmean(begun), statistics.fmean(ended)
+
+
+def _kind(graph: Graph, span: Span) -> tuple[str, str]:
+    """(what runs, bytes) of a collective."""
+    assert not isinstance(span.what, Input)
+    converts = [s for s in span.what if isinstance(s, Convert)]
+    nbytes = sum(graph.tensors[s.tensor].nbytes for s in converts)
+    how = f"{converts[0].kind}, {converts[0].implementation}" if converts else "between"
+    return how, format_bytes(nbytes)
 
 
 def _what(graph: Graph, what: tuple[Instruction, ...] | Input, shapes: bool) -> str:

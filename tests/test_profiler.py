@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap import profiling
-from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, Work, load_cluster
+from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, PRODUCTS, Work, load_cluster
 from hap.errors import HapError, InputError
 from hap.graph import Graph, Input, Node, Ref, Tensor
 from hap.profiler import devices
 from hap.profiler.measure import QUICK, seconds_per_call
-from hap.profiler.probes import Arena, Probe, probes
+from hap.profiler.probes import LAUNCH, LOOPED, Arena, Probe, probes
 from hap.profiler.samples import (
     ExchangeRecord,
     Header,
@@ -85,6 +85,20 @@ def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
     assert max(abs(r.error) for r in found.residuals) < 0.12
     assert "n=5" in fitted.source["flops_per_s.float32"]
     assert re.search(r"spread \d+%", fitted.source["memory_bytes_per_s"])
+
+
+def test_what_a_loop_starts_sooner_is_fitted_as_in_a_step() -> None:
+    records = op_records([1.0, 1.0], 0.0, random.Random(0))
+    sooner_s = 0.9 * TRUTH.launch_s
+    looped = [
+        replace(r, seconds=tuple(tuple(s - sooner_s for s in each) for each in r.seconds))
+        if r.name == LOOPED or (r.name != LAUNCH and r.work.kind not in (*PRODUCTS, "update")) else r
+        for r in records
+    ]  # fmt: skip
+    (expected,), (found,) = (devices.types(ranks(2), each, "today") for each in (records, looped))
+    assert [r.name for r in found.residuals] == [r.name for r in expected.residuals]
+    for ours, theirs in zip(found.residuals, expected.residuals, strict=True):
+        assert ours.predicted_s == pytest.approx(theirs.predicted_s), ours.name
 
 
 def test_alike_ranks_are_one_type_and_unlike_ones_are_not() -> None:

@@ -95,6 +95,25 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
         assert groups_of(os.getpid()) == []
 
 
+@needs_quotas
+def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(core: int) -> None:
+        raise PermissionError("not here")
+
+    found = []
+    for process in busy:
+        with cpu_quotas([0.1]) as quotas:
+            quotas.place(0, process.pid)
+            before = psutil.Process(process.pid).num_ctx_switches().involuntary
+            speeds([process])
+            after = psutil.Process(process.pid).num_ctx_switches().involuntary
+            found.append((quotas.uneven, after - before))
+        monkeypatch.setattr(emulated, "beat", refused)
+    (nothing, often), (why, seldom) = found
+    assert (nothing, why) == ("", "not here")
+    assert often > 1.5 * seldom  # at each the kernel looks at the quota
+
+
 def test_a_process_that_has_ended_is_refused_by_name(enforced: bool) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -143,10 +162,9 @@ def test_a_killed_owner_leaves_nothing(
         assert len(groups_of(owner.pid)) == 2
         with cpu_quotas([0.1]):
             assert groups_of(owner.pid) == []
-    else:
-        _, alive = psutil.wait_procs(helpers, timeout=20)
-        assert helpers
-        assert not alive
+    _, alive = psutil.wait_procs(helpers, timeout=20)
+    assert helpers
+    assert not alive
     kept = {psutil.Process(busy[0].pid).status() for _ in range(20) if not time.sleep(0.01)}
     assert psutil.STATUS_STOPPED not in kept
 

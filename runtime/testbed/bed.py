@@ -295,6 +295,8 @@ def _notes(
     notes = []
     if not quotas.enforced:
         notes.append(f"speeds are a duty cycle: {quotas.reason}")
+    if quotas.uneven:
+        notes.append(f"slow ranks run jerkily: {quotas.uneven}")
     if limited:
         notes.append("latency is not emulated: links have this machine's own")
     else:

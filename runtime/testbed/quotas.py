@@ -4,7 +4,8 @@
         spawn(train, 4, before_rank=quotas.place)
 
 Each rank gets a control group (v1 ``cpu.cfs_quota_us`` or v2 ``cpu.max``) of its own, with a
-period of 10 ms, so that steps are smooth, and a weight that puts it before other work. That
+period of 10 ms, so that steps are smooth, and a weight that puts it before other work; cores
+:mod:`~hap.runtime.testbed.beat`, so that it is not exceeded for long before the kernel looks. That
 needs root and a writable cpu controller. Without them ``quotas.enforced`` is False,
 ``quotas.reason`` says why, and a duty cycle stands in: a helper process per rank stops and
 continues it, period 50 ms. The ratio of speeds is then right as well, with two differences to
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from hap.errors import InputError
 from hap.runtime.testbed import groups, owner
+from hap.runtime.testbed.beat import beat
 from hap.runtime.testbed.groups import Controller, Settings
 
 _PERIOD_US = 10_000
@@ -45,12 +47,14 @@ class Quotas:
         fractions: Of one core, by rank.
         reason: What enforces them, or why nothing in the kernel does.
         memory_reason: Likewise for limits on memory.
+        uneven: Why ranks run, and stand still, for longer at a time than need be; else empty.
     """
 
     def __init__(self, fractions: Sequence[float], reason: str, memory_reason: str) -> None:
         self.fractions = tuple(fractions)
         self.reason = reason
         self.memory_reason = memory_reason
+        self.uneven = ""
         self._version = 0
         self._cpu: dict[int, tuple[Path, Settings]] = {}
         self._memory: dict[int, Path] = {}
@@ -137,6 +141,7 @@ def cpu_quotas(
     quotas = Quotas(fractions, reason, memory_reason)
     name = f"{_PREFIX}-{owner.new_name()}"
     made: list[tuple[Path, Controller]] = []
+    beats = contextlib.ExitStack()
 
     def group(controller: Controller, rank: int, settings: Settings) -> Path:
         path = controller.root / f"{name}-{rank}"
@@ -153,12 +158,18 @@ def cpu_quotas(
             for rank, fraction in enumerate(fractions):
                 settings = quota_settings(cpu.version, fraction)
                 quotas._cpu[rank] = (group(cpu, rank, weight_settings(cpu.version)), settings)
+            try:
+                for core in sorted(os.sched_getaffinity(0)):
+                    beats.enter_context(beat(core))
+            except PermissionError as error:
+                quotas.uneven = str(error)
         for rank, limit in enumerate(memory_bytes):
             if memory is not None and limit is not None:
                 settings = memory_settings(memory.version, limit)
                 quotas._memory[rank] = group(memory, rank, settings)
         yield quotas
     finally:
+        beats.close()
         quotas._stop_helpers()
         for path, controller in made:
             groups.remove(path, controller.home)
