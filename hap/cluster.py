@@ -79,11 +79,13 @@ class Device:
             rate (Hockney and Curington, 1989).
         interference: Part of a collective's time that computing beside it loses; at least 0 and
             below 1.
-        drag: How many times as long a collective takes while the device computes beside it; at
-            least 1. It takes its own time while all ranks wait for it.
+        drag: How many times as long a collective among this device and faster ones takes while the
+            device computes beside it; at least 1. It takes its own time while all ranks wait for it.
         start: What a collective among this device and faster ones takes to start, as a part of
             what the cluster's measured collectives say; above 0, at most 1. Those are of all
             devices, and a slow one is late to answer.
+        relaunch: What the update of a parameter takes to start, as a part of ``launch_s``; above 0, at
+            most 1. Where the host computes, an optimizer's loop starts sooner than all else.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -99,6 +101,7 @@ class Device:
     interference: float = 0.0
     drag: float = 1.0
     start: float = 1.0
+    relaunch: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -132,11 +135,13 @@ class Device:
                 f"drag of device {self.name} is {self.drag}",
                 hint="give how many times as long a collective takes beside computing, such as 1.2",
             )
-        if not 0 < self.start <= 1:
-            raise ClusterError(
-                f"start of device {self.name} is {self.start}",
-                hint="give the part of a start that is left without slower devices, such as 0.3",
-            )
+        for figure, hint in (
+            ("start", "give the part of a start that is left without slower devices, such as 0.3"),
+            ("relaunch", "give the part of a launch that a parameter's update takes, such as 0.5"),
+        ):
+            if not 0 < getattr(self, figure) <= 1:
+                what = f"{figure} of device {self.name} is {getattr(self, figure)}"
+                raise ClusterError(what, hint=hint)
 
     def rate(self, kind: str, dtype: str) -> float:
         """Achieved FLOP/s of a kind of work in a dtype.
@@ -157,6 +162,10 @@ class Device:
         """Seconds that each byte of an operator's tensors adds to its arithmetic."""
         return 1 / self.operand_bytes_per_s if kind in PRODUCTS else 0.0
 
+    def launch_of(self, kind: str) -> float:
+        """Constant cost of an operator of a kind of work, in seconds."""
+        return self.launch_s * (self.relaunch if kind == "update" else 1.0)
+
     def seconds(self, work: Work) -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever is longer.
 
@@ -166,7 +175,7 @@ class Device:
             return 0.0
         compute_s = work.flops / self.rate(work.kind, work.dtype) if work.flops else 0.0
         compute_s += work.bytes * self.operand_s(work.kind)
-        return self.launch_s + max(compute_s, work.bytes / self.memory_bytes_per_s)
+        return self.launch_of(work.kind) + max(compute_s, work.bytes / self.memory_bytes_per_s)
 
     @property
     def figures(self) -> tuple[object, ...]:
@@ -181,6 +190,7 @@ class Device:
             self.interference,
             self.drag,
             self.start,
+            self.relaunch,
             tuple(sorted(self.efficiency.items())),
         )
 

@@ -40,6 +40,7 @@ _FIGURES: Final = (
     "interference",
     "drag",
     "start",
+    "relaunch",
     "source",
 )
 _DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -282,7 +283,7 @@ def _figures(device: Device, given: _Section) -> Device:
             value = given.quantity(key, dimension, zero=key == "launch")
             changes[figure] = round(value) if key == "memory" else value
             note(key, figure)
-    for key in ("interference", "drag", "start"):
+    for key in ("interference", "drag", "start", "relaunch"):
         if key in given.data:
             changes[key] = given.number(key, zero=True)
             note(key, key)

@@ -21,6 +21,7 @@ _FIGURES = {
     "interference": "interference",
     "drag": "drag",
     "start": "start",
+    "relaunch": "relaunch",
     "efficiency": "efficiency",
 }
 """Key of the file -> figure whose provenance stands for it."""
@@ -88,6 +89,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
         entry["drag"] = device.drag
     if device.start != 1:
         entry["start"] = device.start
+    if device.relaunch != 1:
+        entry["relaunch"] = device.relaunch
     if device.efficiency:
         entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
     if told:

@@ -130,6 +130,7 @@ def _machine(devices: list[Device]) -> Device:
         interference=max(d.interference for d in devices),
         drag=max(d.drag for d in devices),
         start=max(d.start for d in devices),
+        relaunch=max(d.relaunch for d in devices),
     )
 
 

@@ -262,10 +262,10 @@ class _Work:
     def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
         dist.barrier()  # side by side, as a step is computed
         call = probe.make(arena)
-        if probe.less is None:
+        if probe.after is None:
             seconds = measure.seconds_per_call(call, self.device, self.pace)
         else:
-            seconds = measure.seconds_beyond(call, probe.less(arena), self.device, self.pace)
+            seconds = measure.seconds_after(probe.after(arena), call, self.pace.windows)
         mine = [s / probe.count for s in seconds]
         return OpRecord(name=probe.name, work=probe.work, seconds=tuple(everyones(tuple(mine))))
 

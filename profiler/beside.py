@@ -2,9 +2,10 @@
 
 Packing, sending and adding up take some of what computing would have: cores and memory on a CPU,
 multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are
-about as fast compute products, alone and beside an all-reduce of all ranks, while the others only
-communicate. What the products lose, by the undisturbed time of the all-reduce, is the devices'
-*interference*; how many times as long it takes while they compute is their *drag*.
+about as fast compute products, alone and beside an all-reduce among them and all faster ranks, which
+only communicate, while the slower ones idle: a plan may leave these out. What the products lose, by the
+undisturbed time of the all-reduce, is the devices' *interference*; how many times as long it takes
+while they compute is their *drag*.
 """
 
 from __future__ import annotations
@@ -53,14 +54,12 @@ def measure(
 
 
 def _measured(
-    comm: Comm, start: Start, each_s: Sequence[float], device: torch.device
+    whole: Comm, start: Start, each_s: Sequence[float], device: torch.device
 ) -> BesideRecord:
-    once = _reduce(comm, _FIRST, device)
+    once = _reduce(whole, _FIRST, device)
     once()
-    took = _together(comm, device, once)
+    took = _together(whole, device, once)
     nbytes = min(_MOST, max(_LEAST, round(_FIRST * _WANTED_S / took)))
-    call = _reduce(comm, nbytes, device)
-    call()
     a = torch.randn(_WIDTH, _WIDTH, device=device)
 
     def products(count: int) -> None:
@@ -72,28 +71,57 @@ def _measured(
     lost: list[float] = []
     drag: list[float] = []
     for fastest in classes(each_s):
-        mine = fastest <= each_s[comm.rank] < fastest * ALIKE
-        for _ in range(WINDOWS):
+        mine = fastest <= each_s[whole.rank] < fastest * ALIKE
+        comm, takes_part = _with_faster(whole, each_s, fastest)
+        call = _reduce(comm, nbytes, device)
+        for _ in range(WINDOWS if takes_part else 0):
             reduced_s = _together(comm, device, call)
             count = math.ceil(_LONGER * reduced_s / product_s) if mine else 0
             _meet(comm, device)
             alone_s = _timed(partial(products, count), device)
             _meet(comm, device)
-            begun = time.perf_counter()
-            wait = start(call)
+            clock = _Clock(device)
+            wait = start(partial(clock.after, call))
             both_s = _timed(partial(products, count), device)
             wait()
-            _synchronize(device)
-            ended_s = _last(comm, device, time.perf_counter() - begun)
+            ended_s = _last(comm, device, clock.seconds())
             computed_s = _last(comm, device, both_s if mine else 0.0)
             if mine:
                 slower = dragged(reduced_s, computed_s, ended_s)
                 drag.append(slower)
                 beside_s = min(reduced_s, both_s / slower)
                 lost.append(min(max((both_s - alone_s) / beside_s, 0.0), _MOST_LOST))
+        _meet(whole, device)
     return BesideRecord(
         nbytes=nbytes, lost=tuple(everyones(tuple(lost))), drag=tuple(everyones(tuple(drag)))
     )
+
+
+class _Clock:
+    """When a collective that runs beside this thread ends, which may be long before it is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = self._ended = self._now()
+
+    def after(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        self._ended = self._now()
+        return result
+
+    def seconds(self) -> float:
+        """From when this was made to the end of the call."""
+        if self._device.type != "cuda":
+            return float(self._ended - self._begun)
+        self._ended.synchronize()
+        return float(self._begun.elapsed_time(self._ended)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()  # in the stream that is current: a collective's is another
+        return event
 
 
 def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
@@ -115,6 +143,19 @@ def classes(each_s: Sequence[float]) -> list[float]:
         if not found or seconds >= found[-1] * ALIKE:
             found.append(seconds)
     return found
+
+
+def _with_faster(whole: Comm, each_s: Sequence[float], fastest: float) -> tuple[Comm, bool]:
+    """(communicator of a class and all faster ranks, is this rank one of them); two at least."""
+    sizes = [
+        sum(s < limit * ALIKE for s in each_s) for limit in classes(each_s) if limit >= fastest
+    ]
+    size = next(n for n in sizes if n > 1)
+    order = sorted(range(len(each_s)), key=each_s.__getitem__)
+    ranks, others = tuple(sorted(order[:size])), tuple(sorted(order[size:]))
+    if not others:
+        return whole, True
+    return whole.subgroup((ranks, others)), whole.rank in ranks
 
 
 def _reduce(comm: Comm, nbytes: int, device: torch.device) -> Callable[[], Any]:

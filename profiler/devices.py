@@ -10,7 +10,7 @@ from typing import Any
 
 from hap.cluster import ELEMENTWISE, PRODUCTS, Device
 from hap.profiler.fit import Sample, fit_device, predict
-from hap.profiler.probes import LAUNCH, LOOPED
+from hap.profiler.probes import LAUNCH, LOOPED, UPDATE
 from hap.profiler.samples import BesideRecord, OpRecord, Rank, middle, spread
 from hap.units import format_bytes
 
@@ -78,7 +78,7 @@ def _fitted(
     ranks: Sequence[Rank], records: Sequence[OpRecord], group: list[int], date: str
 ) -> Type:
     """One fit to the middle of all windows of a group's ranks."""
-    records, later_s = _as_in_a_step(records, group)
+    records, later_s, relaunch = _as_in_a_step(records, group)
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
     samples = [
         Sample(
@@ -88,7 +88,7 @@ def _fitted(
         for record, seconds in zip(records, windows, strict=True)
     ]  # fmt: skip
     memory = min(ranks[rank].memory_bytes for rank in group)
-    start = prior(samples, ranks[group[0]].kind, memory)
+    start = replace(prior(samples, ranks[group[0]].kind, memory), relaunch=relaunch)
     device = fit_device(
         samples, prior=start, source="", kinds=tuple(start.efficiency), ridge=0.001, within=_UNLIKE
     )
@@ -106,21 +106,21 @@ def _fitted(
 
 def _as_in_a_step(
     records: Sequence[OpRecord], group: Sequence[int]
-) -> tuple[list[OpRecord], dict[str, float]]:
-    """The records to fit, and what each operator takes longer in a step than it did in its loop.
+) -> tuple[list[OpRecord], dict[str, float], float]:
+    """The records to fit, what each operator takes longer in a step than it did in its loop, and the
+    part of a launch that an update takes.
 
-    In a loop it starts sooner. Products and updates do not, whose loops are as they are in a step.
+    In a loop an operator starts sooner. Products and updates do not, whose loops are as in a step.
     """
-    start_s = {
-        r.name: middle([s for rank in group for s in r.seconds[rank]])
-        for r in records if r.name in (LAUNCH, LOOPED)
-    }  # fmt: skip
-    sooner_s = max(0.0, start_s[LAUNCH] - start_s[LOOPED]) if LOOPED in start_s else 0.0
-    fitted = [r for r in records if r.name != LOOPED]
+    took_s = {r.name: middle([s for rank in group for s in r.seconds[rank]]) for r in records}
+    launch_s = took_s[LAUNCH]
+    sooner_s = max(0.0, launch_s - took_s.get(LOOPED, launch_s))
+    relaunch = round(min(1.0, took_s.get(UPDATE, launch_s) / launch_s), 4)
+    fitted = [r for r in records if r.name not in (LOOPED, UPDATE)]
     alike = (*PRODUCTS, "update")
     return fitted, {
         r.name: 0.0 if r.name == LAUNCH or r.work.kind in alike else sooner_s for r in fitted
-    }
+    }, relaunch  # fmt: skip
 
 
 def prior(samples: Sequence[Sample], kind: str, memory_bytes: int) -> Device:
@@ -196,6 +196,8 @@ def _provenance(
         **{f"flops_per_s.{dtype}": told("matmul", dtype) for dtype in device.flops_per_s},
         "memory_bytes_per_s": told("memory"),
         "operand_bytes_per_s": told("matmul"),
-        "launch_s": f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}",
+        **dict.fromkeys(
+            ("launch_s", "relaunch"), f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}"
+        ),
         "efficiency": f"measured {date}, fit off by: {kinds}",
     }

@@ -34,77 +34,67 @@ CUDA_WINDOW_S = 0.02
 PARTS = 5
 """A window is looked at so often; it ends when its time is over, however many calls that took."""
 
-_LEAST_S = 1e-7  # of a measured difference
+_CALLS_AFTER = 24  # in a window, of what is timed after something else
 _LONG_WINDOWS = 2  # of a call that takes longer than a window, and sees as much by itself
-
-Clock = Callable[[], float]
 
 
 def seconds_per_call(
     call: Callable[[], object],
     device: torch.device,
     pace: Pace,
-    clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Seconds of one call, once per window; the first calls warm up and are not counted.
-
-    Args:
-        clock: seconds, on a device that computes in this thread; CUDA keeps its own.
-    """
+    """Seconds of one call, once per window; the first calls warm up and are not counted."""
     window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
-    count, once = _count(call, device, clock, window_s)
+    count, once = _count(call, device, window_s)
     windows = _LONG_WINDOWS if once > window_s else pace.windows
-    return [_window(call, count, device, clock, window_s) for _ in range(windows)]
+    return [_window(call, count, device, window_s) for _ in range(windows)]
 
 
-def _count(
-    call: Callable[[], object], device: torch.device, clock: Clock, window_s: float
-) -> tuple[int, float]:
+def _count(call: Callable[[], object], device: torch.device, window_s: float) -> tuple[int, float]:
     """(how many calls fill a part of a window, seconds of one); warms up."""
     call()
-    once = timed(call, 1, device, clock)
+    once = timed(call, 1, device)
     # Grow the number until it fills a good part of a window: one call may fall into a pause.
     count = 1
     while once * count < window_s / 4:
         count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
-        once = timed(call, count, device, clock) / count
+        once = timed(call, count, device) / count
     return max(1, round(window_s / once / PARTS)), once
 
 
-def _window(
-    call: Callable[[], object], count: int, device: torch.device, clock: Clock, window_s: float
-) -> float:
+def _window(call: Callable[[], object], count: int, device: torch.device, window_s: float) -> float:
     """Seconds per call, over as many times ``count`` calls as fill a window."""
     calls, seconds = 0, 0.0
     while seconds < window_s * (1 - 0.5 / PARTS):
-        seconds += timed(call, count, device, clock)
+        seconds += timed(call, count, device)
         calls += count
     return seconds / calls
 
 
-def seconds_beyond(
-    call: Callable[[], object], less: Callable[[], object], device: torch.device, pace: Pace
+def seconds_after(
+    before: Callable[[], object], call: Callable[[], object], windows: int
 ) -> list[float]:
-    """Seconds of what a call does beyond another, once per window.
+    """Seconds that this thread takes for a call after another one, once per window.
 
-    By processor time, which a throttled processor's pauses leave alone, as they would drown the
-    difference; times what this thread waits for each second of it.
+    By processor time, which a throttled processor's pauses leave alone: they are longer than what
+    is looked for. Times what this thread waits for each second of it.
     """
-    window_s = pace.window_s / 4  # the others may get a tenth of the time, or less
-    counts = [_count(one, device, time.thread_time, window_s)[0] for one in (call, less)]
-    begun = time.perf_counter(), time.thread_time()
+    clock, begun = time.thread_time, (time.perf_counter(), time.thread_time())
     found = []
-    for _ in range(pace.windows):  # by turns, so that both see the same machine
-        both, other = (
-            _window(one, count, device, time.thread_time, window_s)
-            for one, count in zip((call, less), counts, strict=True)
-        )
-        found.append(max(both - other, _LEAST_S))
-    waited = (time.perf_counter() - begun[0]) / (time.thread_time() - begun[1])
+    for _ in range(windows):
+        spent_s = 0.0
+        for _ in range(_CALLS_AFTER):
+            before()
+            clock()  # a first time, for what it takes from memory
+            start = clock()
+            call()
+            spent_s += clock() - start
+        found.append(spent_s / _CALLS_AFTER)
+    waited = (time.perf_counter() - begun[0]) / (clock() - begun[1])
     return [s * waited for s in found]
 
 
-def timed(call: Callable[[], object], count: int, device: torch.device, clock: Clock) -> float:
+def timed(call: Callable[[], object], count: int, device: torch.device) -> float:
     """Seconds of ``count`` calls."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -114,10 +104,10 @@ def timed(call: Callable[[], object], count: int, device: torch.device, clock: C
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
-    start = clock()
+    start = time.perf_counter()
     for _ in range(count):
         call()
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def memory_bytes(device: torch.device, ranks_here: int) -> int:

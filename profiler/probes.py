@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from hap.ops import attention, attention_backward
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"
 """What one operator costs whatever it does: in a step, and in a loop; on CUDA the first alone."""
-_SMALL = 6
-"""Small operators in a call of these."""
+UPDATE = "update"
+"""What the update of a parameter costs, however small."""
 ARENA_BYTES = 96 * 2**20
 Call = Callable[[], object]
 
@@ -39,7 +40,7 @@ class Probe:
         work: What one call is.
         make: Allocates what the call needs, and gives the call.
         quick: ``--quick`` measures it too.
-        less: What a call does beside the work, whose seconds are taken off.
+        after: What is run before each call, and not timed.
         count: How many times the work is in a call.
     """
 
@@ -47,7 +48,7 @@ class Probe:
     work: Work
     make: Callable[[Arena], Call]
     quick: bool = False
-    less: Callable[[Arena], Call] | None = None
+    after: Callable[[Arena], Call] | None = None
     count: int = 1
 
 
@@ -253,6 +254,12 @@ def _updates() -> Iterator[Probe]:
             )  # fmt: skip
             yield Probe(name=f"{name} {rows}x1024", work=work, make=make, quick=rows == 1024)
 
+    def small(arena: Arena) -> Call:
+        return _adamw(*([arena.cut(16).clone() for _ in range(64)] for _ in range(2)))
+
+    work = Work("update", "float32", 9.0 * 16, _nbytes("float32", 7 * 16))
+    yield Probe(name=UPDATE, work=work, make=small, quick=True, count=64)
+
 
 def _sgd(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Call:
     momenta: list[Tensor | None] = [torch.zeros_like(each) for each in parameters]
@@ -363,48 +370,22 @@ def _launch(device: torch.device) -> Iterator[Probe]:
         yield Probe(name=LAUNCH, work=work, make=alone, quick=True)
         return
 
-    def between(arena: Arena) -> Call:
-        product, small = _product(arena), _small(arena)
-
-        def call() -> None:
-            for operator in small:
-                product()
-                operator()
-
-        return call
-
-    def products(arena: Arena) -> Call:
-        product = _product(arena)
-
-        def call() -> None:
-            for _ in range(_SMALL):
-                product()
-
-        return call
-
-    def looped(arena: Arena) -> Call:
-        small = _small(arena)
-
-        def call() -> None:
-            for operator in small:
-                operator()
-
-        return call
-
-    yield Probe(name=LAUNCH, work=work, make=between, quick=True, less=products, count=_SMALL)
-    yield Probe(name=LOOPED, work=work, make=looped, quick=True, count=_SMALL)
+    yield Probe(name=LAUNCH, work=work, make=_small, quick=True, after=_product)
+    yield Probe(name=LOOPED, work=work, make=_small, quick=True)
 
 
-def _small(arena: Arena) -> list[Call]:
+def _small(arena: Arena) -> Call:
+    """One small operator after the other, with two views each."""
     x, row = arena.cut(4, 4).clone(), arena.cut(4).clone()
-    return [
+    operators: Iterator[Call] = cycle([
         lambda: aten.add.Tensor(aten.t(aten.alias(x)), x),
         lambda: aten.addmm(row, aten.transpose.int(x, 0, 1), aten.view(x, [4, 4])),
         lambda: aten.sum.dim_IntList(aten.unsqueeze(aten.t(x), 0), [0], True),
         lambda: aten.gelu(aten.view(aten.slice.Tensor(x, 0, 0, 2), [8])),
         lambda: aten.native_layer_norm(aten.view(aten.alias(x), [1, 4, 4]), [4], row, row, 1e-5),
         lambda: aten.clone(aten.permute(aten.expand(x, [4, 4]), [1, 0])),
-    ]
+    ])  # fmt: skip
+    return lambda: next(operators)()
 
 
 def _product(arena: Arena) -> Call:

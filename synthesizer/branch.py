@@ -140,16 +140,18 @@ class BoxPrices(AnyShares):
         super().__init__(space, machine, states)
         self._box = box
         types = machine.cluster.types()
-        low, high, start = (np.zeros_like(self._one) for _ in range(3))
+        low, high, start, again = (np.zeros_like(self._one) for _ in range(4))
         for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
             low[ranks], high[ranks] = np.array(box.most[k]) / box.units
             # Has each of its ranks a unit at least, though all others have the most?
             if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
                 start[ranks] = machine.cluster.devices[ranks[0]].launch_s
+            again[ranks] = machine.cluster.devices[ranks[0]].relaunch
         self._low = _At(space, machine, states, box.axis, low)
         self._high = _At(space, machine, states, box.axis, high)
         self._part = np.maximum(high[self._ranks], 1e-300)
         self._launch = start[self._ranks]
+        self._relaunch = (start * again)[self._ranks]
         self._least = np.array([lo for lo, _ in box.total]) / box.units / self._sizes
         self._parts_between = _per_machine(box, types, machine)
         self._boxed: dict[object, Floats] = {}
@@ -176,7 +178,7 @@ class BoxPrices(AnyShares):
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if self._inside(parameter.name, stored):
             times = (model.update(parameter, stored) for model in (self._low, self._high))
-            return self._ways_inside(*times)
+            return self._ways_inside(*times, relaunch=True)
         return self._doubled(super().update(parameter, stored))
 
     def _inside(self, tensor: str, p: Placement) -> bool:
@@ -190,10 +192,10 @@ class BoxPrices(AnyShares):
             self._boxed[key] = np.concatenate([most, ways], axis=-1)
         return self._boxed[key]
 
-    def _ways_inside(self, low_s: PerRank, high_s: PerRank) -> Floats:
+    def _ways_inside(self, low_s: PerRank, high_s: PerRank, *, relaunch: bool = False) -> Floats:
         """Times on the axis: one row per type that may have what is left of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
-        start = np.where(whole > 0, self._launch, 0.0)
+        start = np.where(whole > 0, self._relaunch if relaunch else self._launch, 0.0)
         slope = (whole - start) / self._part
         left = max(0.0, 1.0 - float(self._sizes @ self._least))
         mean = start + slope * self._least + np.diag(left * slope / self._sizes)

@@ -32,9 +32,8 @@ class Machine:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.network = Network(cluster)
-        self._launch_s = np.array([d.launch_s for d in cluster.devices])
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
-        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank]] = {}
+        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference: PerRank = np.array([d.interference for d in cluster.devices])
         """Per rank, the part of a collective's time that computing beside it loses."""
         self.drag: PerRank = np.array([d.drag for d in cluster.devices])
@@ -50,10 +49,11 @@ class Machine:
         if key not in self._rates:
             devices = self.cluster.devices
             rates = np.array([d.rate(*key) for d in devices])
-            self._rates[key] = rates, np.array([d.operand_s(work.kind) for d in devices])
-        rates, operand_s = self._rates[key]
+            operand_s = np.array([d.operand_s(work.kind) for d in devices])
+            self._rates[key] = rates, operand_s, np.array([d.launch_of(work.kind) for d in devices])
+        rates, operand_s, launch_s = self._rates[key]
         busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
-        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), self._launch_s + busy, 0.0)
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
         return seconds
 
     @cached_property

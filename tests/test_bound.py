@@ -54,7 +54,12 @@ def random_cluster(rng: random.Random, world: int | None = None) -> Cluster:
 def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
     """The cluster with devices that compute and communicate badly at a time, some more than others."""
     devices = tuple(
-        replace(d, interference=rng.choice((0.0, 0.3, 0.9)), drag=rng.choice((1.5, 2.5, 9.0)))
+        replace(
+            d,
+            interference=rng.choice((0.0, 0.3, 0.9)),
+            drag=rng.choice((1.5, 2.5, 9.0)),
+            relaunch=rng.choice((0.1, 0.6, 1.0)),
+        )
         for d in cluster.devices
     )
     return replace(cluster, devices=devices)

@@ -80,6 +80,8 @@ def test_no_work_takes_no_time() -> None:
         {"drag": 0.9},
         {"start": 0.0},
         {"start": 1.1},
+        {"relaunch": 0.0},
+        {"relaunch": 1.1},
     ],
 )
 def test_a_device_refuses_impossible_figures(changes) -> None:

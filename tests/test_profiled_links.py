@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hap import profiling
 from hap.cluster import IMPLEMENTATIONS, Cluster, Link, load_cluster
 from hap.cluster_text import cluster_yaml
 from hap.errors import ClusterError
 from hap.profiler import beside, exchange, links, measure, starts
-from hap.profiler.measure import QUICK
-from hap.profiler.samples import ExchangeRecord, StartsRecord, middle
+from hap.profiler.samples import BesideRecord, ExchangeRecord, StartsRecord, middle
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.launch import spawn
 from hap.synthesizer.communication import Network
@@ -214,16 +219,39 @@ def test_drag_is_told_from_when_a_collective_ends(
     assert beside.dragged(alone_s, computed_s, ended_s) == pytest.approx(drag)
 
 
+class Sleeping(LocalComm):
+    """Two ranks' all-reduce, which takes its time and no processor."""
+
+    world_size = 2
+
+    def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
+        time.sleep(0.05)
+        return list(xs)
+
+
+def test_what_computing_does_not_slow_has_no_drag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products last twice as long as the collective, which is waited for when they are over."""
+    monkeypatch.setattr(beside, "everyones", lambda mine: (mine, mine))
+    with ThreadPoolExecutor() as pool:
+
+        def start(call: Callable[[], Any]) -> Callable[[], Any]:
+            return pool.submit(call).result
+
+        (_, found) = beside.measure(Sleeping(), start, [1.0, 1.0], CPU, {})
+    assert isinstance(found, BesideRecord)
+    assert statistics.median(found.drag[0]) < 1.5
+
+
 def test_the_middle_leaves_out_hiccups_and_keeps_what_is_paid_later() -> None:
     assert middle([1.0, 1.0, 1.0, 1.0, 9.0]) == 1.0
     assert middle([0.2, 1.8, 0.3, 1.7, 1.0]) == pytest.approx(1.0)
     assert middle([3.0]) == 3.0
 
 
-def test_a_difference_is_of_processor_time_and_told_in_seconds_of_waiting(
+def test_a_call_after_another_is_of_processor_time_and_told_in_seconds_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a processor that is stopped for half of the time, four steps of 1 ms take 8 ms."""
+    """On a processor that is stopped for half of the time, a step of 4 ms takes 8."""
     used = [0.0]
     monkeypatch.setattr(measure.time, "thread_time", lambda: used[0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: 2 * used[0])
@@ -231,8 +259,8 @@ def test_a_difference_is_of_processor_time_and_told_in_seconds_of_waiting(
     def work(seconds: float) -> None:
         used[0] += seconds
 
-    found = measure.seconds_beyond(lambda: work(0.005), lambda: work(0.001), CPU, QUICK)
-    assert found == pytest.approx([0.008] * QUICK.windows)
+    found = measure.seconds_after(lambda: work(0.1), lambda: work(0.004), 3)
+    assert found == pytest.approx([0.008] * 3)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +368,7 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, start=0.3, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, start=0.3, relaunch=0.4, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
     return replace(made, devices=(*made.devices[:3], slower), collectives=own)
@@ -357,6 +385,7 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert found.collectives["all_reduce"]["one shot"]["between"].least_s == pytest.approx(0.03)
     assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
     assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
+    assert [d.relaunch for d in found.devices] == [0.5, 0.5, 0.5, 0.4]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
         assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)
         assert mine.flops_per_s == pytest.approx(theirs.flops_per_s, rel=1e-4)

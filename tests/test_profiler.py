@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
 
 
 # What is several operators at once, or never in a graph.
-COMPOSED = ("dropout", "sgd", "adamw", "launch", "transposed", "exp", "relu", "sum")
+COMPOSED = ("dropout", "sgd", "adamw", "update", "launch", "transposed", "exp", "relu", "sum")
 
 
 @pytest.mark.parametrize(

@@ -97,4 +97,4 @@ class Clock:
 
 def _glances() -> list[Probe]:
     """Probes that are over soon and say all by themselves."""
-    return [probe for probe in probes(CPU) if probe.quick and probe.less is None]
+    return [probe for probe in probes(CPU) if probe.quick and probe.after is None]
