@@ -53,6 +53,9 @@ from hap.synthesizer.communication import Network
 Progress = Callable[[int, int, str], None]
 """Called with (records there, records wanted at most, what comes next)."""
 
+_HEAP_BYTES = 64 * 2**20
+"""What operators give out, and then some: as in a step, it is not from new pages."""
+
 Launch = Callable[..., Any]
 """Called with a rank's function, ``args`` and ``on_report``, as
 :func:`hap.runtime.launch.spawn` is for a given number of ranks."""
@@ -237,6 +240,8 @@ class _Work:
     def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
         """What comes next, and then its record, measured unless it is known."""
         arena = Arena(self.device)
+        if self.device.type == "cpu":
+            torch.zeros(_HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
         product, product_s = product_probe(self.device).name, [0.0]
         for probe in self.wanted:
             yield probe.name
