@@ -4,11 +4,11 @@
     python -m benchmarks.step_errors ... --in-turn     nothing overlaps: prices alone
     python -m benchmarks.step_errors ... --shapes      a line per shape
 
-Measures the emulated cluster, if there is no ``--profile`` yet, plans for it, or takes ``--plan``, trains on the emulated cluster with a
-clock read after each operator, and prints beside the simulated step: each rank's computing,
-waiting and updating; operators by the seconds that the prediction is off, for the rank that
-computes longest; and collectives, from when the last rank began to when the last one ended, first by
-kind and then as the step goes by. Beside
+Measures the emulated cluster, if there is no ``--profile`` yet, plans for it, or takes ``--plan``,
+trains on it with a clock read after each operator, and prints beside the simulated step: each rank's
+computing, waiting and updating; operators by the seconds that the prediction is off, for the rank
+that computes longest; and collectives, from when the last rank began to when the last one ended,
+first by kind and then as the step goes by. Beside
 wall seconds stand processor seconds over the rank's fraction of a core: where these are less, the
 rank was kept waiting by the kernel, or by what ran beside it.
 """

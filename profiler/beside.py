@@ -21,6 +21,7 @@ import torch
 from hap.profiler.exchange import Comm, everyones
 from hap.profiler.samples import BesideRecord
 
+Ranks = tuple[int, ...]
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Starts a collective beside what is computed next; what it returns waits for its end."""
 
@@ -70,11 +71,13 @@ def _measured(
     product_s = _timed(partial(products, 16), device) / 16
     lost: list[float] = []
     drag: list[float] = []
+    nested = [*faster(each_s), tuple(range(whole.world_size))]
     for fastest in classes(each_s):
         mine = fastest <= each_s[whole.rank] < fastest * ALIKE
-        comm, takes_part = _with_faster(whole, each_s, fastest)
+        ranks = next(group for group in nested if each_s.index(fastest) in group)
+        comm = only(whole, ranks)
         call = _reduce(comm, nbytes, device)
-        for _ in range(WINDOWS if takes_part else 0):
+        for _ in range(WINDOWS if whole.rank in ranks else 0):
             reduced_s = _together(comm, device, call)
             count = math.ceil(_LONGER * reduced_s / product_s) if mine else 0
             _meet(comm, device)
@@ -145,17 +148,21 @@ def classes(each_s: Sequence[float]) -> list[float]:
     return found
 
 
-def _with_faster(whole: Comm, each_s: Sequence[float], fastest: float) -> tuple[Comm, bool]:
-    """(communicator of a class and all faster ranks, is this rank one of them); two at least."""
-    sizes = [
-        sum(s < limit * ALIKE for s in each_s) for limit in classes(each_s) if limit >= fastest
-    ]
-    size = next(n for n in sizes if n > 1)
-    order = sorted(range(len(each_s)), key=each_s.__getitem__)
-    ranks, others = tuple(sorted(order[:size])), tuple(sorted(order[size:]))
-    if not others:
-        return whole, True
-    return whole.subgroup((ranks, others)), whole.rank in ranks
+def faster(each_s: Sequence[float]) -> list[Ranks]:
+    """The ranks without the slower classes, for each class but the slowest; two ranks at least.
+
+    Args:
+        each_s: seconds of the same work, by rank.
+    """
+    limits = classes(each_s)[1:]
+    found = [tuple(r for r, s in enumerate(each_s) if s < limit) for limit in limits]
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def only(whole: Comm, ranks: Ranks) -> Comm:
+    """The communicator of some ranks, on these; that of the others on the others."""
+    others = tuple(r for r in range(whole.world_size) if r not in ranks)
+    return whole.subgroup((ranks, others)) if others else whole
 
 
 def _reduce(comm: Comm, nbytes: int, device: torch.device) -> Callable[[], Any]:

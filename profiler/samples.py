@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from hap.cluster import Work
 from hap.errors import InputError
 
-FORMAT = 2
+FORMAT = 3
 _MANY = 8  # repeats
 MESSAGE = "message"
 """The kind of a record of a message between two ranks."""

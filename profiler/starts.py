@@ -16,23 +16,11 @@ from statistics import median
 import torch
 
 from hap.cluster import IMPLEMENTATIONS, Cluster
-from hap.profiler.beside import classes
+from hap.profiler import beside
+from hap.profiler.beside import Ranks
 from hap.profiler.exchange import Comm, Range, among
 from hap.profiler.links import Price
 from hap.profiler.samples import StartsRecord, expected
-
-Ranks = tuple[int, ...]
-
-
-def faster(each_s: Sequence[float]) -> list[Ranks]:
-    """The ranks without the slower classes, for each class but the slowest; two ranks at least.
-
-    Args:
-        each_s: seconds of the same work, by rank.
-    """
-    limits = classes(each_s)[1:]
-    found = [tuple(r for r, s in enumerate(each_s) if s < limit) for limit in limits]
-    return [ranks for ranks in found if len(ranks) > 1]
 
 
 def measure(
@@ -49,7 +37,7 @@ def measure(
         each_s: seconds of the same work, by rank.
     """
     yield "small collectives among faster ranks"
-    yield known.get(StartsRecord.key) or _measured(whole, faster(each_s), limits, device)
+    yield known.get(StartsRecord.key) or _measured(whole, beside.faster(each_s), limits, device)
 
 
 def _measured(
@@ -57,8 +45,7 @@ def _measured(
 ) -> StartsRecord:
     found = []
     for ranks in parts:
-        others = tuple(r for r in range(whole.world_size) if r not in ranks)
-        comm = whole.subgroup((ranks, others))
+        comm = beside.only(whole, ranks)
         found += [among(comm, ranks, kind, limits, device, whole) for kind in IMPLEMENTATIONS]
     return StartsRecord(among=tuple(found))
 

@@ -172,13 +172,14 @@ class BoxPrices(AnyShares):
         names = (*node.inputs, *node.outputs)
         placed = zip(names, (*row.ins, *row.outs), strict=True)
         if any(n and p and self._inside(n, p) for n, p in placed):
-            return self._ways_inside(self._low.compute(node, row), self._high.compute(node, row))
+            low_s, high_s = (model.compute(node, row) for model in (self._low, self._high))
+            return self._ways_inside(low_s, high_s, self._launch)
         return self._doubled(super().compute(node, row))
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if self._inside(parameter.name, stored):
-            times = (model.update(parameter, stored) for model in (self._low, self._high))
-            return self._ways_inside(*times, relaunch=True)
+            low_s, high_s = (model.update(parameter, stored) for model in (self._low, self._high))
+            return self._ways_inside(low_s, high_s, self._relaunch)
         return self._doubled(super().update(parameter, stored))
 
     def _inside(self, tensor: str, p: Placement) -> bool:
@@ -192,10 +193,10 @@ class BoxPrices(AnyShares):
             self._boxed[key] = np.concatenate([most, ways], axis=-1)
         return self._boxed[key]
 
-    def _ways_inside(self, low_s: PerRank, high_s: PerRank, *, relaunch: bool = False) -> Floats:
+    def _ways_inside(self, low_s: PerRank, high_s: PerRank, launch_s: Floats) -> Floats:
         """Times on the axis: one row per type that may have what is left of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
-        start = np.where(whole > 0, self._relaunch if relaunch else self._launch, 0.0)
+        start = np.where(whole > 0, launch_s, 0.0)
         slope = (whole - start) / self._part
         left = max(0.0, 1.0 - float(self._sizes @ self._least))
         mean = start + slope * self._least + np.diag(left * slope / self._sizes)

@@ -136,7 +136,7 @@ def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
     ],
 )
 def test_parts_without_slower_ranks(each_s: list[float], parts: list[tuple[int, ...]]) -> None:
-    assert starts.faster(each_s) == parts
+    assert beside.faster(each_s) == parts
 
 
 def with_starts(cluster: Cluster, figures: list[float]) -> Cluster:

@@ -79,6 +79,7 @@ def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
     assert fitted.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.06)
     assert fitted.operand_bytes_per_s == pytest.approx(TRUTH.operand_bytes_per_s, rel=0.15)
     assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=0.1)
+    assert fitted.relaunch == pytest.approx(TRUTH.relaunch, rel=0.15)
     for kind in TRUTH.efficiency:  # of what it costs: at the roof's ridge figures trade places
         work = Work(kind, "float32", 1e8, 1e6)
         assert fitted.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.1), kind

@@ -17,6 +17,7 @@ import hap
 from hap.errors import InputError
 from hap.runtime.launch import spawn
 from hap.runtime.testbed import quotas as emulated
+from hap.runtime.testbed.beat import beat
 from hap.runtime.testbed.groups import find_controller
 from hap.runtime.testbed.quotas import cpu_quotas, quota_settings
 
@@ -112,6 +113,11 @@ def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.Monke
     (nothing, often), (why, seldom) = found
     assert (nothing, why) == ("", "not here")
     assert often > 1.5 * seldom  # at each the kernel looks at the quota
+
+
+def test_a_core_that_cannot_beat_is_told() -> None:
+    with pytest.raises(PermissionError, match="no priority in real time"), beat(100_000):
+        pass
 
 
 def test_a_process_that_has_ended_is_refused_by_name(enforced: bool) -> None:

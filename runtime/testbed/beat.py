@@ -1,8 +1,8 @@
 """Have the kernel look at quotas every millisecond: ``python beat.py CORE``, until stdin is closed.
 
 It looks whether a group has used up its quota when a core switches tasks, or else at its tick, which
-comes every 4 ms on many machines: a rank with a tenth of a core then runs for 4 ms and stands still
-for 36. A process that goes before all others, and does nothing but wake up, makes the core switch.
+comes every 4 ms on many machines: a rank with a tenth of a core then runs for 3 ms and stands still
+for 27. A process that goes before all others, and does nothing but wake up, makes the core switch.
 It takes some 2 % of the core, for which no rank's quota is charged.
 
 This file is run as it is, so that it starts at once: it imports nothing of the package.
