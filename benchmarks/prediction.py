@@ -39,12 +39,13 @@ from hap.capture import capture, flatten
 from hap.cluster import Cluster, load_cluster
 from hap.errors import HapError
 from hap.plan import Plan
-from hap.profiling import Settings, profile
+from hap.profiling import Settings
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.space import build_space
 from hap.terminal import emit, no_repeats, profiling_progress, table
+from hap.testbed import profile_hosts
 from hap.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
@@ -133,10 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def profiled(bed: Testbed, output: str, quick: bool) -> str:
     """The testbed's cluster file, measured by its ranks."""
-    nodes = tuple(device.node for device in bed.cluster.devices)
-    settings = Settings(output=output, nodes=nodes, quick=quick)
     with profiling_progress() as progress:
-        profile(settings, len(nodes), launch=bed.spawn, progress=progress)
+        profile_hosts(bed, Settings(output=output, quick=quick), progress)
     return output
 
 

@@ -159,7 +159,7 @@ def run(
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
-    if nproc is None and hap.worker.started_as_rank():
+    if nproc is None and _started_as_rank():
         hap.worker.run_as_rank(plan_file, steps, extra, backend)
         return
     made = hap.Plan.load(plan_file)
@@ -179,24 +179,35 @@ def run(
     help="The cluster file; samples are kept beside it.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
+@click.option("--testbed", metavar="CLUSTER", help="Emulate this cluster here, and measure that.")
 @click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
 @click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
 @click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
-def profile(output: str, nproc: int | None, nodes: str | None, quick: bool, resume: bool) -> None:
+def profile(
+    output: str, nproc: int | None, testbed: str | None, nodes: str | None, quick: bool,
+    resume: bool,
+) -> None:  # fmt: skip
     """Measure devices and links, and write a cluster file.
 
-    Under torchrun or srun this process is one rank; --nproc starts ranks here.
+    Under torchrun or srun this process is one rank; --nproc starts ranks here, and --testbed on
+    emulated hosts.
     """
+    if testbed and (nproc or nodes):
+        raise InputError("--testbed has its file's ranks", hint="leave out --nproc and --nodes")
     names = tuple(nodes.split(",")) if nodes else ()
     made = hap.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
     start = time.perf_counter()
+    found: hap.profiling.Profile | None
     with hap.terminal.profiling_progress() as progress:
-        if hap.worker.started_as_rank() and nproc is None:
-            found = hap.profiling.run_as_rank(made, progress)
-        elif nproc is None:
-            raise InputError("no ranks to measure", hint="give --nproc, or start with torchrun")
-        else:
+        if testbed:
+            found = hap.testbed.profile(testbed, made, progress)
+        elif nproc:
             found = hap.profiling.profile(made, nproc, progress=progress)
+        elif _started_as_rank():
+            found = hap.profiling.run_as_rank(made, progress)
+        else:
+            hint = "give --nproc or --testbed, or start with torchrun"
+            raise InputError("no ranks to measure", hint=hint)
     if found is not None:
         hap.terminal.emit(hap.profile_report.profile_screen(found, output))
         _note(f"measured in {time.perf_counter() - start:.0f} s, written to {output}")
@@ -294,6 +305,11 @@ def testbed(
         raise InputError("no cluster", hint="give a cluster file, then -- and a command")
     else:
         raise SystemExit(hap.testbed.emulate(cluster, cores, links, command))
+
+
+def _started_as_rank() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def _note(text: str) -> None:

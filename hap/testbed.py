@@ -1,20 +1,23 @@
-"""What ``hap testbed`` does: brings hosts up, shows them, runs a command on each."""
+"""What ``hap testbed`` does: brings hosts up, shows them, runs a command on each; or profiles them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 from rich.console import Group, RenderableType
 
 from hap.cluster import load_cluster
 from hap.errors import InputError
+from hap.profiling import Profile, Progress, Settings
+from hap.profiling import profile as profile_ranks
 from hap.runtime.testbed import Host, Testbed, clean
 from hap.runtime.testbed.speed import Links
 from hap.terminal import emit, table
 from hap.units import format_bandwidth, format_bytes
 
-__all__ = ["clean", "emulate"]
+__all__ = ["clean", "emulate", "profile", "profile_hosts"]
 
 
 def emulate(cluster: str, cores: float | None, links: str, command: Sequence[str]) -> int:
@@ -39,6 +42,30 @@ def emulate(cluster: str, cores: float | None, links: str, command: Sequence[str
             return bed.run(command, on_line=_say) if command else 0
     except KeyboardInterrupt:
         return 130
+
+
+def profile(cluster: str, settings: Settings, progress: Progress) -> Profile:
+    """Emulate a cluster, show its hosts, and have them measured.
+
+    Args:
+        cluster: As for :func:`hap.cluster.load_cluster`.
+
+    Raises:
+        HapError: Links cannot be limited here, or a rank died.
+    """
+    with Testbed(load_cluster(cluster)) as bed:
+        emit(screen(bed))
+        return profile_hosts(bed, settings, progress)
+
+
+def profile_hosts(bed: Testbed, settings: Settings, progress: Progress) -> Profile:
+    """Have the hosts of a testbed measured, which are on the nodes of its cluster's file.
+
+    Raises:
+        HapError: A rank died.
+    """
+    placed = replace(settings, nodes=tuple(d.node for d in bed.cluster.devices))
+    return profile_ranks(placed, len(bed.hosts), launch=bed.spawn, progress=progress)
 
 
 def screen(bed: Testbed) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -15,11 +14,6 @@ from hap.model_file import model_file_of
 from hap.plan import Plan
 from hap.runtime.launch import init_from_env, launch_lines, report, spawn
 from hap.terminal import OnStep, step_line
-
-
-def started_as_rank() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
-    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def run_as_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:

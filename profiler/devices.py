@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from hap.cluster import ELEMENTWISE, PRODUCTS, Device
@@ -80,13 +80,16 @@ def _fitted(
     """One fit to the middle of all windows of a group's ranks."""
     records, later_s, relaunch = _as_in_a_step(records, group)
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
-    samples = [
-        Sample(
-            works=[record.work], seconds=middle(seconds) + later_s[record.name],
-            noise=spread(seconds),
-        )
+    took_s = [
+        middle(seconds) + later_s[record.name]
         for record, seconds in zip(records, windows, strict=True)
-    ]  # fmt: skip
+    ]
+    samples = [
+        Sample(works=[record.work], seconds=s, noise=spread(seconds), weight=weight)
+        for record, s, seconds, weight in zip(
+            records, took_s, windows, _weights(records, took_s), strict=True
+        )
+    ]
     memory = min(ranks[rank].memory_bytes for rank in group)
     start = replace(prior(samples, ranks[group[0]].kind, memory), relaunch=relaunch)
     device = fit_device(
@@ -104,22 +107,32 @@ def _fitted(
     return Type(ranks=tuple(group), device=device, residuals=residuals)
 
 
+def _weights(records: Sequence[OpRecord], took_s: Sequence[float]) -> list[float]:
+    """A step adds seconds up: among operators of a kind, each counts as much as it takes."""
+    of_kind: dict[tuple[str, str], list[float]] = {}
+    for record, seconds in zip(records, took_s, strict=True):
+        of_kind.setdefault((record.work.kind, record.work.dtype), []).append(seconds)
+    return [
+        seconds / fmean(of_kind[record.work.kind, record.work.dtype])
+        for record, seconds in zip(records, took_s, strict=True)
+    ]
+
+
 def _as_in_a_step(
     records: Sequence[OpRecord], group: Sequence[int]
 ) -> tuple[list[OpRecord], dict[str, float], float]:
     """The records to fit, what each operator takes longer in a step than it did in its loop, and the
     part of a launch that an update takes.
 
-    In a loop an operator starts sooner. Products and updates do not, whose loops are as in a step.
+    In a loop an operator starts sooner. An update does not, whose loop is as in a step.
     """
     took_s = {r.name: middle([s for rank in group for s in r.seconds[rank]]) for r in records}
     launch_s = took_s[LAUNCH]
     sooner_s = max(0.0, launch_s - took_s.get(LOOPED, launch_s))
     relaunch = round(min(1.0, took_s.get(UPDATE, launch_s) / launch_s), 4)
     fitted = [r for r in records if r.name not in (LOOPED, UPDATE)]
-    alike = (*PRODUCTS, "update")
     return fitted, {
-        r.name: 0.0 if r.name == LAUNCH or r.work.kind in alike else sooner_s for r in fitted
+        r.name: 0.0 if r.name == LAUNCH or r.work.kind == "update" else sooner_s for r in fitted
     }, relaunch  # fmt: skip
 
 

@@ -27,11 +27,14 @@ _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What was run, and how long it took; ``noise`` is how far repeats were off, relative."""
+    """What was run, and how long it took; ``noise`` is how far repeats were off, relative, and
+    ``weight`` how much the sample counts beside others.
+    """
 
     works: Sequence[Work]
     seconds: float
     noise: float = 0.0
+    weight: float = 1.0
 
 
 def predict(device: Device, works: Sequence[Work]) -> float:
@@ -89,7 +92,7 @@ def fit_device(
         present = device(slowness)
         return np.array([_row(sample, present, prior, names) for sample in samples])
 
-    trust = _trust([sample.noise for sample in samples])
+    trust = _trust([s.noise for s in samples]) * np.array([s.weight for s in samples])
     slowness, last = _alternate(rows, trust, free, ridge, rounds, within=within)
     # A figure that binds in no sample is the prior's, and says so.
     fitted = [name for name, ok in zip(names, free & last.any(axis=0), strict=True) if ok]
@@ -131,17 +134,18 @@ def fit_links(
             for link, x in zip(prior, slowness.reshape(-1, 2).tolist(), strict=True)
         ]
 
+    def prices(slowness: np.ndarray) -> np.ndarray:
+        these = links(slowness)
+        return np.array([price(these, i) for i in range(len(seconds))])
+
     def rows(slowness: np.ndarray) -> np.ndarray:
         # The price is homogeneous, so it is the sum of its derivatives times the figures.
-        found = np.zeros((len(seconds), len(slowness)))
-        for i, sample_s in enumerate(seconds):
-            here = price(links(slowness), i)
-            for k in range(len(slowness)):
-                more = slowness.copy()
-                more[k] *= 1 + _STEP
-                rise = (price(links(more), i) - here) / (_STEP * slowness[k])
-                found[i, k] = rise / sample_s
-        return found
+        here, columns = prices(slowness), []
+        for k in range(len(slowness)):
+            more = slowness.copy()
+            more[k] *= 1 + _STEP
+            columns.append((prices(more) - here) / (_STEP * slowness[k]) / np.array(seconds))
+        return np.stack(columns, axis=1)
 
     trust = _trust(noise or [0.0] * len(seconds))
     free = np.ones(2 * len(prior), dtype=bool)

@@ -5,7 +5,9 @@ clusters: results come back in rank order, the first thing that went wrong comes
 error, and no process outlives the call. Each rank talks to the parent over its own pipe:
 
     rank                          parent
-    imports, unpickles the target
+    "begun"                 ->
+                            <-    the target and its arguments
+    imports, unpickles them
     "ready"                 ->    before_rank(rank, pid): put the process in a cgroup, say
                             <-    go
     joins the process group
@@ -237,9 +239,9 @@ def spawn(
         for rank in range(world_size):
             variables = _torchrun_variables(rank, world_size, where.address, store.port)
             with _environment({**variables, **where.variables(rank)}), where.inside(rank):
-                ranks.append(_start(payload, backend))
+                ranks.append(_start(backend))
             where.started(rank, ranks[rank].pid)
-        results = _collect(ranks, before_rank, on_report, timeout_s)
+        results = _collect(ranks, payload, before_rank, on_report, timeout_s)
         for one in ranks:
             one.process.join(_EXIT_S)
         return results
@@ -254,10 +256,10 @@ class _Rank(NamedTuple):
     pipe: Connection
 
 
-def _start(payload: bytes, backend: str) -> _Rank:
+def _start(backend: str) -> _Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_rank_main, args=(theirs, payload, backend, os.getpid()))
+    process = context.Process(target=_rank_main, args=(theirs, backend, os.getpid()))
     process.start()
     theirs.close()  # so that the rank's death closes the pipe
     assert process.pid is not None
@@ -275,6 +277,7 @@ def _kill(rank: _Rank) -> None:
 
 def _collect(
     ranks: list[_Rank],
+    payload: bytes,
     before_rank: Callable[[int, int], None] | None,
     on_report: Callable[[int, Any], None] | None,
     timeout_s: float | None,
@@ -294,11 +297,12 @@ def _collect(
             except (EOFError, ConnectionError):
                 ended.add(n)
                 continue
-            if kind == "ready":
+            if kind == "begun":
+                _answer(pipe, payload)
+            elif kind == "ready":
                 if before_rank is not None:
                     before_rank(n, pid)
-                with contextlib.suppress(BrokenPipeError):  # it has died: seen below
-                    pipe.send_bytes(b"go")
+                _answer(pipe, b"go")
             elif kind == "report" and on_report is not None:
                 on_report(n, body)
             elif kind == "result":
@@ -317,6 +321,11 @@ def _collect(
         if time.monotonic() >= deadline:
             raise _failure(died, raised, late, timeout_s)
     return [results[n] for n in range(len(ranks))]
+
+
+def _answer(pipe: Connection, message: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # the rank has died, which its exit code will tell
+        pipe.send_bytes(message)
 
 
 class RankError(HapError):
@@ -347,7 +356,7 @@ def _failure(
     return HapError(what, hint="ranks that issue different collectives wait for ever")
 
 
-def _rank_main(pipe: Connection, payload: bytes, backend: str, parent: int) -> None:
+def _rank_main(pipe: Connection, backend: str, parent: int) -> None:
     """The life of a spawned rank."""
     global _to_parent
     os.setsid()  # its own group: killed with all its children, and deaf to the terminal's Ctrl-C
@@ -356,7 +365,9 @@ def _rank_main(pipe: Connection, payload: bytes, backend: str, parent: int) -> N
         sys.exit(1)
     _to_parent = pipe
     try:
-        target, args = pickle.loads(payload)
+        # By this pipe: multiprocessing would wait for ever for a rank that dies before it reads them.
+        _send(pipe, "begun", None)
+        target, args = pickle.loads(pipe.recv_bytes())
         torch.set_num_threads(1)
         _send(pipe, "ready", None)
         pipe.recv_bytes()

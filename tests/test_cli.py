@@ -76,7 +76,16 @@ HELP = {
     "verify": ["--backend", "--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
     "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
-    "profile": ["--help", "--nodes", "--nproc", "--output", "--quick", "--resume", "--verbose"],
+    "profile": [
+        "--help",
+        "--nodes",
+        "--nproc",
+        "--output",
+        "--quick",
+        "--resume",
+        "--testbed",
+        "--verbose",
+    ],
     "testbed": ["--clean", "--cores", "--help", "--links", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
 }

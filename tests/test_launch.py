@@ -156,6 +156,22 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> 
             assert parent.stderr.read().splitlines()[-1] == "KeyboardInterrupt"
 
 
+UNGUARDED = """
+from hap.runtime.launch import spawn
+spawn(len, 2, args=(b"x" * 2**22,))  # more than a pipe holds
+"""
+
+
+@gloo
+def test_a_script_without_a_guard_ends_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0
+    assert 'if __name__ == "__main__"' in ran.stderr.replace("'", '"')
+    assert "exited with code 1 and no result" in ran.stderr
+
+
 def memory_of_a_thread() -> tuple[bool, int]:
     """Is what it allocates in the main thread's heap, and the pages made when it wants as much as
     it has freed before?"""

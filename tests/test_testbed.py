@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 import hap
 from hap.cli import main
-from hap.cluster import Cluster, load_cluster
+from hap.cluster import IMPLEMENTATIONS, Cluster, load_cluster
 from hap.errors import HapError, InputError
 from hap.runtime.launch import report
 from hap.runtime.testbed import Testbed, clean, network, owner, quotas
@@ -44,6 +44,13 @@ links: {between: 10 Gbit/s}
 nodes:
   - {name: new, gpus: 2, type: A100-40}
   - {name: old, gpus: 2, type: P100}
+"""
+TWO = """
+name: two
+links: {between: 1 Gbit/s}
+nodes:
+  - {name: new, gpus: 1, type: cpu, memory: 2 GiB, flops: 40 GFLOP/s, memory_bandwidth: 8 GB/s}
+  - {name: old, gpus: 1, type: cpu, memory: 2 GiB, flops: 20 GFLOP/s, memory_bandwidth: 4 GB/s}
 """
 WHY_NOT = network.missing()
 needs_links = pytest.mark.skipif(bool(WHY_NOT), reason=f"no limited links here: {WHY_NOT}")
@@ -471,3 +478,24 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path) -> None:
     unknown = CliRunner().invoke(main, ["testbed", str(file), "--links", "some"])
     assert unknown.exit_code == 2
     assert "as-written" in unknown.output
+
+
+@needs_links
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_emulated_hosts_are_profiled_on_the_nodes_of_their_file(tmp_path: Path) -> None:
+    file, output = tmp_path / "two.yaml", tmp_path / "measured.yaml"
+    file.write_text(TWO)
+    words = ["profile", "--testbed", str(file), "--quick", "-o", str(output)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert load_cluster(output).nodes == ("new", "old")
+    assert set(load_cluster(output).collectives) == set(IMPLEMENTATIONS)
+    assert left(os.getpid()) == []
+
+
+@pytest.mark.parametrize("word", ["--nproc", "--nodes"])
+def test_the_ranks_of_a_testbed_are_those_of_its_file(word: str) -> None:
+    result = CliRunner().invoke(main, ["profile", "--testbed", "two.yaml", word, "2"])
+    assert result.exit_code == 2
+    assert "--testbed" in result.output

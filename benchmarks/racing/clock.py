@@ -25,7 +25,7 @@ from hap.profiling import Settings
 from hap.synthesizer.work import node_work
 
 CPU = torch.device("cpu")
-LOOK = Pace(windows=3, window_s=FULL.window_s)
+LOOK = Pace(windows=8, window_s=FULL.window_s)
 """How long a rank looks at each probe."""
 _LEAST = 0.05
 """Kinds of work that are less of the step than that are not looked at."""

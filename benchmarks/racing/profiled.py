@@ -6,8 +6,9 @@ from pathlib import Path
 
 from benchmarks.racing.plans import Progress
 from hap.cluster import Cluster, load_cluster
-from hap.profiling import Settings, profile
+from hap.profiling import Settings
 from hap.runtime.testbed import Testbed
+from hap.testbed import profile_hosts
 
 
 def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluster:
@@ -20,12 +21,9 @@ def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluste
     if path.exists():
         return load_cluster(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    settings = Settings(
-        output=str(path.resolve()), nodes=tuple(d.node for d in bed.cluster.devices),
-        quick=quick, resume=True,
-    )  # fmt: skip
+    settings = Settings(output=str(path.resolve()), quick=quick, resume=True)
 
     def heard(done: int, total: int, what: str) -> None:
         told(f"profiling, {done} of {total}: {what}")
 
-    return profile(settings, len(bed.hosts), launch=bed.spawn, progress=heard).cluster
+    return profile_hosts(bed, settings, heard).cluster
