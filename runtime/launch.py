@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.1  # how soon the death of a rank is noticed
 _GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _blame
-_EXIT_S = 5.0  # a rank that has sent its result and still runs after this is killed
+_EXIT_S = 5.0  # ranks that still run so long after all have sent their results are killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
@@ -242,8 +242,9 @@ def spawn(
                 ranks.append(_start(backend))
             where.started(rank, ranks[rank].pid)
         results = _collect(ranks, payload, before_rank, on_report, timeout_s)
+        patience_ends = time.monotonic() + _EXIT_S
         for one in ranks:
-            one.process.join(_EXIT_S)
+            one.process.join(max(0.0, patience_ends - time.monotonic()))
         return results
     finally:
         for one in ranks:
