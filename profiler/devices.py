@@ -109,13 +109,12 @@ def _fitted(
 
 def _weights(records: Sequence[OpRecord], took_s: Sequence[float]) -> list[float]:
     """A step adds seconds up: among operators of a kind, each counts as much as it takes."""
-    of_kind: dict[tuple[str, str], list[float]] = {}
-    for record, seconds in zip(records, took_s, strict=True):
-        of_kind.setdefault((record.work.kind, record.work.dtype), []).append(seconds)
-    return [
-        seconds / fmean(of_kind[record.work.kind, record.work.dtype])
-        for record, seconds in zip(records, took_s, strict=True)
-    ]
+    kinds = [(record.work.kind, record.work.dtype) for record in records]
+    means = {
+        kind: fmean(s for k, s in zip(kinds, took_s, strict=True) if k == kind)
+        for kind in set(kinds)
+    }
+    return [s / means[kind] for kind, s in zip(kinds, took_s, strict=True)]
 
 
 def _as_in_a_step(

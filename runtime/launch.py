@@ -47,7 +47,7 @@ from hap.errors import HapError, InputError
 T = TypeVar("T")
 
 _POLL_S = 0.1  # how soon the death of a rank is noticed
-_GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _blame
+_GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _failure
 _EXIT_S = 5.0  # ranks that still run so long after all have sent their results are killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 

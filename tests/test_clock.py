@@ -85,3 +85,13 @@ def test_a_kind_counts_as_much_as_the_model_spends_on_it(
         clock.Tick(name=conv, part=0.2, seconds=(9.0, 0.5)),  # and six times
     ]
     assert clock.Clock(told, 1).slower() == pytest.approx((0.6 * 2 + 0.2 * 6) / 0.8)
+
+
+@pytest.mark.parametrize(
+    ("looks", "counts"),
+    [([1.05], 1.05), ([0.95], 0.95), ([1.4, 1.02, 1.0], 1.02), ([1.4, 1.38, 1.5], 1.4)],
+)
+def test_a_surprise_is_looked_at_again(looks: list[float], counts: float) -> None:
+    left = list(looks)
+    assert clock.settled(lambda: left.pop(0)) == counts
+    assert left == []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import make
 from benchmarks.contenders.base import Contender, Setting
-from benchmarks.racing.clock import Clock, Tick
+from benchmarks.racing.clock import Clock, Tick, settled
 from benchmarks.racing.memory import traced
 from hap.model_file import ModelFile
 from hap.runtime.launch import report
@@ -34,9 +34,6 @@ HEAP_BYTES = 2**30
 time, which would be whose step happens to want it."""
 SETTLED = 2
 """Rounds before anything is limited, in which connections are made and their windows grow."""
-SURPRISE, LOOKS = 0.08, 3
-"""Who else uses the machine may do so for a second: speeds that are that much off those of the
-profile are looked at so often, and the middle counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,15 +224,13 @@ class _Course:
         return seconds
 
     def look(self, number: int) -> None:
-        """How fast the machine is now, before a round: a surprise is looked at again, twice."""
+        """How fast the machine is now, before a round."""
         if not self._task.ticks:
             return
-        found = [self._slower()]
-        while abs(found[0] - 1) > SURPRISE and len(found) < LOOKS:
-            found.append(self._slower())
+        slower = settled(self._slower)
         self._say(Said(
             what="looked", round=number, counted=number >= self._task.warm_up,
-            slower=statistics.median(found),
+            slower=slower,
         ))  # fmt: skip
 
     def _slower(self) -> float:

@@ -27,6 +27,7 @@ from hap.synthesizer.work import node_work
 CPU = torch.device("cpu")
 LOOK = Pace(windows=8, window_s=FULL.window_s)
 """How long a rank looks at each probe."""
+SURPRISE, LOOKS = 0.08, 3
 _LEAST = 0.05
 """Kinds of work that are less of the step than that are not looked at."""
 
@@ -93,6 +94,19 @@ class Clock:
         """A call of each probe, and how many times its work is in it."""
         arena, known = Arena(CPU), {probe.name: probe for probe in _glances()}
         return {name: (known[name].make(arena), known[name].count) for name, _, _ in self._told}
+
+
+def settled(look: Callable[[], float]) -> float:
+    """What a look says; or if that is a surprise, the middle of it and of two more: whoever else uses
+    the machine may do so for a second.
+
+    Args:
+        look: How many times as long as in the profile the model's work takes now.
+    """
+    found = [look()]
+    while abs(found[0] - 1) > SURPRISE and len(found) < LOOKS:
+        found.append(look())
+    return statistics.median(found)
 
 
 def _glances() -> list[Probe]:
