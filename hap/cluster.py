@@ -81,6 +81,8 @@ class Device:
             below 1.
         drag: How many times as long a collective among this device and faster ones takes while the
             device computes beside it; at least 1. It takes its own time while all ranks wait for it.
+        delay_s: Seconds by which each message of such a collective is later still, however few its
+            bytes (:func:`messages`), if the device computes meanwhile: it waits for who computes.
         start: What a collective among this device and faster ones takes to start, as a part of
             what the cluster's measured collectives say; above 0, at most 1. Those are of all
             devices, and a slow one is late to answer.
@@ -100,6 +102,7 @@ class Device:
     operand_bytes_per_s: float = math.inf
     interference: float = 0.0
     drag: float = 1.0
+    delay_s: float = 0.0
     start: float = 1.0
     relaunch: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -120,8 +123,9 @@ class Device:
                 raise ClusterError(
                     f"{figure} of device {self.name} is {value}", hint="give a positive figure"
                 )
-        if not 0 <= self.launch_s < float("inf"):
-            raise ClusterError(f"launch_s of device {self.name} is {self.launch_s}")
+        for figure in ("launch_s", "delay_s"):
+            if not 0 <= getattr(self, figure) < float("inf"):
+                raise ClusterError(f"{figure} of device {self.name} is {getattr(self, figure)}")
         if not self.operand_bytes_per_s > 0:
             what = f"operand_bytes_per_s of device {self.name} is {self.operand_bytes_per_s}"
             raise ClusterError(what, hint="give a positive figure")
@@ -189,6 +193,7 @@ class Device:
             self.operand_bytes_per_s,
             self.interference,
             self.drag,
+            self.delay_s,
             self.start,
             self.relaunch,
             tuple(sorted(self.efficiency.items())),
@@ -225,6 +230,16 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "all_to_all": ("exact", "gathered", "hierarchical"),
 }
 """Collective -> the ways in which the runtime can do it."""
+
+_ROUNDS: Final[Mapping[str, int]] = {
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_reduce_lse": 4, "all_to_all": 1,
+}  # fmt: skip
+
+
+def messages(kind: str, ranks: int) -> int:
+    """How many messages of a collective go one after the other, each around a ring of ranks."""
+    return _ROUNDS[kind] * max(1, ranks - 1)
+
 
 LEVELS: Final = ("inside", "between")
 """Between the devices of one machine, and between machines."""

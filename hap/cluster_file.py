@@ -39,6 +39,7 @@ _FIGURES: Final = (
     "operands",
     "interference",
     "drag",
+    "delay",
     "start",
     "relaunch",
     "source",
@@ -278,9 +279,10 @@ def _figures(device: Device, given: _Section) -> Device:
         ("memory_bandwidth", "memory_bytes_per_s", "bytes/s"),
         ("operands", "operand_bytes_per_s", "bytes/s"),
         ("launch", "launch_s", "seconds"),
+        ("delay", "delay_s", "seconds"),
     ):
         if key in given.data:
-            value = given.quantity(key, dimension, zero=key == "launch")
+            value = given.quantity(key, dimension, zero=dimension == "seconds")
             changes[figure] = round(value) if key == "memory" else value
             note(key, figure)
     for key in ("interference", "drag", "start", "relaunch"):

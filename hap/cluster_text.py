@@ -20,6 +20,7 @@ _FIGURES = {
     "operands": "operand_bytes_per_s",
     "interference": "interference",
     "drag": "drag",
+    "delay": "delay_s",
     "start": "start",
     "relaunch": "relaunch",
     "efficiency": "efficiency",
@@ -87,6 +88,8 @@ def _gpu(device: Device, count: int) -> CommentedMap:
         entry["interference"] = device.interference
     if device.drag != 1:
         entry["drag"] = device.drag
+    if device.delay_s:
+        entry["delay"] = _quantity(device.delay_s, 1e-6, "us")
     if device.start != 1:
         entry["start"] = device.start
     if device.relaunch != 1:

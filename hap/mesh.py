@@ -129,6 +129,7 @@ def _machine(devices: list[Device]) -> Device:
         operand_bytes_per_s=sum(d.operand_bytes_per_s for d in devices),
         interference=max(d.interference for d in devices),
         drag=max(d.drag for d in devices),
+        delay_s=max(d.delay_s for d in devices),
         start=max(d.start for d in devices),
         relaunch=max(d.relaunch for d in devices),
     )

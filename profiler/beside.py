@@ -4,8 +4,9 @@ Packing, sending and adding up take some of what computing would have: cores and
 multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are
 about as fast compute products, alone and beside an all-reduce among them and all faster ranks, which
 only communicate, while the slower ones idle: a plan may leave these out. What the products lose, by the
-undisturbed time of the all-reduce, is the devices' *interference*; how many times as long it takes
-while they compute is their *drag*.
+undisturbed time of the all-reduce, is the devices' *interference*; how many times as long its bytes
+take while they compute is their *drag*. Small collectives, several in a row, tell by how much each of
+their messages is later, however few its bytes: the *delay*, since it waits for who computes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 
+from hap.cluster import messages
+from hap.profiler import exchange
 from hap.profiler.exchange import Comm, everyones
 from hap.profiler.samples import BesideRecord
 
@@ -36,6 +41,10 @@ ALIKE = 1.2
 """Ranks whose products take less than that many times as long are about as fast."""
 
 _MOST_LOST, _MOST_DRAG = 0.95, 10.0
+
+_SMALL, _SMALL_BYTES = ("all_reduce", "all_gather", "reduce_scatter"), 2**12
+_ROW, _MUCH_LONGER = 4, 8.0
+"""Small collectives in a row; products last that much longer, since these are slowed by more."""
 
 
 def measure(
@@ -71,33 +80,81 @@ def _measured(
     product_s = _timed(partial(products, 16), device) / 16
     lost: list[float] = []
     drag: list[float] = []
+    delay: list[float] = []
     nested = [*faster(each_s), tuple(range(whole.world_size))]
     for fastest in classes(each_s):
         mine = fastest <= each_s[whole.rank] < fastest * ALIKE
         ranks = next(group for group in nested if each_s.index(fastest) in group)
         comm = only(whole, ranks)
-        call = _reduce(comm, nbytes, device)
-        for _ in range(WINDOWS if whole.rank in ranks else 0):
-            reduced_s = _together(comm, device, call)
-            count = math.ceil(_LONGER * reduced_s / product_s) if mine else 0
-            _meet(comm, device)
-            alone_s = _timed(partial(products, count), device)
-            _meet(comm, device)
-            clock = _Clock(device)
-            wait = start(partial(clock.after, call))
-            both_s = _timed(partial(products, count), device)
-            wait()
-            ended_s = _last(comm, device, clock.seconds())
-            computed_s = _last(comm, device, both_s if mine else 0.0)
+        if whole.rank in ranks:
+            pair = _Pair(comm, start, device, products, product_s if mine else math.inf)
+            large = [pair.large(nbytes) for _ in range(WINDOWS)]
+            drags, delays = split(
+                [each[:2] for each in large], [pair.small(kind) for kind in _SMALL]
+            )
             if mine:
-                slower = dragged(reduced_s, computed_s, ended_s)
-                drag.append(slower)
-                beside_s = min(reduced_s, both_s / slower)
-                lost.append(min(max((both_s - alone_s) / beside_s, 0.0), _MOST_LOST))
+                lost, drag, delay = [part for _, _, part in large], drags, delays
         _meet(whole, device)
     return BesideRecord(
-        nbytes=nbytes, lost=tuple(everyones(tuple(lost))), drag=tuple(everyones(tuple(drag)))
-    )
+        nbytes=nbytes, lost=tuple(everyones(tuple(lost))), drag=tuple(everyones(tuple(drag))),
+        delay=tuple(everyones(tuple(delay))),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Computing and communicating side by side, on ranks of which some compute.
+
+    ``product_s`` are seconds of one of the ``products``, infinite on a rank that does not compute.
+    """
+
+    comm: Comm
+    start: Start
+    device: torch.device
+    products: Callable[[int], None]
+    product_s: float
+
+    def large(self, nbytes: int) -> tuple[float, float, float]:
+        """(seconds of a message alone, how many times as long beside computing, part that is lost)."""
+        call = _reduce(self.comm, nbytes, self.device)
+        alone_s = _together(self.comm, self.device, call)
+        work = self._work(_LONGER * alone_s)
+        _meet(self.comm, self.device)
+        computed_s = _timed(work, self.device)
+        both_s, slower = self._beside(call, alone_s, work)
+        beside_s = min(alone_s, both_s / slower)
+        message_s = alone_s / messages("all_reduce", self.comm.world_size)
+        return message_s, slower, min(max((both_s - computed_s) / beside_s, 0.0), _MOST_LOST)
+
+    def small(self, kind: str) -> tuple[float, float]:
+        """(seconds of a message alone, how many times as long beside computing), of small ones."""
+        one = exchange.small(self.comm, kind, _SMALL_BYTES, self.device)
+        one()
+        alone_s = exchange.in_a_row(one, _ROW, self.device, self.comm)
+
+        def row() -> None:
+            for _ in range(_ROW):
+                one()
+
+        work = self._work(_MUCH_LONGER * _ROW * alone_s)
+        slower = self._beside(row, _ROW * alone_s, work)[1]
+        return alone_s / messages(kind, self.comm.world_size), slower
+
+    def _work(self, seconds: float) -> Callable[[], None]:
+        """Products that last for so long; none on a rank that does not compute."""
+        return partial(self.products, math.ceil(seconds / self.product_s))
+
+    def _beside(
+        self, call: Callable[[], Any], alone_s: float, work: Callable[[], None]
+    ) -> tuple[float, float]:
+        """(seconds of this rank's work, how many times as long a collective takes beside it)."""
+        _meet(self.comm, self.device)
+        clock = _Clock(self.device)
+        wait = self.start(partial(clock.after, call))
+        both_s = _timed(work, self.device)
+        wait()
+        ended_s = _last(self.comm, self.device, clock.seconds())
+        return both_s, dragged(alone_s, _last(self.comm, self.device, both_s), ended_s)
 
 
 class _Clock:
@@ -137,6 +194,25 @@ def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
         done_s = alone_s - (ended_s - computed_s)
         found = computed_s / done_s if done_s > 0 else _MOST_DRAG
     return min(max(found, 1.0), _MOST_DRAG)
+
+
+def split(
+    large: Sequence[tuple[float, float]], small: Sequence[tuple[float, float]]
+) -> tuple[list[float], list[float]]:
+    """(drags by each large collective, delays by each small one).
+
+    One whose messages take ``s`` seconds each takes ``drag + delay / s`` times as long.
+
+    Args:
+        large, small: such seconds, and how many times as long it took beside computing.
+    """
+    whole_s, slower = (median(each) for each in zip(*large, strict=True))
+    delays = [
+        max((times - slower) / (1 / alone_s - 1 / whole_s), 0.0) if alone_s < whole_s else 0.0
+        for alone_s, times in small
+    ]
+    delay_s = median(delays)
+    return [max(times - delay_s / alone_s, 1.0) for alone_s, times in large], delays
 
 
 def classes(each_s: Sequence[float]) -> list[float]:

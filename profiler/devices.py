@@ -168,17 +168,19 @@ def beside(of_rank: Mapping[int, Device], record: BesideRecord, date: str) -> di
         of_type.setdefault(device.figures, []).append(rank)
     found = dict(of_rank)
     for ranks in of_type.values():
-        for figure, windows_of in (("interference", record.lost), ("drag", record.drag)):
+        beside_what = f"beside an all-reduce of {format_bytes(record.nbytes)}"
+        for figure, windows_of, how, digits in (
+            ("interference", record.lost, beside_what, 4),
+            ("drag", record.drag, beside_what, 4),
+            ("delay_s", record.delay, "small collectives beside computing", 6),
+        ):
             windows = [value for rank in ranks for value in windows_of[rank]]
             center = median(windows)
             off = median(abs(value - center) for value in windows)
-            told = (
-                f"measured {date}, n={len(windows)}, beside an all-reduce of "
-                f"{format_bytes(record.nbytes)}, spread {off:.2f}"
-            )
+            told = f"measured {date}, n={len(windows)}, {how}, spread {off:.2g}"
             for rank in ranks:
                 source = {**found[rank].source, figure: told}
-                changes: dict[str, Any] = {figure: round(center, 4)}
+                changes: dict[str, Any] = {figure: round(center, digits)}
                 found[rank] = replace(found[rank], source=source, **changes)
     return found
 

@@ -194,15 +194,28 @@ def among(
         comm: the ranks' communicator; not used by the others.
     """
     n, how = len(ranks), IMPLEMENTATIONS[kind][0]
-    rows = _rows(kind, limits.sizes[0], n)
+    nbytes = limits.sizes[0]
+    rows = _rows(kind, nbytes, n)
     half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")
-    call = _call(comm, kind, how, half, even, device) if whole.rank in ranks else None
+    call = small(comm, kind, nbytes, device) if whole.rank in ranks else None
     seconds = _seconds(call, limits, device, whole, _OFTEN)
     src, dst = _ends(kind, half, even)
     return ExchangeRecord(
         kind=kind, how=how, nbytes=rows * WIDTH * 4, groups=(ranks,), skew="even", seconds=seconds,
         src=src, dst=dst,
     )  # fmt: skip
+
+
+def small(comm: Comm, kind: str, nbytes: int, device: torch.device) -> Callable[[], object]:
+    """A collective of about so many bytes, in even shards, by its first implementation."""
+    n, how = comm.world_size, IMPLEMENTATIONS[kind][0]
+    half, even = parts(_rows(kind, nbytes, n) // 2, n, "even"), parts(WIDTH, n, "even")
+    return _call(comm, kind, how, half, even, device)
+
+
+def in_a_row(call: Callable[[], object], count: int, device: torch.device, whole: Comm) -> float:
+    """Seconds of each of so many calls, as in the records of collectives; known to all."""
+    return _last([_one(call, count, device, whole)], device, whole)[0]
 
 
 def _collective(

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from hap.cluster import Work
 from hap.errors import InputError
 
-FORMAT = 3
+FORMAT = 4
 _MANY = 8  # repeats
 MESSAGE = "message"
 """The kind of a record of a message between two ranks."""
@@ -84,12 +84,19 @@ class ExchangeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideRecord:
-    """Per rank and window, the part of an all-reduce's time that computing beside it loses, and
-    how many times as long it takes while ranks of that speed compute."""
+    """Per rank and window, what computing and communicating side by side do to each other.
+
+    Attributes:
+        nbytes: of the all-reduce that ``lost`` and ``drag`` were seen beside.
+        lost: the part of its time that computing beside it loses.
+        drag: how many times as long a byte of it takes while ranks of that speed compute.
+        delay: seconds by which each message is later still, by small ones of several kinds.
+    """
 
     nbytes: int
     lost: tuple[tuple[float, ...], ...]
     drag: tuple[tuple[float, ...], ...]
+    delay: tuple[tuple[float, ...], ...]
 
     key: ClassVar[str] = "beside"
 

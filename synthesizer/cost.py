@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hap.axes import Axes, Shares
 from hap.chunks import CHUNK, CHUNKS
-from hap.cluster import Cluster, Work
+from hap.cluster import Cluster, Work, messages
 from hap.graph import ITEM_BYTES, Graph, Node, Tensor
 from hap.placement import LOCAL, Placement, conversion
 from hap.program import Convert
@@ -38,6 +38,8 @@ class Machine:
         """Per rank, the part of a collective's time that computing beside it loses."""
         self.drag: PerRank = np.array([d.drag for d in cluster.devices])
         """Per rank, how many times as long a collective takes while the rank computes."""
+        self.delay_s: PerRank = np.array([d.delay_s for d in cluster.devices])
+        """Per rank, seconds by which each of its messages is later still meanwhile."""
         self.chunk = np.array(
             [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
         )
@@ -190,6 +192,14 @@ class CostModel:
     def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
         """Seconds of neighbouring operators that are collectives; ``None`` if they compute."""
         return None
+
+    def messages(self, kind: str) -> int:
+        """How many messages of a collective in a ring go one after the other."""
+        return messages(kind, self.ring_size)
+
+    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
+        """The same of what :meth:`cross` prices."""
+        raise NotImplementedError
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False

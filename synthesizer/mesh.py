@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.axes import Axes, Shares
-from hap.cluster import Cluster
+from hap.cluster import Cluster, messages
 from hap.errors import HapError
 from hap.graph import Graph, Node, Tensor
 from hap.mesh import Mesh, divide, ends, is_mesh_op, origin
@@ -208,6 +208,10 @@ class MeshCost(CostModel):
         how = str(group[0][0].args[-1])
         choices = self._slow.choices(op.removeprefix(BETWEEN), round(total), src, dst, start=start)
         return next(c.seconds for c in choices if c.implementation == how)
+
+    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
+        kind = group[0][0].op.removeprefix(BETWEEN)
+        return messages(kind, len(self._between.mesh.machines))
 
     def _crossing_bytes(self, node: Node, row: Row) -> float:
         columns = 1 if row.ins[0].sharded else self._between.mesh.width

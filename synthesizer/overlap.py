@@ -88,7 +88,8 @@ class _Step:
 
     what: tuple[Instruction, ...]
     seconds: PerRank | float
-    lane: bool
+    messages: int
+    """One after the other; 0 if it computes."""
     ins: list[int]
     outs: list[int]
     """Values, by their numbers in the flow."""
@@ -100,6 +101,11 @@ class _Step:
     """Order among collectives: for a source, who reads it; for others, who makes its input."""
     readers: list[_Step] = field(default_factory=list)
     missing: int = 0
+
+    @property
+    def lane(self) -> bool:
+        """Does it communicate?"""
+        return self.messages > 0
 
     @property
     def backward(self) -> bool:
@@ -145,9 +151,9 @@ class _Flow:
 
     def _step(self, group: tuple[Instruction, ...]) -> _Step:
         ins, outs = map(self._numbers, ends(self._graph, group))
-        seconds, lane = priced(self._graph, group, self._cost)
+        seconds, messages = priced(self._graph, group, self._cost)
         return _Step(
-            what=group, seconds=float(seconds.max()) if lane else seconds, lane=lane,
+            what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
             ins=ins, outs=outs,
         )  # fmt: skip
 
@@ -287,7 +293,7 @@ class _Run:
             self._order.append(own)
         self._issued.append(len(self._begin))
         self._begin.append(self._streams.now_s)
-        number = self._streams.issue(float(np.max(step.seconds)))
+        number = self._streams.issue(float(np.max(step.seconds)), step.messages)
         self._numbers.update(dict.fromkeys(step.outs, number))
 
     def _end_half(self, backward: bool) -> None:

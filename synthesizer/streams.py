@@ -3,8 +3,10 @@
 Operators and collectives are given to the streams in program order. A collective starts once it
 was issued on all ranks and those before it have ended, and ends on all ranks at once. Where ranks
 compute beside it, both take longer (:class:`hap.cluster.Device`): a collective takes ``drag`` times
-as long, the largest of the ranks that compute, and takes ``interference`` of its own undisturbed
-seconds from what is computed meanwhile. Where ranks wait for it, it takes its own time.
+as long and ``delay_s`` more for each of its messages, as the worst of the ranks that compute has it,
+and takes ``interference`` of its own undisturbed seconds from what is computed meanwhile. Where ranks
+wait for it, it takes its own time. Messages go one after the other: what is beside computing for a
+part of its time is delayed by that part.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.synthesizer.cost import Machine, PerRank
 
@@ -21,6 +24,8 @@ class Job:
     """A collective. Starts and ends are known once computing has come to them."""
 
     issued_s: PerRank
+    messages: int
+    """One after the other."""
     left_s: float
     """What is still to be communicated, in seconds of its own."""
     free_s: float = 0.0
@@ -44,10 +49,14 @@ class Streams:
         self.jobs: list[Job] = []
         self._overlap = overlap
         self._lost = machine.interference
-        self._slowed = 1 / (1 - machine.interference / machine.drag)
         self._disturbed = bool(machine.interference.any())
-        drags = sorted({float(d) for d in machine.drag if d > 1}, reverse=True)
-        self._drags = [(d, np.flatnonzero(machine.drag == d)) for d in drags]
+        self._drag, self._delay_s = machine.drag, machine.delay_s
+        self._delayed = bool(machine.delay_s.any())
+        self._drags: list[tuple[float, npt.NDArray[np.intp]]] = []
+        """How many times as long the open job takes while such ranks compute, the worst first."""
+        self._slowed: PerRank = np.ones_like(self.clock_s)
+        """How many times as long each rank computes beside the open job."""
+        self._slow(0.0)
         self._open = 0  # the first job that has not ended
         self._at_s = 0.0  # how far it has come
 
@@ -72,9 +81,9 @@ class Streams:
             pass
         return start, end
 
-    def issue(self, seconds: float) -> int:
+    def issue(self, seconds: float, messages: int) -> int:
         """The number of a collective that is given to the streams."""
-        self.jobs.append(Job(self.clock_s, seconds))
+        self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
         if self._open == number:
             self._begin()
@@ -98,8 +107,17 @@ class Streams:
 
     def _begin(self) -> None:
         job = self.jobs[self._open]
+        if self._delayed:
+            self._slow(job.messages / job.left_s if job.left_s else 0.0)
         job.free_s = self.jobs[self._open - 1].end_s if self._open else 0.0
         job.start_s = self._at_s = max(job.free_s, float(job.issued_s.max()))
+
+    def _slow(self, messages_per_s: float) -> None:
+        """How the open job and computing slow each other."""
+        drag = self._drag + self._delay_s * messages_per_s
+        worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
+        self._drags = [(d, np.flatnonzero(drag == d)) for d in worst]
+        self._slowed = 1 / (1 - self._lost / drag)
 
     def _end(self, at_s: float) -> None:
         job = self.jobs[self._open]

@@ -108,12 +108,12 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
     backward = False
     for group in program.groups(graph):
         ins, outs = ends(graph, group)
-        seconds, collective = priced(graph, group, cost)
+        seconds, messages = priced(graph, group, cost)
         if group[0].backward and not backward:
             backward = True
             streams.drain()
-        if collective:  # what other collectives make is there when these have ended
-            number = streams.issue(float(seconds.max()))
+        if messages:  # what other collectives make is there when these have ended
+            number = streams.issue(float(seconds.max()), messages)
             numbers.update(dict.fromkeys(outs, number))
             spans.append((len(begin), group, number))
             begin += [streams.jobs[number].issued_s] * len(group)
@@ -167,18 +167,22 @@ def ends(graph: Graph, group: Sequence[Instruction]) -> tuple[list[Value], list[
     return ins, outs
 
 
-def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, bool]:
-    """(seconds per rank, does it run on all ranks at once) of instructions that run as one."""
+def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, int]:
+    """(seconds per rank, messages one after the other) of instructions that run as one.
+
+    What computes has no messages; what has some runs on all ranks at once.
+    """
     world = cost.machine.cluster.world_size
     nodes = computed(graph, group)
     if not nodes:
         converts = [s for s in group if isinstance(s, Convert)]
-        return np.full(world, convert_seconds(converts, cost)), not converts[0].local
+        messages = 0 if converts[0].local else cost.messages(converts[0].kind)
+        return np.full(world, convert_seconds(converts, cost)), messages
     crossing_s = cost.cross(nodes)
     if crossing_s is not None:
-        return np.full(world, crossing_s), True
+        return np.full(world, crossing_s), cost.crossing_messages(nodes)
     ((node, row),) = nodes
-    return cost.compute(node, row), False
+    return cost.compute(node, row), 0
 
 
 def usage(run: Schedule) -> Usage:

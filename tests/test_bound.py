@@ -58,6 +58,7 @@ def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
             d,
             interference=rng.choice((0.0, 0.3, 0.9)),
             drag=rng.choice((1.5, 2.5, 9.0)),
+            delay_s=rng.choice((0.0, 1e-3)),
             relaunch=rng.choice((0.1, 0.6, 1.0)),
         )
         for d in cluster.devices

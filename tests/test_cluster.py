@@ -78,6 +78,7 @@ def test_no_work_takes_no_time() -> None:
         {"operand_bytes_per_s": 0.0},
         {"interference": 1.0},
         {"drag": 0.9},
+        {"delay_s": -1e-3},
         {"start": 0.0},
         {"start": 1.1},
         {"relaunch": 0.0},

@@ -123,8 +123,11 @@ def test_an_error_of_a_callback_passes_through_and_ends_the_ranks() -> None:
 
 
 PARENT = """
+import signal
 import time
 from hap.runtime.launch import report, spawn
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests run in the background ignore it
 
 def wait():
     report("running")
@@ -150,7 +153,10 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> 
         pid = int(parent.stdout.readline())
         assert psutil.pid_exists(pid)
         parent.send_signal(ending)
-        assert gone(pid)
+        ended = gone(pid)
+        if not ended:
+            parent.kill()
+        assert ended
         assert parent.wait(30) != 0
         if ending == signal.SIGINT:
             assert parent.stderr.read().splitlines()[-1] == "KeyboardInterrupt"

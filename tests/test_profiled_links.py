@@ -220,26 +220,57 @@ def test_drag_is_told_from_when_a_collective_ends(
 
 
 class Sleeping(LocalComm):
-    """Two ranks' all-reduce, which takes its time and no processor."""
+    """Two ranks' collectives, which take their time and no processor: later ones beside computing."""
 
     world_size = 2
 
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        self.late_s, self.beside = late_s, False
+
     def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
-        time.sleep(0.05)
+        time.sleep(0.02 + 1e-7 * sum(x.nbytes for x in xs) + self.late_s * self.beside)
         return list(xs)
 
+    def all_gather_many(self, xs: Sequence[Tensor], *others: Any) -> list[Tensor]:
+        return self.all_reduce_many(xs, "")
 
-def test_what_computing_does_not_slow_has_no_drag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products last twice as long as the collective, which is waited for when they are over."""
+    reduce_scatter_many = all_gather_many
+
+    def run(self, call: Callable[[], Any]) -> None:
+        self.beside = True
+        call()
+        self.beside = False
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.05])
+def test_what_each_collective_ends_later_beside_computing_is_delay_and_no_drag(
+    monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """Products last longer than the collective, which is waited for when they are over."""
     monkeypatch.setattr(beside, "everyones", lambda mine: (mine, mine))
+    comm = Sleeping(late_s)
     with ThreadPoolExecutor() as pool:
 
         def start(call: Callable[[], Any]) -> Callable[[], Any]:
-            return pool.submit(call).result
+            return pool.submit(comm.run, call).result
 
-        (_, found) = beside.measure(Sleeping(), start, [1.0, 1.0], CPU, {})
+        (_, found) = beside.measure(comm, start, [1.0, 1.0], CPU, {})
     assert isinstance(found, BesideRecord)
     assert statistics.median(found.drag[0]) < 1.5
+    assert statistics.median(found.delay[0]) == pytest.approx(late_s, abs=0.02)
+
+
+@pytest.mark.parametrize(("drag", "delay_s"), [(1.0, 0.0), (1.0, 0.05), (2.0, 0.03), (3.0, 0.0)])
+def test_a_drag_and_a_delay_are_told_from_large_and_small_collectives(
+    drag: float, delay_s: float
+) -> None:
+    large, small = (
+        [(s, drag + delay_s / s) for s in sizes] for sizes in ((0.3, 0.31), (0.01, 0.02))
+    )
+    drags, delays = beside.split(large, small)
+    assert drags == pytest.approx([drag] * 2, rel=0.02)
+    assert delays == pytest.approx([delay_s] * 2, rel=0.02)
 
 
 def test_the_middle_leaves_out_hiccups_and_keeps_what_is_paid_later() -> None:
@@ -368,7 +399,7 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, start=0.3, relaunch=0.4, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, start=0.3, relaunch=0.4, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
     return replace(made, devices=(*made.devices[:3], slower), collectives=own)
@@ -384,6 +415,7 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert gather.least_s == 0
     assert found.collectives["all_reduce"]["one shot"]["between"].least_s == pytest.approx(0.03)
     assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
+    assert [d.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
     assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
     assert [d.relaunch for d in found.devices] == [0.5, 0.5, 0.5, 0.4]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):

@@ -69,6 +69,9 @@ class Seconds(CostModel):
     def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
         return 3.0 if group[0][0].name in self.together else None
 
+    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
+        return 1
+
 
 def spans(run: Schedule, stream: str, rank: int) -> list[tuple[float, float]]:
     found = [
@@ -130,12 +133,23 @@ def test_computing_drags_the_collective_beside_it_by_hand() -> None:
     assert run.step_s == pytest.approx(third[1] + 4)
 
 
+def test_computing_delays_the_collective_beside_it_by_hand() -> None:
+    """Two messages, by 3 seconds each if rank 1 computed all the while: 9 for 3. It does for 2."""
+    graph, cost = small_graph(), Seconds(small_graph())
+    cost.machine.delay_s = np.array([0.5, 3.0])
+    run = schedule(graph, small_program(), cost)
+    first, second, third = spans(run, COMMUNICATION, 1)
+    assert first == (10, 13), "nothing is computed meanwhile"
+    assert second == pytest.approx((15, 17 + 3 - 2 / 3))
+    assert third == pytest.approx((second[1], second[1] + 3))
+
+
 def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both_run() -> None:
     """Half the rate of a rank and a third of the link's, until one of them has ended."""
     machine = Machine(small_cluster(1, 1))
     machine.interference, machine.drag = np.array([0.0, 0.5]), np.array([1.0, 2.0])
     streams = Streams(machine)
-    number = streams.issue(1.0)  # lasts 2 beside rank 1, which loses a quarter meanwhile
+    number = streams.issue(1.0, 1)  # lasts 2 beside rank 1, which loses a quarter meanwhile
     _, end = streams.compute(np.array([0.1, 1.0]))
     assert end == pytest.approx([0.1, 1 / 0.75])
     assert not streams.ended(number)
