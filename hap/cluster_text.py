@@ -84,16 +84,11 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     entry["launch"] = _quantity(device.launch_s, 1e-6, "us")
     if device.operand_bytes_per_s < math.inf:
         entry["operands"] = _quantity(device.operand_bytes_per_s, 1e9, "GB/s")
-    if device.interference:
-        entry["interference"] = device.interference
-    if device.drag != 1:
-        entry["drag"] = device.drag
-    if device.delay_s:
+    if device.delay_s or "delay" in told:
         entry["delay"] = _quantity(device.delay_s, 1e-6, "us")
-    if device.start != 1:
-        entry["start"] = device.start
-    if device.relaunch != 1:
-        entry["relaunch"] = device.relaunch
+    for key, default in (("interference", 0.0), ("drag", 1.0), ("start", 1.0), ("relaunch", 1.0)):
+        if getattr(device, key) != default or key in told:
+            entry[key] = getattr(device, key)
     if device.efficiency:
         entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
     if told:

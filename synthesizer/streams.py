@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hap.synthesizer.cost import Machine, PerRank
 
@@ -52,10 +51,6 @@ class Streams:
         self._disturbed = bool(machine.interference.any())
         self._drag, self._delay_s = machine.drag, machine.delay_s
         self._delayed = bool(machine.delay_s.any())
-        self._drags: list[tuple[float, npt.NDArray[np.intp]]] = []
-        """How many times as long the open job takes while such ranks compute, the worst first."""
-        self._slowed: PerRank = np.ones_like(self.clock_s)
-        """How many times as long each rank computes beside the open job."""
         self._slow(0.0)
         self._open = 0  # the first job that has not ended
         self._at_s = 0.0  # how far it has come
@@ -116,8 +111,9 @@ class Streams:
         """How the open job and computing slow each other."""
         drag = self._drag + self._delay_s * messages_per_s
         worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
+        # How many times as long it takes while such ranks compute, the worst first; and they.
         self._drags = [(d, np.flatnonzero(drag == d)) for d in worst]
-        self._slowed = 1 / (1 - self._lost / drag)
+        self._slowed: PerRank = 1 / (1 - self._lost / drag)
 
     def _end(self, at_s: float) -> None:
         job = self.jobs[self._open]
