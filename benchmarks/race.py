@@ -220,7 +220,9 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
         if entry.name in found:
             _describe(entry, found[entry.name][1], measured)
     if OURS in found:
-        floors.fill(cell, found[OURS][1], measured, _optimizer_states(spec))
+        plan = found[OURS][1]
+        states = _optimizer_states(spec)
+        floors.fill(cell, plan.graph, measured, states, proved=plan.mesh is None)
     return cell
 
 
@@ -239,9 +241,12 @@ def _reference(spec: str, steps: int) -> list[float]:
 
 
 def _prove(cell: Cell, options: argparse.Namespace) -> None:
-    if (path := _plan_path(cell.model, cell.cluster, OURS, options)).exists():
-        cluster = load_cluster(_profile_path(cell.cluster, options))
-        floors.fill(cell, Plan.load(path), cluster, _optimizer_states(_spec(cell.model, options)))
+    """Anew, of a cell that had floors and whose cluster's profile is kept."""
+    path, spec = _profile_path(cell.cluster, options), _spec(cell.model, options)
+    if path.exists() and cell.arithmetic_s:
+        graph = plans.graph_of(load_model_file(spec))
+        proved = cell.bound_s > 0
+        floors.fill(cell, graph, load_cluster(path), _optimizer_states(spec), proved=proved)
 
 
 def _optimizer_states(spec: str) -> int:

@@ -1,20 +1,22 @@
 """How fast a step could be at best: lower bounds that are proved, and the programs behind them.
 
 A step (:mod:`hap.synthesizer.timeline`) is as long as each of its streams at least: what a rank
-``r`` computes, ``T[r]``, and what the collectives take together, ``C``. The larger of several is
-at least any weighted mean: with weights ``w >= 0`` and ``v >= 0`` that sum to 1::
+``r`` computes, ``T[r]``, and what the collectives take together, ``C``. Hiding one behind the other
+has its price (:mod:`hap.synthesizer.streams`). Each second of a collective takes the rank's
+``interference``, ``l[r]`` of a second, from what it computes meanwhile, or passes while it does not
+compute::
 
-    step  >=  max(max_r T[r], C)  >=  sum_r w[r] T[r] + v C                             (1)
+    step  >=  T[r] + l[r] C                                                             (1)
 
-Where computing slows communication down, hiding has its price. Let ``d`` be the least ``drag`` of
-the ranks. While some rank computes, collectives advance at ``1/d`` of their pace at most
-(:mod:`hap.synthesizer.streams`); what is left then takes time in which nobody computes. If some rank
-computes for ``X`` of the step, ``X >= T[r]`` for all ``r``::
+Let ``d`` be the least ``drag`` of the ranks. While some rank computes, collectives advance at ``1/d``
+of their pace at most; what is left then takes time in which nobody computes. If some rank computes
+for ``X`` of the step, ``X >= T[r]`` for all ``r``::
 
     step  >=  X + (C - X/d)  >=  (1 - 1/d) T[r] + C                                     (2)
 
-With (1) that gives ``step >= sum_r w[r] T[r] + v C`` for all weights with
-``sum_r w[r] + v/d = 1`` and ``sum_r w[r] >= (1 - 1/d) v``; for ``d = 1`` they are those of (1).
+So the step is at least any mean of these, with weights ``a, b >= 0`` that sum to 1 (:class:`Hiding`)::
+
+    step  >=  sum_r w[r] T[r] + v C,   w[r] = a[r] + (1 - 1/d) b[r],   v = sum_r a[r] l[r] + b[r]
 
 The right side adds up over operators, so *one exact search* under these prices
 (:meth:`Relaxation.search`) gives the least of it over *all* programs, however they overlap: a
@@ -74,7 +76,7 @@ from hap.synthesizer.work import FREE
 Floats = npt.NDArray[np.float64]
 
 Weights = Floats
-"""One number per class of ranks, and one for the links, as (2) allows: see :func:`feasible`."""
+"""One number per class of ranks, and one for the links: see :meth:`Hiding.mean`."""
 
 _SAFE = 1.0 - 1e-9
 """Takes off what floating point may have added to a sum; far more than it can."""
@@ -105,18 +107,19 @@ def start_parts(space: Space) -> dict[str, float]:
     return parts
 
 
-def feasible(weights: Weights, hidden: float) -> Weights:
-    """The weights, moved and scaled so that they give a bound.
+@dataclass(frozen=True, slots=True, eq=False)
+class Hiding:
+    """What hiding costs: ``pace`` is ``1/d`` of (2), ``lost`` per class of ranks ``l`` of (1)."""
 
-    Args:
-        hidden: ``1/d`` of (2).
-    """
-    weights = np.maximum(weights, 0.0)
-    computing = float(weights[:-1].sum())
-    if weights[-1] * (1 - hidden) > computing:
-        weights[-1] = computing / (1 - hidden)
-    total: Weights = weights / (computing + hidden * weights[-1])
-    return total
+    pace: float
+    lost: Floats
+
+    def mean(self, computing: Floats, communicating: Floats) -> Weights:
+        """The weights of a mean of (1) and (2), in proportion to what is given per class."""
+        w = computing + (1 - self.pace) * communicating
+        v = computing @ self.lost + communicating.sum()
+        total: Weights = np.append(w, v) / (computing.sum() + communicating.sum())
+        return total
 
 
 class Floors(CostModel, ABC):
@@ -129,19 +132,16 @@ class Floors(CostModel, ABC):
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
         super().__init__(space.graph, space.axes, machine, shares, states)
         self._starts = start_parts(space)
+        self._ranks: list[int] = []
+        """One of each class."""
         graph = space.graph
         self._read = {o.tensor for o in graph.outputs}
         self._read |= {name for name, readers in graph.consumers.items() if readers}
 
     @property
-    def hidden(self) -> float:
-        """The most of a collective's pace that is left beside computing: ``1/d`` of (2)."""
-        return 1.0 / float(self.machine.drag.min())
-
-    @property
-    @abstractmethod
-    def classes(self) -> int:
-        """The number of weights of ranks."""
+    def hiding(self) -> Hiding:
+        """What the weights of :meth:`Hiding.mean` depend on."""
+        return Hiding(1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks])
 
     def alike(self, tensor: str) -> object:
         return self._starts[tensor], tensor in self._read
@@ -177,14 +177,10 @@ class FixedShares(Floors):
         self._apart = _storable(space.graph)
 
     @property
-    def classes(self) -> int:
-        return len(self._ranks)
-
-    @property
     def proportional(self) -> Weights:
         """Weights in proportion to the ranks' speed, summed over each class; half is the links'."""
-        speed = np.bincount(self._class_of, self.machine.speed, self.classes).astype(np.float64)
-        return feasible(np.append(speed, 1.0), self.hidden)
+        speed = np.bincount(self._class_of, self.machine.speed, len(self._ranks)).astype(np.float64)
+        return self.hiding.mean(speed, speed)
 
     def per_class(self, per_rank: PerRank) -> Floats:
         """A vector over ranks as one over classes, whose ranks are all alike in it."""
@@ -234,15 +230,11 @@ class AnyShares(Floors):
         self._made: dict[tuple[int, bool], Floats] = {}
 
     @property
-    def classes(self) -> int:
-        return len(self._ranks)
-
-    @property
     def proportional(self) -> Weights:
         """Weights in proportion to the classes' speed, under which a product costs the same on
         any shares; half is the links'."""
-        weights = np.append(self.machine.speed[self._ranks] * self._sizes, 1.0)
-        return feasible(weights, self.hidden)
+        speed = self.machine.speed[self._ranks] * self._sizes
+        return self.hiding.mean(speed, speed)
 
     def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
         return self._one  # each rank as if it did all of it: t[r] of (3)
@@ -344,6 +336,7 @@ class Relaxation:
 
     def adopt(self, labelling: Labelling) -> Found:
         """Price a program of the same space, found under whatever prices."""
+        classes = len(self._prices.hiding.lost)
         labels = labelling.labels
         chosen = [seconds[labels[v]] for v, seconds in self._timed]
         whole = [s for s in chosen if s.ndim == 1]
@@ -354,16 +347,16 @@ class Relaxation:
         found = Found(
             labelling=labelling,
             whole_s=np.append(
-                np.sum([np.zeros(self._prices.classes), *whole], axis=0), constant / PICOSECONDS
+                np.sum([np.zeros(classes), *whole], axis=0), constant / PICOSECONDS
             ),
-            ways=np.array(ways) if ways else np.zeros((0, 1, self._prices.classes)),
+            ways=np.array(ways) if ways else np.zeros((0, 1, classes)),
         )  # fmt: skip
         self.found.append(found)
         return found
 
     def weights(self) -> Weights:
         """The weights under which the cheapest of the programs found is dearest."""
-        return dearest(self.found, self._prices.classes + 1, self._prices.hidden)
+        return dearest(self.found, self._prices.hiding)
 
     def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
         """Search from ``start`` on, until nothing can be gained or the bound is enough."""
@@ -378,13 +371,14 @@ class Relaxation:
                 return
 
 
-def dearest(found: Sequence[Found], classes: int, hidden: float) -> Weights:
+def dearest(found: Sequence[Found], hiding: Hiding) -> Weights:
     """Maximise the least of ``found`` over the weights, which is concave: cutting planes again.
 
     The programs are known, so that this costs no search; a few linear programs with a variable
     per class.
     """
-    weights = feasible(np.ones(classes), hidden)
+    ones = np.ones_like(hiding.lost)
+    weights = hiding.mean(ones, ones)
     scale = 1.0 / min(f.at(weights) for f in found)
     cuts: list[Floats] = []
     best, best_s = weights, 0.0
@@ -399,31 +393,34 @@ def dearest(found: Sequence[Found], classes: int, hidden: float) -> Weights:
             f.cut(weights) * scale for f in found
             if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
         ]  # fmt: skip
-        highest = _highest(cuts, classes, hidden)
+        highest = _highest(cuts, hiding)
         if highest is None:
             break
         weights, claimed = highest
     return best
 
 
-def _highest(cuts: Sequence[Floats], classes: int, hidden: float) -> tuple[Weights, float] | None:
+def _highest(cuts: Sequence[Floats], hiding: Hiding) -> tuple[Weights, float] | None:
     """The weights where the lowest of planes is highest, and its height.
 
     Planes are ``slopes @ weights``. ``None`` if they are so nearly parallel that the solver
     gives up: any weights give a true bound, so that no more than its height is lost.
     """
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    w = [solver.NumVar(0.0, 1.0, f"w{k}") for k in range(classes)]
+    classes = len(hiding.lost)
+    parts = [solver.NumVar(0.0, 1.0, f"part{k}") for k in range(2 * classes)]
     least = solver.NumVar(0.0, solver.infinity(), "least")
-    solver.Add(solver.Sum(w[:-1]) + hidden * w[-1] == 1)
-    solver.Add(solver.Sum(w[:-1]) >= (1 - hidden) * w[-1])
+    solver.Add(solver.Sum(parts) == 1)
+    one = np.eye(2 * classes)
+    corners = np.array([hiding.mean(*np.split(corner, 2)) for corner in one])
     for slopes in cuts:
-        solver.Add(least <= solver.Sum([float(c) * x for c, x in zip(slopes, w, strict=True)]))
+        heights = (corners @ slopes).tolist()
+        solver.Add(least <= solver.Sum([h * x for h, x in zip(heights, parts, strict=True)]))
     solver.Maximize(least)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
-    weights = feasible(np.array([x.solution_value() for x in w]), hidden)
-    return weights, float(least.solution_value())
+    found = np.maximum([x.solution_value() for x in parts], 0.0)
+    return hiding.mean(*np.split(found, 2)), float(least.solution_value())
 
 
 _CLOSE = 1e-6

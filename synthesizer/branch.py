@@ -34,7 +34,7 @@ import numpy as np
 from hap.graph import Node, Tensor
 from hap.placement import Placement
 from hap.program import FUSIBLE, Compute, Program
-from hap.synthesizer.bound import AnyShares, Floats, Relaxation, Weights
+from hap.synthesizer.bound import AnyShares, Floats, Hiding, Relaxation, Weights
 from hap.synthesizer.cost import CostModel, Machine, PerRank
 from hap.synthesizer.labelling import Allowed
 from hap.synthesizer.rules.base import Row
@@ -157,8 +157,9 @@ class BoxPrices(AnyShares):
         self._boxed: dict[object, Floats] = {}
 
     @property
-    def classes(self) -> int:
-        return 2 * len(self._ranks)
+    def hiding(self) -> Hiding:
+        own = super().hiding
+        return replace(own, lost=np.tile(own.lost, 2))
 
     def alike(self, tensor: str) -> object:
         rank = len(self.graph.tensors[tensor].shape)

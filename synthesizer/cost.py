@@ -34,10 +34,9 @@ class Machine:
         self.network = Network(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
         self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
-        self.interference: PerRank = np.array([d.interference for d in cluster.devices])
-        """Per rank, the part of a collective's time that computing beside it loses."""
-        self.drag: PerRank = np.array([d.drag for d in cluster.devices])
-        """Per rank, how many times as long a collective takes while the rank computes."""
+        self.interference, self.drag = _among_all(cluster)
+        """Per rank, the part of a collective's time that computing beside it loses; and how many
+        times as long a collective takes while the rank computes."""
         self.delay_s: PerRank = np.array([d.delay_s for d in cluster.devices])
         """Per rank, seconds by which each of its messages is later still meanwhile."""
         self.chunk = np.array(
@@ -64,6 +63,27 @@ class Machine:
         rates = np.array([d.rate("matmul", "float32") for d in self.cluster.devices])
         speed: PerRank = rates / rates.sum()
         return speed
+
+
+def _among_all(cluster: Cluster) -> tuple[PerRank, PerRank]:
+    """(interference, drag) per rank in collectives of all devices.
+
+    A device's own figures are of collectives among it and faster ones. Where slower ones take part
+    as well, these last longer, and the device does as much for them as before: no more than a slower
+    one does, in less of its time. Nor does it hold them up by more than a slower one does.
+    """
+    rate, lost, drag = (
+        np.array(figures)
+        for figures in zip(
+            *((d.rate("matmul", "float32"), d.interference, d.drag) for d in cluster.devices),
+            strict=True,
+        )
+    )
+    slower = rate[None, :] <= rate[:, None]
+    return (
+        np.where(slower, (lost * rate)[None, :], np.inf).min(axis=1) / rate,
+        np.where(slower, drag[None, :], np.inf).min(axis=1),
+    )
 
 
 class CostModel:

@@ -306,8 +306,9 @@ class _Run:
         for at, job in zip(self._issued, self._streams.jobs, strict=True):
             last = bisect.bisect_left(self._begin, job.end_s) - 1
             until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
+        ends_s = np.maximum(self._streams.clock_s, self._streams.least_s)
         return Order(
-            program=program, step_s=float((self._streams.clock_s + self._updates_s).max()),
+            program=program, step_s=float((ends_s + self._updates_s).max()),
             communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
             until=tuple(until),
         )  # fmt: skip

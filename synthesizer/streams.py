@@ -52,6 +52,8 @@ class Streams:
         self._drag, self._delay_s = machine.drag, machine.delay_s
         self._delayed = bool(machine.delay_s.any())
         self._slow(0.0)
+        self._computed_s: PerRank = np.zeros_like(self.clock_s)
+        self._communicated_s = 0.0
         self._open = 0  # the first job that has not ended
         self._at_s = 0.0  # how far it has come
 
@@ -64,9 +66,20 @@ class Streams:
         """Is nothing being communicated now?"""
         return self._open == len(self.jobs)
 
+    @property
+    def least_s(self) -> PerRank:
+        """What no rank ends before: its computing, and what all that is communicated takes of it.
+
+        What a rank that is behind the others loses is charged by how far the collective has come
+        for the first of them, which may be too little.
+        """
+        least: PerRank = self._computed_s + self._lost * self._communicated_s
+        return least
+
     def compute(self, seconds: PerRank) -> tuple[PerRank, PerRank]:
         """(start, end) of an operator that can start at once."""
         start = self.clock_s
+        self._computed_s = self._computed_s + seconds
         if self._disturbed and not self.idle:
             left_s = sum(job.left_s for job in self.jobs[self._open :])
             seconds = np.minimum(seconds * self._slowed, seconds + self._lost * left_s)
@@ -78,6 +91,7 @@ class Streams:
 
     def issue(self, seconds: float, messages: int) -> int:
         """The number of a collective that is given to the streams."""
+        self._communicated_s += seconds
         self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
         if self._open == number:

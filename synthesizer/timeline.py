@@ -9,7 +9,8 @@ rank issues them, as :mod:`hap.runtime.overlap` runs them:
   it. It starts when it was issued on all ranks, its inputs are there and their communication
   streams are free, and ends on all ranks at once;
 * the forward ends, and the backward, when all its collectives have ended;
-* the optimizer's step is last.
+* the optimizer's step is last;
+* no rank ends before it has computed all that it has to, and what all communicating takes of that.
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
 :func:`hap.synthesizer.simulate.stages`. Starts are maxima and ends are sums of what came before,
@@ -139,7 +140,7 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
         return np.full_like(finished, jobs[number].end_s)
 
     return Schedule(
-        overlap=overlap, step_s=streams.now_s,
+        overlap=overlap, step_s=max(streams.now_s, float(streams.least_s.max())),
         spans=tuple(s if isinstance(s, Span) else _collective(*s, jobs[s[-1]]) for s in spans),
         begin_s=tuple(begin), done_s=tuple(ended(d) if isinstance(d, int) else d for d in done),
         backward_done_s=finished,

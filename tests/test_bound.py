@@ -14,7 +14,7 @@ from hap.axes import Shares
 from hap.cluster import IMPLEMENTATIONS, LEVELS, Cluster, Device, Link
 from hap.placement import P, R
 from hap.program import Program
-from hap.synthesizer.bound import AnyShares, FixedShares, Floors, Relaxation, dearest, feasible
+from hap.synthesizer.bound import AnyShares, FixedShares, Floors, Hiding, Relaxation, dearest
 from hap.synthesizer.branch import Box, BoxPrices, Branching
 from hap.synthesizer.cost import Machine
 from hap.synthesizer.exact import FORBIDDEN
@@ -57,7 +57,7 @@ def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
         replace(
             d,
             interference=rng.choice((0.0, 0.3, 0.9)),
-            drag=rng.choice((1.5, 2.5, 9.0)),
+            drag=rng.choice((1.0, 1.5, 2.5, 9.0)),
             delay_s=rng.choice((0.0, 1e-3)),
             relaunch=rng.choice((0.1, 0.6, 1.0)),
         )
@@ -213,7 +213,7 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
     synthesizer = Synthesizer(space, cluster, 2)
     step_s = synthesizer.judge(problem.program(labelling), shares).timeline.step_s
     for prices in floors(space, synthesizer.machine, shares, rng):
-        weights = np.random.default_rng(seed).dirichlet(np.full(prices.classes, 0.5))
+        weights = np.random.default_rng(seed).dirichlet(np.full(len(prices.hiding.lost), 0.5))
         bound = Problem(space, prices, Aims(time=lambda s, w=weights: float(np.min(s @ w))))
         cost = cost_of(labelling.labels, bound.unary, bound.pairs)
         assert cost / PICOSECONDS <= step_s * (1 + 1e-9)
@@ -314,32 +314,40 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
         cluster = random_cluster(rng)
         prices = AnyShares(space, Machine(cluster), 2)
         relaxation = Relaxation(space, prices)
+        classes = len(prices.hiding.lost)
         for _ in range(4):
             relaxation.search(
-                np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(prices.classes + 1))
+                np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(classes + 1))
             )
-        hidden = rng.choice((1.0, 0.8, 0.3))
-        weights = dearest(relaxation.found, prices.classes + 1, hidden)
-        assert feasible(weights, hidden) == pytest.approx(weights)
+        hiding = Hiding(
+            rng.choice((1.0, 0.8, 0.3)), np.array([rng.random() for _ in range(classes)])
+        )
+        weights = dearest(relaxation.found, hiding)
         reached = min(f.at(weights) for f in relaxation.found)
-        tried = np.random.default_rng(0).dirichlet(np.ones(prices.classes + 1), 200)
-        for w in tried:
-            others = feasible(w, hidden)
+        tried = np.random.default_rng(0).dirichlet(np.ones(2 * classes), 200)
+        for parts in tried:
+            others = hiding.mean(*np.split(parts, 2))
             assert min(f.at(others) for f in relaxation.found) <= reached * (1 + 1e-5)
 
 
 def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
-    """Of a rank's computing, and of all communication after what a rank's computing can hide."""
+    """Of a rank's computing and what communicating takes of it, and of what no computing can hide."""
     rng = np.random.default_rng(0)
-    for hidden in (1.0, 0.5, 0.1):
+    for pace in (1.0, 0.5, 0.1):
         for _ in range(50):
-            weights = feasible(rng.dirichlet(np.ones(4)), hidden)
-            w, v = weights[:-1], weights[-1]
-            assert weights.min() >= 0
-            assert w.sum() + hidden * v == pytest.approx(1)
-            assert w.sum() >= (1 - hidden) * v * (1 - 1e-12)
-    assert feasible(np.array([1.0, 0.0]), 0.5).tolist() == [1.0, 0.0]
-    assert feasible(np.array([0.1, 9.0]), 0.25).tolist() == pytest.approx([0.75, 1.0])
+            lost, computed_s, communicated_s = rng.random(3), rng.random(3), rng.random()
+            computing, communicating = (rng.random(3) for _ in range(2))
+            weights = Hiding(pace, lost).mean(computing, communicating)
+            steps_s = [
+                *(computed_s + lost * communicated_s),
+                *((1 - pace) * computed_s + communicated_s),
+            ]
+            mean_s = np.average(steps_s, weights=[*computing, *communicating])
+            assert weights @ [*computed_s, communicated_s] == pytest.approx(mean_s)
+    alone, nothing = np.array([2.0, 0.0]), np.zeros(2)
+    hiding = Hiding(0.25, np.array([0.1, 0.2]))
+    assert hiding.mean(alone, nothing).tolist() == pytest.approx([1.0, 0.0, 0.1])
+    assert hiding.mean(nothing, alone).tolist() == pytest.approx([0.75, 0.0, 1.0])
 
 
 def test_what_is_never_read_costs_nothing() -> None:

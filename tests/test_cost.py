@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -346,3 +347,21 @@ def test_every_rank_ends_at_the_same_time(world: str) -> None:
         assert total.tolist() == pytest.approx([timeline.step_s] * n)
         assert (timeline.wait_s >= 0).all()
         assert (timeline.peak_bytes >= timeline.stored_bytes).all()
+
+
+def test_where_slower_devices_take_part_a_faster_one_does_no_more_than_they_do() -> None:
+    """Its own figures are of collectives among it and faster ones, which take less time."""
+    base = cluster("ab", intra=Link(1e9, 0.0), inter=Link(1e9, 0.0))
+    given = zip(base.devices, (4e9, 1e9), (0.9, 0.6), (3.0, 1.5), strict=True)
+    fast, slow = (
+        replace(d, flops_per_s={"float32": rate}, interference=lost, drag=drag)
+        for d, rate, lost, drag in given
+    )
+    both = Machine(replace(base, devices=(fast, slow)))
+    assert both.interference == pytest.approx([0.15, 0.6])
+    assert both.drag.tolist() == [1.5, 1.5]
+    milder = Machine(replace(base, devices=(replace(fast, interference=0.1, drag=1.2), slow)))
+    assert milder.interference == pytest.approx([0.1, 0.6])
+    assert milder.drag.tolist() == [1.2, 1.5]
+    alone = Machine(both.cluster.keep([0]))
+    assert (alone.interference.tolist(), alone.drag.tolist()) == ([0.9], [3.0])

@@ -161,6 +161,18 @@ def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both
     assert streams.clock_s == pytest.approx([2.0, 2.5])
 
 
+def test_no_rank_ends_before_its_computing_and_what_communicating_takes_of_it() -> None:
+    """Rank 0 is behind: the collective, which rank 1 has seen end, takes half a second of it."""
+    machine = Machine(small_cluster(1, 1))
+    machine.interference = np.array([0.5, 0.0])
+    streams = Streams(machine)
+    streams.issue(1.0, 1)
+    streams.compute(np.array([0.2, 2.0]))
+    _, end = streams.compute(np.array([2.0, 0.0]))
+    assert end == pytest.approx([2.4, 2.0]), "0.2 of it was charged"
+    assert streams.least_s == pytest.approx([2.7, 2.0])
+
+
 def test_what_needs_a_collective_waits_for_it_and_nothing_else_does() -> None:
     """y1 reads a gathered weight; y0, which stands before it and after the gather, does not."""
     graph, program = small_graph(), small_program()

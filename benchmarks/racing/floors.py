@@ -8,22 +8,26 @@ from itertools import combinations
 from benchmarks.racing.results import Cell
 from hap.cluster import Cluster
 from hap.graph import Graph
-from hap.plan import Plan
 from hap.synthesizer.space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.work import FLOPS, node_work
 
+SEARCHES = 40
+"""For one part of a cluster; each takes a tenth of a second to two."""
+
 COVERS = "all programs over one mesh axis, with any shares, on any of the devices"
 
 
-def fill(cell: Cell, plan: Plan, cluster: Cluster, optimizer_states: int) -> None:
+def fill(
+    cell: Cell, graph: Graph, cluster: Cluster, optimizer_states: int, *, proved: bool
+) -> None:
     """Write a cell's floors into it; ``cluster`` is the whole one, as it was profiled.
 
-    Nothing is proved of the space of a plan over two mesh axes.
+    Nothing can be ``proved`` of the space of a plan over two mesh axes.
     """
-    cell.arithmetic_s = arithmetic_s(plan.graph, cluster)
-    if plan.mesh is None:
-        cell.bound_s = bound_s(plan.graph, cluster, optimizer_states)
+    cell.arithmetic_s = arithmetic_s(graph, cluster)
+    if proved:
+        cell.bound_s = bound_s(graph, cluster, optimizer_states)
         cell.covers = COVERS
 
 
@@ -42,7 +46,8 @@ def bound_s(graph: Graph, cluster: Cluster, optimizer_states: int) -> float:
 
     A program that some devices have no part in is one of the others, and costs what their links
     cost. So the least of the bounds of all parts of the cluster (:mod:`hap.synthesizer.bound`)
-    holds for every program. Most parts need no search: their products alone take longer.
+    holds for every program. Most parts need no search: their products alone take longer. Others
+    have up to :data:`SEARCHES` more, by which shares are told apart, while theirs is the least.
     """
     space = build_space(graph)
     parts = [
@@ -53,5 +58,6 @@ def bound_s(graph: Graph, cluster: Cluster, optimizer_states: int) -> float:
     least = math.inf
     for part in parts:
         if arithmetic_s(graph, part) < least:
-            least = min(least, Synthesizer(space, part, optimizer_states).relaxed.bound_s)
+            bound_s, _ = Synthesizer(space, part, optimizer_states).proved(least, SEARCHES)
+            least = min(least, bound_s)
     return least
