@@ -86,6 +86,8 @@ class Device:
         start: What a collective among this device and faster ones takes to start, as a part of
             what the cluster's measured collectives say; above 0, at most 1. Those are of all
             devices, and a slow one is late to answer.
+        traffic: What the bytes of such a collective take, likewise, by the collective's name; 1 for
+            those without a figure. A slow device packs and adds up slowly, too.
         relaunch: What the update of a parameter takes to start, as a part of ``launch_s``; above 0, at
             most 1. Where the host computes, an optimizer's loop starts sooner than all else.
         source: Where each figure comes from, by the name of the figure.
@@ -104,6 +106,7 @@ class Device:
     drag: float = 1.0
     delay_s: float = 0.0
     start: float = 1.0
+    traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
     relaunch: float = 1.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -145,6 +148,11 @@ class Device:
         ):
             if not 0 < getattr(self, figure) <= 1:
                 what = f"{figure} of device {self.name} is {getattr(self, figure)}"
+                raise ClusterError(what, hint=hint)
+        for kind, part in self.traffic.items():
+            if kind not in IMPLEMENTATIONS or not 0 < part <= 1:
+                what = f"traffic[{kind}] of device {self.name} is {part}"
+                hint = f"give a part of 1 for any of {', '.join(IMPLEMENTATIONS)}"
                 raise ClusterError(what, hint=hint)
 
     def rate(self, kind: str, dtype: str) -> float:
@@ -195,6 +203,7 @@ class Device:
             self.drag,
             self.delay_s,
             self.start,
+            tuple(sorted(self.traffic.items())),
             self.relaunch,
             tuple(sorted(self.efficiency.items())),
         )
@@ -286,8 +295,12 @@ class Cluster:
         empty if it was not measured."""
         levels = self.collectives.get(kind, {}).get(implementation, {})
         start = max(device.start for device in self.devices)
-        return levels if start == 1 else {
-            level: replace(link, latency_s=start * link.latency_s, least_s=start * link.least_s)
+        traffic = max(device.traffic.get(kind, 1.0) for device in self.devices)
+        return levels if start == traffic == 1 else {
+            level: replace(
+                link, latency_s=start * link.latency_s, least_s=start * link.least_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / traffic,
+            )
             for level, link in levels.items()
         }  # fmt: skip
 

@@ -41,6 +41,7 @@ _FIGURES: Final = (
     "drag",
     "delay",
     "start",
+    "traffic",
     "relaunch",
     "source",
 )
@@ -289,11 +290,12 @@ def _figures(device: Device, given: _Section) -> Device:
         if key in given.data:
             changes[key] = given.number(key, zero=True)
             note(key, key)
-    if "efficiency" in given.data:
-        part = given.section("efficiency", _EFFICIENCIES)
-        own = {str(kind): part.number(kind) for kind in part.data}
-        changes["efficiency"] = {**device.efficiency, **own}
-        note("efficiency", "efficiency")
+    for key, known in (("efficiency", _EFFICIENCIES), ("traffic", tuple(IMPLEMENTATIONS))):
+        if key in given.data:
+            part = given.section(key, known)
+            own = {str(kind): part.number(kind) for kind in part.data}
+            changes[key] = {**getattr(device, key), **own}
+            note(key, key)
     if "flops" in given.data:
         rates = dict(device.flops_per_s)
         if isinstance(given.data["flops"], Mapping):

@@ -23,6 +23,7 @@ _FIGURES = {
     "delay": "delay_s",
     "start": "start",
     "relaunch": "relaunch",
+    "traffic": "traffic",
     "efficiency": "efficiency",
 }
 """Key of the file -> figure whose provenance stands for it."""
@@ -89,8 +90,9 @@ def _gpu(device: Device, count: int) -> CommentedMap:
     for key, default in (("interference", 0.0), ("drag", 1.0), ("start", 1.0), ("relaunch", 1.0)):
         if getattr(device, key) != default or key in told:
             entry[key] = getattr(device, key)
-    if device.efficiency:
-        entry["efficiency"] = {k: float(f"{part:.4g}") for k, part in device.efficiency.items()}
+    for key in ("traffic", "efficiency"):
+        if parts := getattr(device, key):
+            entry[key] = {k: float(f"{part:.4g}") for k, part in parts.items()}
     if told:
         entry["source"] = told
     return entry

@@ -131,6 +131,7 @@ def _machine(devices: list[Device]) -> Device:
         drag=max(d.drag for d in devices),
         delay_s=max(d.delay_s for d in devices),
         start=max(d.start for d in devices),
+        traffic={k: max(d.traffic.get(k, 1.0) for d in devices) for k in first.traffic},
         relaunch=max(d.relaunch for d in devices),
     )
 

@@ -186,15 +186,15 @@ def parts(rows: int, ranks: int, skew: str) -> list[int]:
 
 
 def among(
-    comm: Comm, ranks: tuple[int, ...], kind: str, limits: Range, device: torch.device, whole: Comm
-) -> ExchangeRecord:
-    """A small collective of some ranks, while the others idle.
+    comm: Comm, ranks: tuple[int, ...], kind: str, nbytes: int, limits: Range,
+    device: torch.device, whole: Comm,
+) -> ExchangeRecord:  # fmt: skip
+    """A collective of some ranks, while the others idle.
 
     Args:
         comm: the ranks' communicator; not used by the others.
     """
     n, how = len(ranks), IMPLEMENTATIONS[kind][0]
-    nbytes = limits.sizes[0]
     rows = _rows(kind, nbytes, n)
     half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")
     call = small(comm, kind, nbytes, device) if whole.rank in ranks else None

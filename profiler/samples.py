@@ -103,7 +103,7 @@ class BesideRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartsRecord:
-    """Small collectives among the faster ranks alone, which are the one group of each."""
+    """Small and larger collectives among the faster ranks alone, the one group of each."""
 
     among: tuple[ExchangeRecord, ...]
 

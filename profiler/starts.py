@@ -1,10 +1,11 @@
-"""How much sooner collectives start where the slow ranks take no part.
+"""How much sooner collectives start, and end, where the slow ranks take no part.
 
 A rank with little processor time is late to answer, and all wait for it: on a tenth of a core a
-collective of hardly any bytes takes six times as long as on a free one. The figures of collectives
-(:mod:`hap.profiler.links`) are those of all ranks. So the ranks of each speed and those that are
-faster measure a small collective of each kind, while the others idle; what it takes, by what the
-figures say of it, is the *start* of the devices of that speed.
+collective of hardly any bytes takes six times as long as on a free one. And what it packs, sends and
+adds up may take it longer than the link does. The figures of collectives (:mod:`hap.profiler.links`)
+are those of all ranks. So the ranks of each speed and those that are faster measure a small and a
+larger collective of each kind, while the others idle; what they take, by what the figures say of their
+starts and of their bytes, are the *start* and the *traffic* of the devices of that speed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +22,13 @@ from hap.profiler import beside
 from hap.profiler.beside import Ranks
 from hap.profiler.exchange import Comm, Range, among
 from hap.profiler.links import Price
-from hap.profiler.samples import StartsRecord, expected
+from hap.profiler.samples import ExchangeRecord, StartsRecord, expected
+
+LARGE_BYTES = 2**20
+"""Most of what it takes are its bytes, on links of 200 Mbit/s, and it takes half a second at 20."""
+
+_AT_ONCE = 1e-9  # for a start; 0 is refused
+_LEAST_TRAFFIC = 0.01
 
 
 def measure(
@@ -36,7 +44,7 @@ def measure(
         whole: the communicator of all the ranks.
         each_s: seconds of the same work, by rank.
     """
-    yield "small collectives among faster ranks"
+    yield "collectives among faster ranks"
     yield known.get(StartsRecord.key) or _measured(whole, beside.faster(each_s), limits, device)
 
 
@@ -46,31 +54,63 @@ def _measured(
     found = []
     for ranks in parts:
         comm = beside.only(whole, ranks)
-        found += [among(comm, ranks, kind, limits, device, whole) for kind in IMPLEMENTATIONS]
+        for kind in IMPLEMENTATIONS:
+            for nbytes in (limits.sizes[0], LARGE_BYTES):
+                found.append(among(comm, ranks, kind, nbytes, limits, device, whole))
     return StartsRecord(among=tuple(found))
 
 
 def fitted(cluster: Cluster, record: StartsRecord, price: Price, date: str) -> Cluster:
-    """The cluster whose devices have a start; 1 where all others are faster.
+    """The cluster whose devices have a start and traffic; 1 where all others are faster.
 
     Args:
         cluster: with the figures of collectives among all ranks.
         date: for the provenance.
     """
-    ratios: dict[Ranks, list[float]] = {}
+    groups: dict[Ranks, list[ExchangeRecord]] = {}
     for each in record.among:
-        ratio = expected(each.seconds) / price(cluster, each)
-        ratios.setdefault(each.groups[0], []).append(ratio)
-    found = dict.fromkeys(range(cluster.world_size), (1.0, ""))
-    for ranks in sorted(ratios, key=len, reverse=True):  # the fewest are the fastest
-        start = median(ratios[ranks])
-        off = median(abs(ratio - start) for ratio in ratios[ranks])
-        told = f"measured {date}, n={len(ratios[ranks])} among {len(ranks)} ranks, spread {off:.2f}"
-        found |= dict.fromkeys(ranks, (min(1.0, round(start, 4)), told))
+        groups.setdefault(each.groups[0], []).append(each)
+    found: dict[int, _Figures] = dict.fromkeys(range(cluster.world_size), _Figures(1.0, {}, {}))
+    for ranks in sorted(groups, key=len, reverse=True):  # the fewest are the fastest
+        found |= dict.fromkeys(ranks, _figures(cluster, groups[ranks], price, date))
     devices = list(cluster.devices)
     for alike in cluster.types():
-        start, told = max(found[r] for r in alike)
+        slowest = max((found[r] for r in alike), key=lambda figures: figures.start)
         for r in alike:
-            source = {**devices[r].source, **({"start": told} if start < 1 else {})}
-            devices[r] = replace(devices[r], start=start, source=source)
+            devices[r] = replace(
+                devices[r], start=slowest.start, traffic=slowest.traffic,
+                source={**devices[r].source, **slowest.source},
+            )  # fmt: skip
     return replace(cluster, devices=tuple(devices))
+
+
+class _Figures(NamedTuple):
+    start: float
+    traffic: dict[str, float]
+    source: dict[str, str]
+
+
+def _figures(
+    cluster: Cluster, records: Sequence[ExchangeRecord], price: Price, date: str
+) -> _Figures:
+    """Those of one group of ranks, by its records."""
+    fewest = min(each.nbytes for each in records)
+    small = [each for each in records if each.nbytes < LARGE_BYTES or each.nbytes == fewest]
+    large = [each for each in records if each not in small]
+    ratios = [expected(each.seconds) / price(cluster, each) for each in small]
+    start = median(ratios)
+    soon, at_once = (
+        replace(cluster, devices=tuple(replace(d, start=part) for d in cluster.devices))
+        for part in (min(1.0, start), _AT_ONCE)
+    )
+    traffic = {}
+    for each in large:
+        bytes_s = price(at_once, each)
+        start_s = price(soon, each) - bytes_s
+        part = (expected(each.seconds) - start_s) / bytes_s
+        traffic[each.kind] = round(min(1.0, max(part, _LEAST_TRAFFIC)), 4)
+    off = median(abs(ratio - start) for ratio in ratios)
+    told = f"measured {date}, n={{}} among {len(records[0].groups[0])} ranks"
+    source = {"start": f"{told.format(len(small))}, spread {off:.2f}"} if start < 1 else {}
+    source |= {"traffic": told.format(len(large))} if large else {}
+    return _Figures(min(1.0, round(start, 4)), traffic, source)

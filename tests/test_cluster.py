@@ -79,6 +79,8 @@ def test_no_work_takes_no_time() -> None:
         {"interference": 1.0},
         {"drag": 0.9},
         {"delay_s": -1e-3},
+        {"traffic": {"all_gather": 1.5}},
+        {"traffic": {"gather": 0.5}},
         {"start": 0.0},
         {"start": 1.1},
         {"relaunch": 0.0},

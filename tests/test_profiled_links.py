@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
@@ -139,32 +140,40 @@ def test_parts_without_slower_ranks(each_s: list[float], parts: list[tuple[int, 
     assert beside.faster(each_s) == parts
 
 
-def with_starts(cluster: Cluster, figures: list[float]) -> Cluster:
-    pairs = zip(cluster.devices, figures, strict=True)
-    return replace(cluster, devices=tuple(replace(d, start=s) for d, s in pairs))
+def with_starts(
+    cluster: Cluster, figures: list[float], traffic: tuple[float, ...] = (1.0,) * 4
+) -> Cluster:
+    return replace(cluster, devices=tuple(
+        replace(d, start=s, traffic=dict.fromkeys(IMPLEMENTATIONS, t) if t < 1 else {})
+        for d, s, t in zip(cluster.devices, figures, traffic, strict=True)
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes", ["abcd", "aabb"])
 def test_starts_are_those_of_the_slowest_that_takes_part(nodes: str) -> None:
     plain = cluster(nodes, Link(4e9, 2e-3), Link(25e6, 20e-3))
     own = {kind: {ways[0]: {
-        "inside": Link(4e9, 2e-3, "", 5e-3), "between": Link(25e6, 20e-3, "", 50e-3)
+        "inside": Link(40e6, 2e-3, "", 5e-3), "between": Link(5e6, 20e-3, "", 50e-3)
     }} for kind, ways in IMPLEMENTATIONS.items()}  # fmt: skip
     figures = [0.2, 0.2, 0.6, 1.0]
     unlike = [replace(d, launch_s=s) for d, s in zip(plain.devices, figures, strict=True)]
     measured = replace(plain, devices=tuple(unlike), collectives=own)
-    true = with_starts(measured, figures)
+    true = with_starts(measured, figures, (0.3, 0.3, 0.7, 1.0))
     made = []
-    for group in ((0, 1), (0, 1, 2)):
-        for kind, ways in IMPLEMENTATIONS.items():
-            even = (1 / len(group),) * len(group)
-            record = ExchangeRecord(
-                kind=kind, how=ways[0], nbytes=64, groups=(group,), skew="even", seconds=(1.0,),
-                src=even, dst=even,
-            )  # fmt: skip
-            made.append(replace(record, seconds=(profiling.price(true, record),)))
+    for group, (kind, ways), nbytes in itertools.product(
+        ((0, 1), (0, 1, 2)), IMPLEMENTATIONS.items(), (64, 2**20)
+    ):
+        even = (1 / len(group),) * len(group)
+        record = ExchangeRecord(
+            kind=kind, how=ways[0], nbytes=nbytes, groups=(group,), skew="even", seconds=(1.0,),
+            src=even, dst=even,
+        )  # fmt: skip
+        made.append(replace(record, seconds=(profiling.price(true, record),)))
     found = starts.fitted(measured, StartsRecord(among=tuple(made)), profiling.price, "today")
     assert [d.start for d in found.devices] == pytest.approx(figures, rel=0.01)
+    for kind in IMPLEMENTATIONS:
+        traffic = [d.traffic.get(kind, 1.0) for d in found.devices]
+        assert traffic == pytest.approx([0.3, 0.3, 0.7, 1.0], rel=0.02), kind
     assert "today, n=5 among 3 ranks" in found.devices[2].source["start"]
     assert "start" not in found.devices[3].source
     alike = starts.fitted(measured, StartsRecord(among=()), profiling.price, "today")
@@ -203,7 +212,8 @@ def few_of_three() -> list[tuple[str, int, int]]:
 @pytest.mark.gloo
 def test_some_ranks_measure_while_others_idle() -> None:
     assert (
-        spawn(few_of_three, 3, timeout_s=150) == [[(kind, 2, True) for kind in IMPLEMENTATIONS]] * 3
+        spawn(few_of_three, 3, timeout_s=150)
+        == [[(kind, 2, True) for kind in IMPLEMENTATIONS for _ in range(2)]] * 3
     )
 
 
@@ -399,7 +409,7 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, relaunch=0.4, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, relaunch=0.4, traffic={"all_gather": 0.25}, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today", "start": "measured today, n=3",
     })  # fmt: skip
     return replace(made, devices=(*made.devices[:3], slower), collectives=own)
@@ -418,6 +428,7 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert [d.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
     assert [d.interference for d in found.devices] == [0.0, 0.0, 0.0, 0.25]
     assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 1.0]
+    assert [d.traffic for d in found.devices] == [{}, {}, {}, {"all_gather": 0.25}]
     assert "n=3" in found.devices[3].source["start"], "measured, and as if it were not"
     assert [d.relaunch for d in found.devices] == [0.5, 0.5, 0.5, 0.4]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
