@@ -186,14 +186,22 @@ def parts(rows: int, ranks: int, skew: str) -> list[int]:
 
 
 def among(
-    comm: Comm, ranks: tuple[int, ...], kind: str, nbytes: int, limits: Range,
+    comm: Comm, ranks: tuple[int, ...], kind: str, sizes: Sequence[int], limits: Range,
     device: torch.device, whole: Comm,
-) -> ExchangeRecord:  # fmt: skip
-    """A collective of some ranks, while the others idle.
+) -> list[ExchangeRecord]:  # fmt: skip
+    """A collective of some ranks, while the others idle; up to the size that would take too long.
 
     Args:
         comm: the ranks' communicator; not used by the others.
     """
+    one = partial(_among, comm, ranks, kind, limits, device, whole)
+    return [found for found in _grow(kind, one, sizes, limits) if isinstance(found, ExchangeRecord)]
+
+
+def _among(
+    comm: Comm, ranks: tuple[int, ...], kind: str, limits: Range, device: torch.device, whole: Comm,
+    nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
     n, how = len(ranks), IMPLEMENTATIONS[kind][0]
     rows = _rows(kind, nbytes, n)
     half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")

@@ -3,8 +3,8 @@
 A rank with little processor time is late to answer, and all wait for it: on a tenth of a core a
 collective of hardly any bytes takes six times as long as on a free one. And what it packs, sends and
 adds up may take it longer than the link does. The figures of collectives (:mod:`hap.profiler.links`)
-are those of all ranks. So the ranks of each speed and those that are faster measure a small and a
-larger collective of each kind, while the others idle; what they take, by what the figures say of their
+are those of all ranks. So the ranks of each speed and those that are faster measure small and
+larger collectives of each kind, while the others idle; what they take, by what the figures say of their
 starts and of their bytes, are the *start* and the *traffic* of the devices of that speed.
 """
 
@@ -24,8 +24,8 @@ from hap.profiler.exchange import Comm, Range, among
 from hap.profiler.links import Price
 from hap.profiler.samples import ExchangeRecord, StartsRecord, expected
 
-LARGE_BYTES = 2**20
-"""Most of what it takes are its bytes, on links of 200 Mbit/s, and it takes half a second at 20."""
+LARGE_BYTES = 2**20, 2**22
+"""The largest that is measured tells traffic: links may carry the first part of it from a queue."""
 
 _AT_ONCE = 1e-9  # for a start; 0 is refused
 _LEAST_TRAFFIC = 0.01
@@ -55,8 +55,8 @@ def _measured(
     for ranks in parts:
         comm = beside.only(whole, ranks)
         for kind in IMPLEMENTATIONS:
-            for nbytes in (limits.sizes[0], LARGE_BYTES):
-                found.append(among(comm, ranks, kind, nbytes, limits, device, whole))
+            sizes = limits.sizes[0], *LARGE_BYTES
+            found += among(comm, ranks, kind, sizes, limits, device, whole)
     return StartsRecord(among=tuple(found))
 
 
@@ -94,9 +94,8 @@ def _figures(
     cluster: Cluster, records: Sequence[ExchangeRecord], price: Price, date: str
 ) -> _Figures:
     """Those of one group of ranks, by its records."""
-    fewest = min(each.nbytes for each in records)
-    small = [each for each in records if each.nbytes < LARGE_BYTES or each.nbytes == fewest]
-    large = [each for each in records if each not in small]
+    small = list({each.kind: each for each in reversed(records)}.values())  # they come in order
+    large = list({each.kind: each for each in records if each not in small}.values())
     ratios = [expected(each.seconds) / price(cluster, each) for each in small]
     start = median(ratios)
     soon, at_once = (

@@ -161,7 +161,7 @@ def test_starts_are_those_of_the_slowest_that_takes_part(nodes: str) -> None:
     true = with_starts(measured, figures, (0.3, 0.3, 0.7, 1.0))
     made = []
     for group, (kind, ways), nbytes in itertools.product(
-        ((0, 1), (0, 1, 2)), IMPLEMENTATIONS.items(), (64, 2**20)
+        ((0, 1), (0, 1, 2)), IMPLEMENTATIONS.items(), (64, 2**20, 2**22)
     ):
         even = (1 / len(group),) * len(group)
         record = ExchangeRecord(
@@ -213,7 +213,7 @@ def few_of_three() -> list[tuple[str, int, int]]:
 def test_some_ranks_measure_while_others_idle() -> None:
     assert (
         spawn(few_of_three, 3, timeout_s=150)
-        == [[(kind, 2, True) for kind in IMPLEMENTATIONS for _ in range(2)]] * 3
+        == [[(kind, 2, True) for kind in IMPLEMENTATIONS for _ in range(3)]] * 3
     )
 
 
