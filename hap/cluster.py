@@ -77,8 +77,8 @@ class Device:
             the time of their arithmetic; thin products are slower for it. Infinite where arithmetic
             hides it. ``flops_per_s`` over it is the intensity at which a product has half of its
             rate (Hockney and Curington, 1989).
-        interference: Part of a collective's time that computing beside it loses; at least 0 and
-            below 1.
+        interference: Part of the time of a collective among this device and faster ones that
+            computing beside it loses; at least 0 and below 1.
         drag: How many times as long a collective among this device and faster ones takes while the
             device computes beside it; at least 1. It takes its own time while all ranks wait for it.
         delay_s: Seconds by which each message of such a collective is later still, however few its
