@@ -409,10 +409,11 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, relaunch=0.4, traffic={"all_gather": 0.25}, source={
-        "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today", "start": "measured today, n=3",
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, start=0.3, relaunch=0.4, traffic={"all_gather": 0.25}, source={
+        "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
-    return replace(made, devices=(*made.devices[:3], slower), collectives=own)
+    usual = replace(made.devices[2], source={"start": "measured today, n=3"})
+    return replace(made, devices=(*made.devices[:2], usual, slower), collectives=own)
 
 
 def test_a_cluster_survives_the_yaml_file() -> None:
@@ -427,9 +428,9 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
     assert [d.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
     assert [d.interference for d in found.devices] == [0.0, 0.0, 0.0, 0.25]
-    assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 1.0]
+    assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
     assert [d.traffic for d in found.devices] == [{}, {}, {}, {"all_gather": 0.25}]
-    assert "n=3" in found.devices[3].source["start"], "measured, and as if it were not"
+    assert "n=3" in found.devices[2].source["start"], "measured, and as if it were not"
     assert [d.relaunch for d in found.devices] == [0.5, 0.5, 0.5, 0.4]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
         assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)

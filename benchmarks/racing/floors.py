@@ -13,7 +13,7 @@ from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.work import FLOPS, node_work
 
 SEARCHES = 40
-"""For one part of a cluster; each takes a tenth of a second to two."""
+"""For one part of a cluster, at most."""
 
 COVERS = "all programs over one mesh axis, with any shares, on any of the devices"
 
