@@ -121,27 +121,22 @@ def test_a_collective_slows_computing_beside_it_by_hand() -> None:
     assert run.step_s == 25.5
 
 
-def test_computing_drags_the_collective_beside_it_by_hand() -> None:
-    """While rank 1 computes d1 for 2 seconds, a third of them is communicated; then all wait."""
+@pytest.mark.parametrize(("figure", "per_rank"), [("drag", [1.5, 3.0]), ("delay_s", [0.5, 3.0])])
+def test_computing_slows_the_collective_beside_it_by_hand(
+    figure: str, per_rank: list[float]
+) -> None:
+    """While rank 1 computes d1 for 2 seconds, a third of them is communicated; then all wait.
+
+    A drag of 3 does so, and for two messages in 3 seconds a delay of 3 for each.
+    """
     graph, cost = small_graph(), Seconds(small_graph())
-    cost.machine.drag = np.array([1.5, 3.0])
+    setattr(cost.machine, figure, np.array(per_rank))
     run = schedule(graph, small_program(), cost)
     first, second, third = spans(run, COMMUNICATION, 1)
     assert first == (10, 13), "nothing is computed meanwhile"
     assert second == pytest.approx((15, 17 + 3 - 2 / 3))
     assert third == pytest.approx((second[1], second[1] + 3))
     assert run.step_s == pytest.approx(third[1] + 4)
-
-
-def test_computing_delays_the_collective_beside_it_by_hand() -> None:
-    """Two messages, by 3 seconds each if rank 1 computed all the while: 9 for 3. It does for 2."""
-    graph, cost = small_graph(), Seconds(small_graph())
-    cost.machine.delay_s = np.array([0.5, 3.0])
-    run = schedule(graph, small_program(), cost)
-    first, second, third = spans(run, COMMUNICATION, 1)
-    assert first == (10, 13), "nothing is computed meanwhile"
-    assert second == pytest.approx((15, 17 + 3 - 2 / 3))
-    assert third == pytest.approx((second[1], second[1] + 3))
 
 
 def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both_run() -> None:
