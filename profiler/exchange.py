@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ _BRIEF_S, _OFTEN = 0.08, 3  # a collective that is over so soon is repeated so m
 _SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
 _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
+_BOOT, _TIME = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 _PATIENT = 4
 _VAGUE, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
@@ -42,6 +45,7 @@ class Comm(Protocol):
     rank: int
     world_size: int
 
+    def __hash__(self) -> int: ...
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm: ...
     def all_gather_many(
         self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
@@ -223,7 +227,7 @@ def small(comm: Comm, kind: str, nbytes: int, device: torch.device) -> Callable[
 
 def in_a_row(call: Callable[[], object], count: int, device: torch.device, whole: Comm) -> float:
     """Seconds of each of so many calls, as in the records of collectives; known to all."""
-    return _last([_one(call, count, device, whole)], device, whole)[0]
+    return _last([_one(call, count, device, whole)], count, device, whole)[0]
 
 
 def _collective(
@@ -319,7 +323,7 @@ def _seconds(
     """Seconds of a call until the last rank has its result, per round; None on ranks that idle."""
     if call is not None:
         call()  # makes connections, and memory
-    once = _last([_one(call, 1, device, whole)], device, whole)[0]
+    once = _last([_one(call, 1, device, whole)], 1, device, whole)[0]
     # Short ones in a row: a throttled rank may sleep through a whole one.
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
     long = once > limits.longest_s / _LONG
@@ -327,7 +331,7 @@ def _seconds(
     found = [once] if long else []
     for _ in range(1 + _AGAIN):
         mine = [_one(call, count, device, whole) for _ in range(rounds)]
-        found += _last(mine, device, whole)
+        found += _last(mine, count, device, whole)
         if not vague(found):
             break
     return tuple(found)
@@ -341,25 +345,42 @@ def vague(seconds: Sequence[float]) -> bool:
 def _one(
     call: Callable[[], object] | None, count: int, device: torch.device, whole: Comm
 ) -> tuple[float, float]:
-    """(seconds until this rank had computed, until it had its result) per call.
+    """(when this rank would have computed, had it only done that; when it had its last result).
 
     On a CPU each call comes after some computing, as in a step: a rank comes to it with the
     caches full of something else and, where it is throttled, little processor time left.
+    On one machine these are times of its clock. On several they count from when this rank began:
+    one that is late to begin is then part of what the others measure.
     """
     busy = _busy() if device.type == "cpu" and call is not None else None
+    one_clock = _one_clock(device, whole)
     whole.all_reduce_max(torch.zeros((), device=device))  # all start together
     _synchronize(device)
+    if call is None:
+        return 0.0, 0.0
     start, computed = time.perf_counter(), 0.0
     for _ in range(count):
-        if call is None:
-            break
         if busy is not None:
             begun = time.perf_counter()
             busy()
             computed += time.perf_counter() - begun
         call()
     _synchronize(device)
-    return computed / count, (time.perf_counter() - start) / count
+    origin = 0.0 if one_clock else start
+    return start - origin + computed, time.perf_counter() - origin
+
+
+@cache
+def _one_clock(device: torch.device, whole: Comm) -> bool:
+    """Do all ranks read the same clock? Those of one machine do, unless namespaces set it apart."""
+    try:
+        name = _BOOT.read_text() + _TIME.readlink().name
+    except OSError:  # not Linux, or one that hides it: only this process's own is sure to be
+        name = str(whole.rank)
+    number = float(crc32(name.encode()))
+    both = torch.tensor([number, -number], dtype=torch.float64, device=device)
+    largest, least = whole.all_reduce_max(both).tolist()
+    return bool(largest == -least)
 
 
 @cache
@@ -380,10 +401,14 @@ def _busy() -> Callable[[], object]:
     return products
 
 
-def _last(rounds: list[tuple[float, float]], device: torch.device, whole: Comm) -> list[float]:
-    """Seconds from when the last rank had computed until the last had its result, known to all."""
-    found = whole.all_reduce_max(torch.tensor(rounds, device=device)).tolist()
-    return [max(ended - computed, _LEAST_S) for computed, ended in found]
+def _last(
+    rounds: list[tuple[float, float]], count: int, device: torch.device, whole: Comm
+) -> list[float]:
+    """Seconds of each of so many calls, from when the last rank had computed until the last had
+    its result, known to all.
+    """
+    found = whole.all_reduce_max(torch.tensor(rounds, dtype=torch.float64, device=device)).tolist()
+    return [max((ended - computed) / count, _LEAST_S) for computed, ended in found]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -353,6 +353,29 @@ def test_repeats_that_differ_much_are_repeated(
     assert list(seconds) == [s for batch in batches for s in batch][:kept]
 
 
+class _LateToBegin(ProcessGroupComm):
+    """The last rank learns late that all have met, as one that gets little of a core does."""
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        found = super().all_reduce_max(x)
+        if not x.ndim and self.rank == self.world_size - 1:
+            time.sleep(LATE_S)
+        return found
+
+
+LATE_S = 0.4
+
+
+def _seconds_though_late() -> float:
+    whole = _LateToBegin()
+    call = exchange.small(whole, "all_reduce", 2**12, CPU)
+    return min(exchange.in_a_row(call, 1, CPU, whole) for _ in range(3))
+
+
+def test_a_rank_that_is_late_to_begin_is_no_part_of_a_collective() -> None:
+    assert spawn(_seconds_though_late, 2) == [pytest.approx(0, abs=LATE_S / 2)] * 2
+
+
 def test_messages_give_the_links() -> None:
     records = [
         ExchangeRecord(
