@@ -88,8 +88,9 @@ class Device:
             devices, and a slow one is late to answer.
         traffic: What the bytes of such a collective take, likewise, by the collective's name; 1 for
             those without a figure. A slow device packs and adds up slowly, too.
-        relaunch: What the update of a parameter takes to start, as a part of ``launch_s``; above 0, at
-            most 1. Where the host computes, an optimizer's loop starts sooner than all else.
+        relaunch: What an operator that follows a small one takes to start, and the update of a
+            parameter, as a part of ``launch_s``; above 0, at most 1. Where the host computes, what is
+            large takes everything else out of its caches, code included.
         source: Where each figure comes from, by the name of the figure.
     """
 
@@ -144,7 +145,10 @@ class Device:
             )
         for figure, hint in (
             ("start", "give the part of a start that is left without slower devices, such as 0.3"),
-            ("relaunch", "give the part of a launch that a parameter's update takes, such as 0.5"),
+            (
+                "relaunch",
+                "give the part of a launch that an operator after a small one takes, such as 0.5",
+            ),
         ):
             if not 0 < getattr(self, figure) <= 1:
                 what = f"{figure} of device {self.name} is {getattr(self, figure)}"

@@ -21,6 +21,31 @@ ITEM_BYTES: Mapping[str, int] = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
+FREE = frozenset(
+    f"aten.{op}"
+    for op in [
+        "alias.default",
+        "view.default",
+        "t.default",
+        "transpose.int",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "unbind.int",
+        "split.Tensor",
+        "split_with_sizes.default",
+    ]
+) | {"mesh.slice"}
+"""Operators that run no kernel."""
+
+SMALL_BYTES = 2**18
+"""An operator whose tensors are no larger leaves the caches of a processor as they were."""
+
 
 class Ref(NamedTuple):
     """An argument of a node that is a tensor of the graph."""
@@ -150,7 +175,7 @@ class Graph:
 
     @cached_property
     def alike(self) -> Mapping[str, int]:
-        """Node name -> number of its kind: same operator, flags, shapes and dtypes.
+        """Node name -> number of its kind: same operator, flags, shapes, dtypes, and :attr:`sooner`.
 
         Layers repeat, so there are few kinds; what does not look at names is the same for all
         the nodes of one.
@@ -164,9 +189,25 @@ class Graph:
             )
             flags = tuple(a for a in node.args if isinstance(a, bool))
             repeats = tuple(node.inputs.index(name) for name in node.inputs)
-            key = node.op, flags, repeats, looks
+            key = node.op, flags, repeats, looks, node.name in self.sooner
             found[node.name] = kinds.setdefault(key, len(kinds))
         return found
+
+    @cached_property
+    def sooner(self) -> frozenset[str]:
+        """The nodes that run after a small operator, and start sooner for what is in the caches.
+
+        By whole tensors: what is small on one device is so under any shares.
+        """
+        found, after_small = set(), False
+        for node in self.nodes:
+            if node.op in FREE:
+                continue
+            if after_small:
+                found.add(node.name)
+            names = {name for name in (*node.inputs, *node.outputs) if name is not None}
+            after_small = sum(self.tensors[name].nbytes for name in names) <= SMALL_BYTES
+        return frozenset(found)
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

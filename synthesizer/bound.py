@@ -62,7 +62,7 @@ import numpy.typing as npt
 from ortools.linear_solver import pywraplp
 
 from hap.axes import Shares
-from hap.graph import Graph, Node, Tensor
+from hap.graph import FREE, Graph, Node, Tensor
 from hap.placement import LOCAL, Placement, R, conversion
 from hap.program import FUSIBLE, Program
 from hap.synthesizer.communication import Choice
@@ -71,7 +71,6 @@ from hap.synthesizer.exact import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.space import Space
-from hap.synthesizer.work import FREE
 
 Floats = npt.NDArray[np.float64]
 

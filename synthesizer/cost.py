@@ -34,6 +34,7 @@ class Machine:
         self.network = Network(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
         self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
+        self._sooner = np.array([d.launch_s * d.relaunch for d in cluster.devices])
         self.interference, self.drag = _among_all(cluster)
         """Per rank, the part of a collective's time that computing beside it loses; and how many
         times as long a collective takes while the rank computes."""
@@ -44,8 +45,13 @@ class Machine:
         )
         """Per rank, elements that a loss works on at once."""
 
-    def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
-        """Time per rank of one operator, given each rank's operations and traffic."""
+    def seconds(
+        self, work: Work, flops: PerRank, nbytes: PerRank, *, sooner: bool = False
+    ) -> PerRank:
+        """Time per rank of one operator, given each rank's operations and traffic.
+
+        ``sooner``: it follows a small one (:attr:`hap.graph.Graph.sooner`).
+        """
         key = (work.kind, work.dtype)
         if key not in self._rates:
             devices = self.cluster.devices
@@ -54,7 +60,8 @@ class Machine:
             self._rates[key] = rates, operand_s, np.array([d.launch_of(work.kind) for d in devices])
         rates, operand_s, launch_s = self._rates[key]
         busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
-        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
+        start_s = self._sooner if sooner else launch_s
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), start_s + busy, 0.0)
         return seconds
 
     @cached_property
@@ -190,7 +197,8 @@ class CostModel:
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share still reads nothing: its call is on empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
-        return self.machine.seconds(work, work.flops * part, nbytes)
+        sooner = node.name in self.graph.sooner
+        return self.machine.seconds(work, work.flops * part, nbytes, sooner=sooner)
 
     def workspace(self, node: Node, row: Row) -> PerRank:
         """Bytes that a node's kernels hold beside what it reads and what it makes."""

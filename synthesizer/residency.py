@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hap.graph import Graph
+from hap.graph import FREE, Graph
 from hap.program import Compute, Program, Value
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import communication_buffers
 from hap.synthesizer.script import computed
 from hap.synthesizer.timeline import Schedule, ends
-from hap.synthesizer.work import FREE
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,11 +12,10 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hap.graph import Graph, Node, Tensor
+from hap.graph import FREE, Graph, Node, Tensor
 from hap.program import Bounds, Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost import CostModel
 from hap.synthesizer.rules.base import Row
-from hap.synthesizer.work import FREE
 
 Indices = npt.NDArray[np.int64]
 

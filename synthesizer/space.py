@@ -21,12 +21,12 @@ from functools import cached_property
 
 from hap.axes import Axes, Dim, Ties
 from hap.errors import UnsupportedOpError
-from hap.graph import Graph, Node
+from hap.graph import FREE, Graph, Node
 from hap.placement import P, Placement, R, S
 from hap.synthesizer.naming import axis_names
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.written import lines_of
-from hap.synthesizer.work import FLOPS, FREE
+from hap.synthesizer.work import FLOPS
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
 """Operators whose axes are used. A look-up is the product of a one-hot matrix and the table: no

@@ -16,12 +16,11 @@ from functools import cache
 import numpy as np
 
 from hap.axes import Axes, Axis, Dim, Shares
-from hap.graph import Graph
+from hap.graph import FREE, Graph
 from hap.program import Compute, Program
 from hap.synthesizer.cost import CostModel, PerRank
 from hap.synthesizer.footprint import memory
 from hap.synthesizer.shares import proportional
-from hap.synthesizer.work import FREE
 
 _ROUNDS = 10
 """Tries to fit the memory. Uneven shards need larger buffers for their padding, which leave less room for shards."""

@@ -1,7 +1,7 @@
 """How much arithmetic and memory traffic each operator is: one row per op that has any.
 
 Everything not named here is memory traffic: it reads its inputs and writes its outputs. Only
-the operators in :data:`FREE` cost nothing, because they run no kernel.
+the operators in :data:`hap.graph.FREE` cost nothing, because they run no kernel.
 """
 
 from __future__ import annotations
@@ -9,30 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hap.cluster import Work
-from hap.graph import Graph, Node
+from hap.graph import FREE, Graph, Node
 from hap.synthesizer.rules.base import Call, numel
 from hap.synthesizer.rules.written import lines_of, written_flops
-
-FREE = frozenset(
-    f"aten.{op}"
-    for op in [
-        "alias.default",
-        "view.default",
-        "t.default",
-        "transpose.int",
-        "permute.default",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "squeeze.default",
-        "expand.default",
-        "slice.Tensor",
-        "select.int",
-        "unbind.int",
-        "split.Tensor",
-        "split_with_sizes.default",
-    ]
-) | {"mesh.slice"}
 
 
 def _mm(call: Call) -> float:

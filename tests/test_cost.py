@@ -11,7 +11,7 @@ import pytest
 
 from hap.axes import Axes, Axis
 from hap.cluster import Cluster, Device, Link, Work
-from hap.graph import ITEM_BYTES, Graph, Input, Output, Ref, Tensor
+from hap.graph import FREE, ITEM_BYTES, Graph, Input, Output, Ref, Tensor
 from hap.placement import L, P, Placement, R, S, conversion, convertible
 from hap.program import Compute, Convert, Program
 from hap.synthesizer.communication import Network
@@ -21,7 +21,7 @@ from hap.synthesizer.labelling import Aims, Problem
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.simulate import simulate, stages
 from hap.synthesizer.space import build_space
-from hap.synthesizer.work import FREE, node_work
+from hap.synthesizer.work import node_work
 from tests.small_plan import node, small_graph
 
 
@@ -114,6 +114,31 @@ def test_an_operator_costs_each_rank_its_part() -> None:
     assert split.tolist() == pytest.approx(expected([4 / 6, 2 / 6, 0]))
     assert split[2] == 0, "no share, no launch"
     assert cost.compute(relu, Row((R,), (R,))).tolist() == pytest.approx(expected([1, 1, 1]))
+
+
+@pytest.mark.parametrize(("elements", "sooner"), [(2**15, {"c"}), (2**15 + 1, set())])
+def test_what_follows_a_small_operator_starts_sooner(elements: int, sooner: set[str]) -> None:
+    """Whatever views are between the two; a large one takes from the caches what would be there."""
+    nodes = (
+        node("a", "aten.relu.default", Ref("x")),
+        node("b", "aten.view.default", Ref("a")),
+        node("c", "aten.relu.default", Ref("b")),
+    )
+    graph = Graph(
+        inputs=(Input(tensor="x", role="input", target="0"),),
+        nodes=nodes,
+        outputs=(Output(tensor="c", role="loss", target="loss"),),
+        tensors={name: Tensor(name=name, shape=(elements,), dtype="float32") for name in "xabc"},
+    )
+    assert graph.sooner == sooner
+    world = cluster("ab", intra=FAST, inter=SLOW)
+    devices = tuple(replace(d, launch_s=1e-3, relaunch=0.25) for d in world.devices)
+    machine = Machine(replace(world, devices=devices))
+    cost = CostModel(graph, Axes(axes={}, of={}), machine, {}, 0)
+    first, view, last = (cost.compute(each, Row((R,), (R,))) for each in nodes)
+    assert not view.any()
+    saved_s = 0.75e-3 if sooner else 0.0
+    assert (first - last).tolist() == pytest.approx([saved_s] * 2)
 
 
 def test_a_rank_without_a_share_does_not_read_the_weights() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.racing.memory import traced
 from hap.axes import Axes, Axis
-from hap.graph import Graph, Input, Node, Ref, Tensor
+from hap.graph import FREE, Graph, Input, Node, Ref, Tensor
 from hap.placement import P, R, S
 from hap.plan import Plan
 from hap.program import Compute, Convert, Instruction, Value
@@ -20,7 +20,6 @@ from hap.synthesizer.footprint import KINDS, at_peak, communication_buffers, mem
 from hap.synthesizer.overlap import orders
 from hap.synthesizer.rules.base import Row
 from hap.synthesizer.storage import program_axes
-from hap.synthesizer.work import FREE
 from tests.random_plans import benchmark_case, random_plan, two_machines
 from tests.small_plan import small_graph
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from hap.errors import UnsupportedOpError
-from hap.graph import Graph, Input, Node, Output, Tensor
+from hap.graph import FREE, Graph, Input, Node, Output, Tensor
 from hap.mesh import is_mesh_op
 from hap.peephole import RANDOM
 from hap.placement import P, R, S
 from hap.synthesizer.rules import RULES, Row
 from hap.synthesizer.space import build_space
-from hap.synthesizer.work import FREE, node_work
+from hap.synthesizer.work import node_work
 from hap.truth import Case, cuts, missing
 from tests.rule_samples import SAMPLES
 
