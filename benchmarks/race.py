@@ -56,7 +56,7 @@ KEPT = HERE / "data" / "race.jsonl"
 """Every step of the race that docs/ tells of; as results.jsonl of OUT, ``--resume`` goes on from it."""
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
-QUICK_MODELS, QUICK_CLUSTERS = ("bert", "wide_mlp"), ("4411", "two_sites")
+QUICK_MODELS, QUICK_CLUSTERS = ("vgg19", "bert", "wide_mlp"), ("4411",)
 MEASURED = ("quick", "rounds", "warm_up", "budget", "sit_out", "cores", "size", "trust_cluster")
 """Options that change what is measured in a cell."""
 TOLERANCE = 1e-4
@@ -129,7 +129,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clusters", choices=CLUSTERS, **some)
     parser.add_argument("--contenders", choices=CONTENDERS, default=list(CONTENDERS), **some)
     parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
-    parser.add_argument("--quick", action="store_true", help="four cells, three rounds")
+    parser.add_argument("--quick", action="store_true", help="three cells, three rounds")
     parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
     parser.add_argument("--rounds", type=int, help="counted rounds per cell; default 5, quick 3")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those, not counted")
