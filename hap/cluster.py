@@ -180,7 +180,12 @@ class Device:
 
     def launch_of(self, kind: str) -> float:
         """Constant cost of an operator of a kind of work, in seconds."""
-        return self.launch_s * (self.relaunch if kind == "update" else 1.0)
+        return self.relaunch_s if kind == "update" else self.launch_s
+
+    @property
+    def relaunch_s(self) -> float:
+        """Constant cost of an operator that follows a small one, in seconds."""
+        return self.launch_s * self.relaunch
 
     def seconds(self, work: Work) -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever is longer.

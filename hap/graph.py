@@ -44,7 +44,7 @@ FREE = frozenset(
 """Operators that run no kernel."""
 
 SMALL_BYTES = 2**18
-"""An operator whose tensors are no larger leaves the caches of a processor as they were."""
+"""The tensors of a small operator, together: it leaves the caches of a processor as they were."""
 
 
 class Ref(NamedTuple):
@@ -175,7 +175,7 @@ class Graph:
 
     @cached_property
     def alike(self) -> Mapping[str, int]:
-        """Node name -> number of its kind: same operator, flags, shapes, dtypes, and :attr:`sooner`.
+        """Node name -> number of its kind: same operator, flags, shapes, dtypes, :attr:`after_small`.
 
         Layers repeat, so there are few kinds; what does not look at names is the same for all
         the nodes of one.
@@ -189,24 +189,24 @@ class Graph:
             )
             flags = tuple(a for a in node.args if isinstance(a, bool))
             repeats = tuple(node.inputs.index(name) for name in node.inputs)
-            key = node.op, flags, repeats, looks, node.name in self.sooner
+            key = node.op, flags, repeats, looks, node.name in self.after_small
             found[node.name] = kinds.setdefault(key, len(kinds))
         return found
 
     @cached_property
-    def sooner(self) -> frozenset[str]:
-        """The nodes that run after a small operator, and start sooner for what is in the caches.
+    def after_small(self) -> frozenset[str]:
+        """The nodes that run right after a small operator, whatever views are between.
 
         By whole tensors: what is small on one device is so under any shares.
         """
-        found, after_small = set(), False
+        found, small = set(), False
         for node in self.nodes:
             if node.op in FREE:
                 continue
-            if after_small:
+            if small:
                 found.add(node.name)
             names = {name for name in (*node.inputs, *node.outputs) if name is not None}
-            after_small = sum(self.tensors[name].nbytes for name in names) <= SMALL_BYTES
+            small = sum(self.tensors[name].nbytes for name in names) <= SMALL_BYTES
         return frozenset(found)
 
     @cached_property

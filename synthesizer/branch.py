@@ -174,7 +174,7 @@ class BoxPrices(AnyShares):
         placed = zip(names, (*row.ins, *row.outs), strict=True)
         if any(n and p and self._inside(n, p) for n, p in placed):
             low_s, high_s = (model.compute(node, row) for model in (self._low, self._high))
-            start = self._relaunch if node.name in self.graph.sooner else self._launch
+            start = self._relaunch if node.name in self.graph.after_small else self._launch
             return self._ways_inside(low_s, high_s, start)
         return self._doubled(super().compute(node, row))
 

@@ -34,7 +34,7 @@ class Machine:
         self.network = Network(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
         self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
-        self._sooner = np.array([d.launch_s * d.relaunch for d in cluster.devices])
+        self._sooner = np.array([d.relaunch_s for d in cluster.devices])
         self.interference, self.drag = _among_all(cluster)
         """Per rank, the part of a collective's time that computing beside it loses; and how many
         times as long a collective takes while the rank computes."""
@@ -50,7 +50,7 @@ class Machine:
     ) -> PerRank:
         """Time per rank of one operator, given each rank's operations and traffic.
 
-        ``sooner``: it follows a small one (:attr:`hap.graph.Graph.sooner`).
+        ``sooner``: it follows a small one (:attr:`hap.graph.Graph.after_small`).
         """
         key = (work.kind, work.dtype)
         if key not in self._rates:
@@ -197,7 +197,7 @@ class CostModel:
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share still reads nothing: its call is on empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
-        sooner = node.name in self.graph.sooner
+        sooner = node.name in self.graph.after_small
         return self.machine.seconds(work, work.flops * part, nbytes, sooner=sooner)
 
     def workspace(self, node: Node, row: Row) -> PerRank:

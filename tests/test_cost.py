@@ -130,7 +130,7 @@ def test_what_follows_a_small_operator_starts_sooner(elements: int, sooner: set[
         outputs=(Output(tensor="c", role="loss", target="loss"),),
         tensors={name: Tensor(name=name, shape=(elements,), dtype="float32") for name in "xabc"},
     )
-    assert graph.sooner == sooner
+    assert graph.after_small == sooner
     world = cluster("ab", intra=FAST, inter=SLOW)
     devices = tuple(replace(d, launch_s=1e-3, relaunch=0.25) for d in world.devices)
     machine = Machine(replace(world, devices=devices))
