@@ -31,20 +31,21 @@ from benchmarks.racing.results import Entry, judge_losses
 from benchmarks.racing.run import reference, run_cell
 from benchmarks.racing.summary import PLAN, ratio
 from hap.api import build_without_data
-from hap.capture import capture
-from hap.cluster import Cluster, load_cluster
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cli.terminal import console, table
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.model_file import load_model_file
-from hap.optimizer import default_optimizer, examine
-from hap.placement import R
-from hap.program import Convert, Program
+from hap.ir.placement import R
+from hap.ir.program import Convert, Program
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.overlap import orders
-from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.schedule.list_scheduler import orders
+from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
-from hap.terminal import console, table
 from hap.units import format_seconds
 
 HERE = Path(__file__).parent

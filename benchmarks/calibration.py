@@ -1,7 +1,7 @@
 """How well does the cost model predict layers that were measured on real GPUs?
 
     python -m benchmarks.calibration            the score: every row, then median and worst
-    python -m benchmarks.calibration --refit    fit again, and print the figures for hap/gpus.yaml
+    python -m benchmarks.calibration --refit    fit again, and print the figures for hap/cluster/gpus.yaml
 
 Each row of ``data/gpu_layer_latency.csv`` is a straight line over the batch sizes 1 to 4 that
 were run. It is read at batch 4: the largest size that is not an extrapolation, and the one at
@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.layers import HEADS, Layer
-from hap.catalogue import build, catalogue, find, like
-from hap.cluster import Device
-from hap.profiler.fit import Sample, fit_device, relative_error
+from hap.cluster.catalogue import build, catalogue, find, like
+from hap.cluster.device import Device
+from hap.profiler.fit import Timing, fit_device, relative_error
 
 TABLE = Path(__file__).parent / "data" / "gpu_layer_latency.csv"
 BATCH = 4
@@ -39,7 +39,7 @@ class Point:
     seq: int
     dtype: str
     backward: bool
-    sample: Sample
+    sample: Timing
 
     def __str__(self) -> str:
         way = "backward" if self.backward else "forward"
@@ -72,7 +72,7 @@ def points(batch: int = BATCH, table: Path = TABLE) -> list[Point]:
                     seq=layer.seq,
                     dtype=layer.dtype,
                     backward=way == "bwd",
-                    sample=Sample(works=works, seconds=ms / 1e3),
+                    sample=Timing(works=works, seconds=ms / 1e3),
                 )
                 found.append(point)
     return found
@@ -148,7 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--refit", action="store_true", help="print figures for hap/gpus.yaml")
+    parser.add_argument(
+        "--refit", action="store_true", help="print figures for hap/cluster/gpus.yaml"
+    )
     parser.add_argument(
         "--batch", type=int, default=BATCH, help="read the table at this batch size"
     )

@@ -188,8 +188,8 @@ def case_of(entry: Any) -> Any:
 
 def by_chance(case: Any, world: int) -> Any:
     """A random plan, of a narrower space where the whole one is too wide to search."""
-    from hap.synthesizer.exact import TooWide
-    from hap.synthesizer.space import NARROW, build_space
+    from hap.synthesizer.search.bucket_elimination import TooWide
+    from hap.synthesizer.search.program_space import NARROW, build_space
     from tests.random_plans import random_plan
 
     for narrow in range(len(NARROW)):
@@ -208,7 +208,9 @@ def built(make: Callable[[], Any]) -> Any:
 
 def unlike(world: int, rng: random.Random) -> Any:
     """A cluster of ``world`` devices of two kinds, one a machine, behind a random link."""
-    from hap.cluster import Cluster, Device, Link
+    from hap.cluster.device import Device
+    from hap.cluster.link import Link
+    from hap.cluster.topology import Cluster
 
     fast = rng.randrange(1, world)
     factors = [rng.choice((1.5, 2.0, 4.0))] * fast + [1.0] * (world - fast)

@@ -20,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from benchmarks.contenders.base import Setting
 from benchmarks.contenders.even_ddp import EvenDDP
 from hap import api
-from hap.model_file import load_model_file, model_file_of
-from hap.plan import Plan
-from hap.report import plan_screen
+from hap.capture.model_file import load_model_file, model_file_of
+from hap.cli.plan_screen import plan_screen
+from hap.cli.terminal import console, emit
+from hap.ir.plan import Plan
 from hap.runtime.launch import report, spawn
 from hap.runtime.testbed.quotas import cpu_quotas
-from hap.terminal import console, emit
 
 HERE = Path(__file__).parent
 FRACTIONS = (0.8, 0.8, 0.2, 0.2)

@@ -23,14 +23,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hap import torch_private
-from hap.capture import capture
-from hap.cluster import load_cluster
-from hap.model_file import load_model_file
-from hap.optimizer import default_optimizer, examine
-from hap.prediction import Bound
-from hap.synthesizer.predict import bounds
-from hap.synthesizer.space import Space, build_space
+from hap.capture import torch_private
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cluster.cluster_file import load_cluster
+from hap.ir.prediction import Bound
+from hap.synthesizer.plan_prediction import bounds
+from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer
 from hap.units import format_seconds
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from hap.cluster import load_cluster
+from hap.cli.terminal import emit, table
+from hap.cluster.cluster_file import load_cluster
 from hap.runtime import messages
 from hap.runtime.testbed import Testbed
-from hap.terminal import emit, table
 from hap.units import format_bytes, format_seconds, parse
 
 SIZES = (2**18, 2**20, 2**22, 2**23)

@@ -38,9 +38,9 @@ from torch import nn
 
 import hap
 from benchmarks.models import bert, gpt2, mlp, vgg19, vit
-from hap.batch import call, flatten
-from hap.capture import Step
-from hap.optimizer import MakeOptimizer, default_optimizer
+from hap.capture.tracing import Step
+from hap.capture.user_optimizer import MakeOptimizer, default_optimizer
+from hap.ir.batch import call, flatten
 from hap.units import format_seconds
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

@@ -30,11 +30,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.models import bert, bert_moe, vgg19, vit
 from benchmarks.paper_document import CONSTANTS as CONSTANTS_8
 from benchmarks.paper_document import EVERYONE, PLAN, plans, plot, tables, write_document
-from hap import api, torch_private
-from hap.cluster import Cluster, load_cluster
+from hap import api
+from hap.capture import torch_private
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError
-from hap.plan import Plan
-from hap.prediction import Alternative
+from hap.ir.plan import Plan
+from hap.ir.prediction import Alternative
 
 HERE = Path(__file__).parent
 SAMPLES = 32

@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from statistics import median
 from unittest.mock import patch
 
+from hap.cli.terminal import emit, table
 from hap.runtime.testbed import quotas
-from hap.terminal import emit, table
 from hap.units import format_seconds
 
 SPIN = """

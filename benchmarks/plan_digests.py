@@ -45,7 +45,7 @@ CASES = (
     Case("bert.py", "lab_mixed", {"mesh": False}),
     Case("bert_moe.py", "unlike8"),
     Case("gpt2.py", "three_types8"),
-    Case("llama.py:llama_3_8b_small", "three_types64"),
+    Case("llama.py:batch_64", "three_types64", {"mesh": False}),
     Case("mlp.py:tiny", "unlike8", {"compare": True}),
     Case("mlp.py:tiny", "unlike8", {"mesh": True}),
     Case("t5.py:tiny", "irregular29", {"allow_idle": True}),

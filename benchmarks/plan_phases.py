@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 
 import psutil
 
-from hap import torch_private
-from hap.capture import capture
-from hap.cluster import load_cluster
-from hap.collector import no_collector
+from hap.capture import torch_private
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cluster.cluster_file import load_cluster
 from hap.errors import InfeasibleError
-from hap.model_file import load_model_file
-from hap.optimizer import default_optimizer, examine
-from hap.synthesizer.cost import CostModel
-from hap.synthesizer.labelling import Aims, Problem
+from hap.gc_pause import no_collector
+from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.planner import Wishes, choose
-from hap.synthesizer.space import build_space
+from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
 Result = TypeVar("Result")

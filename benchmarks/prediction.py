@@ -35,17 +35,18 @@ import torch.distributed as dist
 import hap
 from benchmarks.one_rank import CASES, Case
 from hap import api
-from hap.capture import capture, flatten
-from hap.cluster import Cluster, load_cluster
+from hap.capture.tracing import capture, flatten
+from hap.cli.profiling import Settings
+from hap.cli.terminal import emit, no_repeats, profiling_progress, table
+from hap.cli.testbed_command import profile_hosts
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.plan import Plan
-from hap.profiling import Settings
+from hap.ir.plan import Plan
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.space import build_space
-from hap.terminal import emit, no_repeats, profiling_progress, table
-from hap.testbed import profile_hosts
+from hap.synthesizer.search.program_space import build_space
 from hap.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent

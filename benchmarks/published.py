@@ -26,22 +26,22 @@ from rich.console import Console
 
 from benchmarks.paper_cluster import CLUSTERS, MODELS
 from benchmarks.paper_document import BASE, CLAIMS, CONSTANTS, markdown, write_document
-from hap import torch_private
-from hap.axes import Axes, Shares
-from hap.capture import capture
-from hap.graph import Graph, Node, Tensor
-from hap.placement import LOCAL, P, Placement, R, conversion
-from hap.program import Convert, Program
+from hap.capture import torch_private
+from hap.capture.tracing import capture
+from hap.ir.axes import Axes, Shares
+from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.placement import LOCAL, P, Placement, R, conversion
+from hap.ir.program import Convert, Program
 from hap.synthesizer import rules
 from hap.synthesizer.baselines import METHODS
-from hap.synthesizer.communication import Choice
-from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.paper import PaperCost, alternate
+from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.operator_work import FLOPS, node_work
+from hap.synthesizer.cost.serial_cost import Superstep, supersteps
+from hap.synthesizer.hap_paper import PaperCost, alternate
 from hap.synthesizer.planner import Wishes, choose
-from hap.synthesizer.simulate import Stage, stages
-from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
-from hap.synthesizer.work import FLOPS, node_work
 from hap.units import format_seconds
 
 RATES = {
@@ -80,14 +80,18 @@ class Published(PaperCost):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[Choice]:
+    ) -> list[ImplementationCost]:
         kind = conversion(src, dst)
         if kind is None or kind in LOCAL:
-            return [Choice("", 0.0)]
+            return [ImplementationCost("", 0.0)]
         if kind == "all_reduce":
-            return [Choice("one shot", tensor.nbytes / RATES[kind])]
+            return [ImplementationCost("one shot", tensor.nbytes / RATES[kind])]
         parts = self.parts(tensor, src if src.sharded else dst)
-        return [Choice("padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind])]
+        return [
+            ImplementationCost(
+                "padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind]
+            )
+        ]
 
     def seconds(self, step: Convert) -> float:
         """Whatever the implementation: there is one of each collective."""
@@ -107,9 +111,9 @@ class Judge(Published):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[Choice]:
+    ) -> list[ImplementationCost]:
         if tensor.name in self._gradients and (src, dst) == (P, R):
-            return [Choice("one shot", 0.0)]  # see ``reduced_s``
+            return [ImplementationCost("one shot", 0.0)]  # see ``reduced_s``
         return super().convert(tensor, src, dst, fused=fused)
 
     def reduced_s(self, program: Program) -> float:
@@ -157,13 +161,13 @@ def compare(model: str) -> Row:
     theirs = []
     for c in three:
         prices = Judge(space.graph, judge.axes(c), judge.machine, c.shares)
-        computing, communicating = _pair(stages(space.graph, c.program, prices))
+        computing, communicating = _pair(supersteps(space.graph, c.program, prices))
         theirs.append((computing, communicating + prices.reduced_s(c.program)))
-    ours = [_pair(stages(space.graph, c.program, judge.cost(c))) for c in three]
+    ours = [_pair(supersteps(space.graph, c.program, judge.cost(c))) for c in three]
     return Row(model=model, theirs=tuple(theirs), ours=tuple(ours))
 
 
-def _pair(found: Sequence[Stage]) -> Pair:
+def _pair(found: Sequence[Superstep]) -> Pair:
     return (
         sum(float(stage.compute_s.max()) for stage in found),
         sum(stage.communicate_s for stage in found),

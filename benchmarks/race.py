@@ -39,14 +39,15 @@ from benchmarks.racing.results import (
 )
 from benchmarks.racing.run import first_line, reference, run_cell
 from benchmarks.racing.summary import PLAN
-from hap.cluster import Cluster, load_cluster
+from hap.capture.model_file import ModelFile, load_model_file
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.files import write_whole
-from hap.model_file import ModelFile, load_model_file
-from hap.optimizer import default_optimizer, examine
-from hap.plan import Plan
+from hap.ir.plan import Plan
 from hap.runtime.testbed import Testbed
-from hap.runtime.testbed.speed import core_flops_per_s
+from hap.runtime.testbed.scaling import core_flops_per_s
 from hap.synthesizer.baselines import METHODS
 from hap.units import format_seconds
 

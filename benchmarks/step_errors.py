@@ -32,18 +32,18 @@ from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
 from benchmarks.racing.profiled import profiled
 from hap import api
-from hap.batch import call
-from hap.cluster import load_cluster
-from hap.graph import Graph, Input
-from hap.model_file import ModelFile, load_model_file
-from hap.plan import Plan
-from hap.program import Compute, Convert, Instruction
+from hap.capture.model_file import ModelFile, load_model_file
+from hap.cli.simulation import simulate_plan
+from hap.cli.terminal import emit, table
+from hap.cluster.cluster_file import load_cluster
+from hap.ir.batch import call
+from hap.ir.graph import Graph, Input
+from hap.ir.plan import Plan
+from hap.ir.program import Compute, Convert, Instruction
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed
-from hap.simulation import simulate_plan
-from hap.synthesizer.timeline import COMMUNICATION, COMPUTE, Schedule, Span
-from hap.terminal import emit, table
+from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span
 from hap.units import format_bytes, format_seconds
 
 WARM_UP = 2

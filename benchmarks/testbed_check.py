@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hap.cluster import load_cluster
+from hap.cli.terminal import emit, table
+from hap.cli.testbed_command import screen
+from hap.cluster.cluster_file import load_cluster
 from hap.runtime.testbed import Host, Testbed
-from hap.terminal import emit, table
-from hap.testbed import screen
 from hap.units import format_bandwidth, format_flops, format_seconds
 
 HERE = Path(__file__).parent

@@ -13,9 +13,9 @@ import statistics
 
 import torch
 
-from hap.profiler.measure import FULL, seconds_per_call
+from hap.cli.terminal import console, table
+from hap.profiler.call_timing import FULL, seconds_per_call
 from hap.runtime.launch import keep_memory
-from hap.terminal import console, table
 
 CPU = torch.device("cpu")
 

@@ -13,34 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hap import torch_private
-from hap.axes import Shares
-from hap.batch import Batch, call, flatten, form_of, rebuild
-from hap.capture import Loss, capture
-from hap.cluster import Cluster, load_cluster
-from hap.collector import no_collector
-from hap.discover import with_rules
+from hap.capture import torch_private
+from hap.capture.model_file import ModelFile, load_model_file, model_file_of
+from hap.capture.recompute import WAYS
+from hap.capture.tracing import Loss, capture
+from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
-from hap.graph import Graph
-from hap.mesh import Inside
-from hap.model_file import ModelFile, load_model_file, model_file_of
-from hap.optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
-from hap.plan import Plan, Recipe, Source
-from hap.program import Program
-from hap.recompute import WAYS
+from hap.gc_pause import no_collector
+from hap.ir.axes import Shares
+from hap.ir.batch import Batch, call, flatten, form_of, rebuild
+from hap.ir.graph import Graph
+from hap.ir.mesh import Inside
+from hap.ir.plan import Plan, Recipe, Source
+from hap.ir.program import Program
+from hap.rule_discovery import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
+from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, spawn
-from hap.runtime.module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.planner import Choice, Wishes, choose
-from hap.synthesizer.space import NARROW, build_space
+from hap.synthesizer.planner import PlannedPair, Wishes, choose
+from hap.synthesizer.search.program_space import NARROW, build_space
 
 __all__ = [
     "GradScaler",
     "clip_grad_norm_",
     "code",
     "compile",
+    "model_file_of",
     "plan",
     "plan_file",
     "train",
@@ -95,17 +97,17 @@ def plan(
         cluster: a cluster, or what :func:`hap.load_cluster` reads.
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory; see
-            :data:`hap.optimizer.MakeOptimizer`.
+            :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
         recompute: which activations the backward makes again in place of keeping them, of
-            :data:`hap.recompute.WAYS`, or none (``""``); default: none, unless no program
+            :data:`hap.capture.recompute.WAYS`, or none (``""``); default: none, unless no program
             fits in memory without.
         allow_idle: accept a batch smaller than the number of devices.
         all_devices: leave no device out, even if the others are predicted to be faster alone.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both ways where the cluster allows it, to take the better one (None).
-        engine: what searches for programs, a name in :data:`hap.synthesizer.engines.ENGINES`.
+        engine: what searches for programs, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
         compare: plan every baseline beside it, not just the usual ones.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
         rules: of operators that the table lacks, as lines: see docs/rules.md.
@@ -130,7 +132,7 @@ def plan(
             graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
         return graph
 
-    def choice(graph: Graph) -> Choice:
+    def choice(graph: Graph) -> PlannedPair:
         progress("stating the rules")
         return _chosen(graph, cluster, kind.states, wishes, progress)
 
@@ -170,7 +172,7 @@ def plan(
 
 def _chosen(
     graph: Graph, cluster: Cluster, states: int, wishes: Wishes, progress: Progress
-) -> Choice:
+) -> PlannedPair:
     """The best plan of the whole space, or of a narrower one if that is too wide to search."""
     for narrow, left in enumerate(NARROW):
         try:
@@ -184,7 +186,7 @@ def _chosen(
     raise AssertionError("the last space returns or raises")
 
 
-def _programs(chosen: Choice) -> tuple[Program, Shares, Inside | None]:
+def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
     """The program and its shares; on two mesh axes those between machines, and what is inside."""
     program = chosen.pair.scheduled.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}

@@ -1,6 +1,6 @@
 """Optimizers that look at whole tensors, and are right on shards; norms over shards.
 
-A shard of a :class:`hap.runtime.module.HapModule` knows the ranks that hold the rest of its
+A shard of a :class:`hap.runtime.hap_module.HapModule` knows the ranks that hold the rest of its
 tensor. On a parameter that is no shard, everything here is the textbook's.
 """
 

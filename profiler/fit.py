@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.cluster import Device, Link, Work
+from hap.cluster.device import Device, Work
+from hap.cluster.link import Link
 
 _LAUNCH, _MEMORY, _OPERANDS = "launch_s", "memory_bytes_per_s", "operand_bytes_per_s"
 _NOISE = 0.05  # relative; an error that is larger is no noise
@@ -26,7 +27,7 @@ _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Timing:
     """What was run, and how long it took; ``noise`` is how far repeats were off, relative, and
     ``weight`` how much the sample counts beside others.
     """
@@ -42,13 +43,13 @@ def predict(device: Device, works: Sequence[Work]) -> float:
     return sum(device.seconds(work) for work in works)
 
 
-def relative_error(device: Device, sample: Sample) -> float:
+def relative_error(device: Device, sample: Timing) -> float:
     """Predicted over measured, minus one: +0.1 is ten percent too slow."""
     return predict(device, sample.works) / sample.seconds - 1
 
 
 def fit_device(
-    samples: Sequence[Sample],
+    samples: Sequence[Timing],
     *,
     prior: Device,
     source: str,
@@ -180,7 +181,7 @@ def _alternate(
     return slowness, rows(slowness)
 
 
-def _row(sample: Sample, device: Device, prior: Device, names: list[str]) -> list[float]:
+def _row(sample: Timing, device: Device, prior: Device, names: list[str]) -> list[float]:
     """The sample's time under the prior, split by the figure that binds; relative to its seconds.
 
     Its product with the slowness (prior figure / fitted figure) is predicted / measured.

@@ -2,7 +2,7 @@
 
 Inputs are cut from an arena that is larger than the caches, each call from another place, since
 in a training step an operator's input was written long before it is read. Work is counted as
-:mod:`hap.synthesizer.work` counts it; a test holds the two together.
+:mod:`hap.synthesizer.cost.operator_work` counts it; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hap.cluster import Work
-from hap.losses import cross_entropy_backward, cross_entropy_terms
-from hap.ops import attention, attention_backward
+from hap.capture.attention import attention, attention_backward
+from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
+from hap.cluster.device import Work
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar, Self, TypeVar
 
-from hap.cluster import Work
+from hap.cluster.device import Work
 from hap.errors import InputError
 
 FORMAT = 4
@@ -25,7 +25,7 @@ MESSAGE = "message"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class RankInfo:
     """One rank: the machine it is on, what its device calls itself, the memory it may use."""
 
     node: str
@@ -37,7 +37,7 @@ class Rank:
 class Header:
     """Who measured, and how thoroughly. Records of another header are of another cluster."""
 
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankInfo, ...]
     quick: bool
     date: str
 
@@ -189,7 +189,7 @@ def read(path: Path) -> Iterator[Header | Record]:
 def _item(data: dict[str, Any]) -> Header | Record:
     what = data.pop("is")
     if what == "Header":
-        ranks = tuple(Rank(**rank) for rank in data.pop("ranks"))
+        ranks = tuple(RankInfo(**rank) for rank in data.pop("ranks"))
         return Header(ranks=ranks, **data)
     if what == "OpRecord":
         data["work"] = Work(*data["work"])

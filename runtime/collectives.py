@@ -3,7 +3,7 @@
 :class:`Comm` is what an emitted program calls. :class:`ProcessGroupComm` runs it on NCCL or
 gloo with the same code; :mod:`hap.runtime.emulate` runs it in one process. ``sizes`` are the
 elements of every rank along the sharded dim, so that no rank ever asks another for a shape;
-``how`` names an implementation of :mod:`hap.synthesizer.communication`.
+``how`` names an implementation of :mod:`hap.synthesizer.cost.collective_cost`.
 """
 
 from __future__ import annotations

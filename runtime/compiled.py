@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hap import torch_private
+from hap.capture import torch_private
 from hap.errors import HapError, InputError
 from hap.runtime.context import Context, kept_scale
 from hap.runtime.emit import Emitted
@@ -155,7 +155,7 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Segment:
     """What runs, the slots that it reads and writes, and those that nothing reads after it."""
 
     run: Piece | Asked | Picked
@@ -240,10 +240,10 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return list(results)
 
 
-def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> list[Stage]:
+def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> list[Segment]:
     """The graph cut at its calls of the context."""
     ctx = next(iter(graph.nodes))
-    found: list[Stage] = []
+    found: list[Segment] = []
     run: list[fx.Node] = []
 
     def close() -> None:
@@ -264,14 +264,14 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
             # What several results come from ran before: this needn't wait for the piece.
             asked.add(node)
             read = (slots[node.args[0]],)
-            found.append(Stage(Picked(node.args[1]), read, (slots[node],), ()))
+            found.append(Segment(Picked(node.args[1]), read, (slots[node],), ()))
         else:
             run.append(node)
     close()
     return _with_last(found, {slots[n] for n in _results(graph)})
 
 
-def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Stage:
+def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Segment:
     read: dict[fx.Node, Hole] = {}
 
     def hole(given: fx.Node) -> Any:
@@ -279,10 +279,10 @@ def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Stage:
 
     args = fx.node.map_arg(node.args[1:], hole)
     asked = Asked(str(node.target), args, fx.node.map_arg(node.kwargs, hole))
-    return Stage(asked, tuple(slots[n] for n in read), (slots[node],), ())
+    return Segment(asked, tuple(slots[n] for n in read), (slots[node],), ())
 
 
-def _piece(run: list[fx.Node], slots: dict[fx.Node, int], library: Library) -> Stage:
+def _piece(run: list[fx.Node], slots: dict[fx.Node, int], library: Library) -> Segment:
     inside = set(run)
     given = dict.fromkeys(n for node in run for n in node.all_input_nodes if n not in inside)
     results = [node for node in run if any(user not in inside for user in node.users)]
@@ -292,16 +292,16 @@ def _piece(run: list[fx.Node], slots: dict[fx.Node, int], library: Library) -> S
         env[node] = piece.node_copy(node, env.__getitem__)
     piece.output(tuple(env[node] for node in results))
     reads, writes = (tuple(slots[n] for n in ends) for ends in (given, results))
-    return Stage(Piece(piece, library), reads, writes, ())
+    return Segment(Piece(piece, library), reads, writes, ())
 
 
-def _with_last(stages: list[Stage], results: set[int]) -> list[Stage]:
+def _with_last(stages: list[Segment], results: set[int]) -> list[Segment]:
     """The stages with the slots that each may empty: it reads them last."""
     later, found = set(results), []
     for stage in reversed(stages):
         last = tuple(slot for slot in stage.reads if slot not in later)
         later.update(stage.reads)
-        found.append(Stage(stage.run, stage.reads, stage.writes, last))
+        found.append(Segment(stage.run, stage.reads, stage.writes, last))
     return found[::-1]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hap.runtime.collectives import Comm
-from hap.runtime.overlap import InlineLane, Lane, Pending
+from hap.runtime.lanes import InlineLane, Lane, Pending
 
 
 class Context:
@@ -135,11 +135,11 @@ class Context:
         return self.training and self.dropping
 
     def by_mode(self, training: Tensor, otherwise: Tensor) -> Tensor:
-        """See :func:`hap.norms.by_mode`."""
+        """See :func:`hap.capture.batch_norm.by_mode`."""
         return training if self.training else otherwise
 
     def in_training(self, x: Tensor) -> Tensor:
-        """See :func:`hap.norms.in_training`."""
+        """See :func:`hap.capture.batch_norm.in_training`."""
         return x if self.training else torch.zeros_like(x)
 
 

@@ -1,6 +1,6 @@
 """Plan -> one ``torch.fx.GraphModule`` pair per rank: local shapes, explicit collectives.
 
-Collectives are issued where the program has them (:mod:`hap.runtime.overlap`), and waited for
+Collectives are issued where the program has them (:mod:`hap.runtime.lanes`), and waited for
 where their results are first read.
 
 The forward takes the rank's context, parameters, buffers and batch, and returns the loss,
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap import constants, losses, norms, ops  # noqa: F401  (register the logical operators)
-from hap.axes import Shares
-from hap.graph import Dtype, Graph, Node, Ref, substitute
-from hap.mesh import Offset
-from hap.peephole import RANDOM
-from hap.placement import LOCAL, L, P, R, S
-from hap.program import BETWEEN, Compute, Convert, Program, Value
-from hap.runtime import lookup
+from hap.capture import attention, batch_norm, cross_entropy, tensor_constants  # noqa: F401  (register the logical operators)
+from hap.ir.axes import Shares
+from hap.ir.graph import Dtype, Graph, Node, Ref, substitute
+from hap.ir.graph_builder import RANDOM
+from hap.ir.mesh import Offset
+from hap.ir.placement import LOCAL, L, P, R, S
+from hap.ir.program import BETWEEN, Compute, Convert, Program, Value
+from hap.runtime import sharded_lookup
 from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
-from hap.runtime.lookup import Span
+from hap.runtime.sharded_lookup import Span
 from hap.runtime.values import Values, named, set_apart
 
 
@@ -235,18 +235,18 @@ class Emitter:
         index = args[entry.numbers]
         if entry.skip is not None:
             shifted = (index, span, args[entry.skip])
-            given[entry.numbers] = out.call_function(lookup.own_or_passed_over, shifted)
-            given[entry.skip] = lookup.PASSED_OVER
+            given[entry.numbers] = out.call_function(sharded_lookup.own_or_passed_over, shifted)
+            given[entry.skip] = sharded_lookup.PASSED_OVER
             return out.call_function(resolve(node.op), tuple(given))
-        given[entry.numbers] = out.call_function(lookup.own_or_first, (index, span))
+        given[entry.numbers] = out.call_function(sharded_lookup.own_or_first, (index, span))
         if entry.zero is not None:
             zeroed = (args[entry.zero], index, span, 0)
-            given[entry.zero] = out.call_function(lookup.zero_for_others, zeroed)
+            given[entry.zero] = out.call_function(sharded_lookup.zero_for_others, zeroed)
             return out.call_function(resolve(node.op), tuple(given))
         found = out.call_function(resolve(node.op), tuple(given))
         (result,) = node.outputs
         at = entry.where(node, len(self.graph.tensors[str(result)].shape)) if entry.inside else 0
-        return out.call_function(lookup.zero_for_others, (found, index, span, at))
+        return out.call_function(sharded_lookup.zero_for_others, (found, index, span, at))
 
     def _without_share(self, step: Compute) -> bool:
         """Has this rank no elements here? Its shards are empty then and its terms are zero.

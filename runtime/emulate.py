@@ -18,18 +18,18 @@ from hap.runtime.collectives import Comm, Sizes, part_of
 T = TypeVar("T")
 
 
-class World:
+class EmulatedWorld:
     """What the ranks share: a slot each, and a barrier between writing and reading."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.slots: list[Any] = [None] * size
-        self._children: list[World] = []
+        self._children: list[EmulatedWorld] = []
 
-    def child(self, size: int) -> World:
+    def child(self, size: int) -> EmulatedWorld:
         """A world of some of the ranks, which ends with this one."""
-        world = World(size)
+        world = EmulatedWorld(size)
         self._children.append(world)
         return world
 
@@ -55,7 +55,7 @@ class World:
 class EmulatedComm(Comm):
     """One rank of an emulated world."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: EmulatedWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.world_size = world.size
@@ -101,7 +101,7 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
     Raises:
         Exception: what the first failing rank raised; the others are released.
     """
-    world = World(world_size)
+    world = EmulatedWorld(world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 

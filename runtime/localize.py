@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hap.graph import Arg, Node
+from hap.ir.graph import Arg, Node
 
 Shape = tuple[int, ...]
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from hap.runtime.compiled import runnable
-from hap.runtime.module import HapModule, emit
-from hap.runtime.overlap import InlineLane, Lane, Pending
+from hap.runtime.hap_module import HapModule, emit
+from hap.runtime.lanes import InlineLane, Lane, Pending
 
 WAIT, REST = "(waiting)", "(between)"
 """Waiting for collectives, and all that is neither that nor an operator."""

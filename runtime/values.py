@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from hap.mesh import AGAIN
-from hap.placement import R
-from hap.program import Value
+from hap.ir.mesh import AGAIN
+from hap.ir.placement import R
+from hap.ir.program import Value
 
 
 class Values:

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap import torch_private
-from hap.batch import Batch, call, each, flatten
-from hap.capture import Loss, Step
+from hap.capture import torch_private
+from hap.capture.tracing import Loss, Step
+from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
+from hap.ir.batch import Batch, call, each, flatten
+from hap.ir.graph_builder import RANDOM
+from hap.ir.plan import Plan
 from hap.optim import tensor_norms
-from hap.optimizer import MakeOptimizer, make_optimizer
-from hap.peephole import RANDOM
-from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.context import fixed
+from hap.runtime.divergence import first_difference
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import HapModule
-from hap.runtime.shard import join
-from hap.runtime.trace import first_difference
+from hap.runtime.hap_module import HapModule
+from hap.runtime.shards import join
 
 STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -38,7 +38,7 @@ FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One compared tensor: ``what`` is ``loss``, ``gradient`` or ``parameter after 3 steps``."""
 
     tensor: str
@@ -51,7 +51,7 @@ class Row:
 class Verdict:
     """All comparisons; ``first_bad`` is the first tensor in program order that differs."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     tolerance: float
     first_bad: str | None
 
@@ -209,7 +209,7 @@ def settle(module: nn.Module) -> None:
 
 def compare(
     plan: Plan, expected: Observed, ranks: list[Observed], tolerance: float
-) -> tuple[Row, ...]:
+) -> tuple[ComparisonRow, ...]:
     """One row per loss, gradient and trained tensor, in program order."""
     tensors = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
     rows = []
@@ -227,7 +227,7 @@ def compare(
             if what == "gradient" and _largest(reference) <= _rounding(reference, largest):
                 alone = largest
             error = _error(wholes, reference, alone)
-            rows.append(Row(tensor=name, what=label, error=error, ok=error <= tolerance))
+            rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=error <= tolerance))
     return tuple(rows)
 
 

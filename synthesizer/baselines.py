@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.cluster import Cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.graph import Graph
-from hap.placement import Placement, R, S
+from hap.ir.graph import Graph
+from hap.ir.placement import Placement, R, S
+from hap.ir.regather import twin_of
+from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost import Machine, PerRank
-from hap.synthesizer.labelling import Allowed
-from hap.synthesizer.paper import plan_as_paper
-from hap.synthesizer.roles import batch_axis, expert_weights, tensor_parallel_axes, weights
-from hap.synthesizer.space import Space
+from hap.synthesizer.cost.cost_model import Machine, PerRank
+from hap.synthesizer.hap_paper import plan_as_paper
+from hap.synthesizer.search.cost_tables import Allowed
+from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, spread
-from hap.twins import twin_of
 
 Restriction = Callable[[Space], Allowed]
 """The placements of one method; raises ``HapError`` with the reason if it can't run the model."""

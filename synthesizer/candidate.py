@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hap.axes import Shares
-from hap.program import Program
-from hap.synthesizer.cost import CostModel, PerRank
-from hap.synthesizer.footprint import memory
-from hap.synthesizer.overlap import Order, estimate_s, orders
-from hap.synthesizer.simulate import Timeline, timeline
+from hap.ir.axes import Shares
+from hap.ir.program import Program
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.cost.serial_cost import Timeline, timeline
+from hap.synthesizer.schedule.list_scheduler import Order, estimate_s, orders
 
 _WORTH = 1e-3
 """Part of a step; for less than that, no more buckets."""
@@ -24,7 +24,7 @@ _WORTH = 1e-3
 _LITTLE = 5e-3
 """Part of a step; for what overlapping could save less of, it is not estimated."""
 
-Rank = tuple[float, float]
+Merit = tuple[float, float]
 """Bytes that lack on the rank that lacks most, seconds of a step."""
 
 
@@ -34,7 +34,7 @@ class Scheduled(NamedTuple):
     program: Program
     timeline: Timeline
     until: tuple[int, ...]
-    """As of :class:`hap.synthesizer.overlap.Order`."""
+    """As of :class:`hap.synthesizer.schedule.list_scheduler.Order`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,12 +92,12 @@ class Candidate:
         return not self.lacking_bytes.any()
 
     @property
-    def rank(self) -> Rank:
+    def rank(self) -> Merit:
         """The order of candidates: what fits first, then what is faster."""
         return float(self.lacking_bytes.max()), self.timeline.step_s
 
     @cached_property
-    def estimate(self) -> Rank:
+    def estimate(self) -> Merit:
         """About what :attr:`rank` is, for a fraction of its price."""
         in_turn_s = self.serial.step_s
         if not self.overlap or in_turn_s <= self.floor[1] * (1 + _LITTLE):
@@ -106,12 +106,12 @@ class Candidate:
         return self.floor[0], estimate_s(cost.graph, self.program, cost)
 
     @property
-    def in_turn(self) -> Rank:
+    def in_turn(self) -> Merit:
         """:attr:`rank` with nothing overlapped."""
         return float(self.lacking_in_series.max()), self.serial.step_s
 
     @cached_property
-    def floor(self) -> Rank:
+    def floor(self) -> Merit:
         """What :attr:`estimate` is hardly ever below: the busier of computing and communicating."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
         return float(self.lacking_in_series.max()), busiest_s

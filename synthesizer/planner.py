@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.cluster import Cluster
+from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, InputError
-from hap.mesh import is_mesh
-from hap.prediction import Prediction
-from hap.synthesizer.alignment import aligned
+from hap.ir.mesh import is_mesh
+from hap.ir.prediction import Prediction
+from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost import CostModel
-from hap.synthesizer.engines import engine_named
-from hap.synthesizer.mesh import Between, MeshCandidate, best_on_mesh
-from hap.synthesizer.predict import alternatives, bounds, largest_batch, peak_kinds, predict
-from hap.synthesizer.roles import batch_axis
-from hap.synthesizer.space import Space
-from hap.synthesizer.subset import Ranks, best_part
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.device_selection import Ranks, best_part
+from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
+from hap.synthesizer.search.engines import engine_named
+from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.synthesize import Synthesizer
+from hap.synthesizer.two_axes import Between, MeshCandidate, best_on_mesh
 from hap.units import format_bytes
 
 Progress = Callable[[str], None]
@@ -51,7 +51,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlannedPair:
     """The winner.
 
     ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. Between machines
@@ -72,7 +72,7 @@ def choose(
     optimizer_states: int,
     wishes: Wishes,
     progress: Progress = lambda text: None,
-) -> Choice:
+) -> PlannedPair:
     """The fastest pair found that fits, as predicted.
 
     Raises:
@@ -105,7 +105,7 @@ def choose(
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
         rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
-        return Choice(
+        return PlannedPair(
             cluster=on, left=left if on is synthesizer.cluster else (), pair=two.pair,
             between=two.between, cost=two.cost,
             prediction=predict(two.cost.graph, two.pair, two.cost, rows),
@@ -115,7 +115,7 @@ def choose(
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = alternatives(graph, beside, fewer, notes)
     proofs = bounds(synthesizer, best, wishes.prove)
-    return Choice(
+    return PlannedPair(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip

@@ -13,26 +13,26 @@ from functools import cached_property
 
 import numpy as np
 
-from hap.axes import Axes, Shares
-from hap.cluster import Cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError, TooEntangledError
-from hap.graph import Graph
-from hap.placement import Placement, R
-from hap.program import Convert, Program
-from hap.synthesizer.bound import AnyShares, FixedShares, Relaxation
-from hap.synthesizer.branch import Branching, busiest_axis
+from hap.ir.axes import Axes, Shares
+from hap.ir.graph import Graph
+from hap.ir.placement import Placement, R
+from hap.ir.program import Convert, Program
+from hap.synthesizer.bounds.branching import Branching, busiest_axis
+from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.engines import eliminate
-from hap.synthesizer.exact import FORBIDDEN, TooWide
-from hap.synthesizer.labelling import PICOSECONDS, Aims, Allowed, Problem
-from hap.synthesizer.outcome import Engine
-from hap.synthesizer.outcome import Status as Found
-from hap.synthesizer.script import plain_script_of
-from hap.synthesizer.shares import Status, proportional, solve_shares
-from hap.synthesizer.simulate import simulate
-from hap.synthesizer.space import Space
-from hap.synthesizer.storage import filled, program_axes, stored_apart
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.liveness import plain_script_of
+from hap.synthesizer.cost.serial_cost import simulate
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
+from hap.synthesizer.search.engines import eliminate
+from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.search.search_result import Engine
+from hap.synthesizer.search.search_result import SearchStatus as Found
+from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
+from hap.synthesizer.shares.storage_sharding import filled, program_axes, stored_apart
 
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
@@ -261,7 +261,7 @@ class Synthesizer:
             self.space.graph, program_axes(self.space.axes, pair.program), pair.program,
             self.machine, self._states, pair.shares,
         )  # fmt: skip
-        return outcome.shares if outcome.status is Status.OPTIMAL else pair.shares
+        return outcome.shares if outcome.status is ShareStatus.OPTIMAL else pair.shares
 
     def judge(self, program: Program, shares: Shares) -> Candidate:
         """Price a pair as it would run: implementations chosen anew, then simulated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hap.cluster import Device
+from hap.cluster.device import Device
 
 TRUTH = Device(
     name="x:0", kind="x", node="x", memory_bytes=2**33,

@@ -15,23 +15,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from hap.axes import Shares
-from hap.batch import call, each
-from hap.capture import capture
-from hap.cluster import Cluster, Device, Link
-from hap.graph import Graph, Node, Tensor
-from hap.placement import Placement
-from hap.plan import Plan, Source
-from hap.prediction import Prediction
-from hap.program import Program
+from hap.capture.tracing import capture
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.axes import Shares
+from hap.ir.batch import call, each
+from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.placement import Placement
+from hap.ir.plan import Plan, Source
+from hap.ir.prediction import Prediction
+from hap.ir.program import Program
 from hap.runtime.verify import Verdict, verify
-from hap.synthesizer.communication import Choice
-from hap.synthesizer.cost import CostModel, Machine, PerRank
-from hap.synthesizer.labelling import Aims, Problem
-from hap.synthesizer.overlap import orders
-from hap.synthesizer.rules.base import Row
-from hap.synthesizer.space import Space, build_space
-from hap.synthesizer.storage import stored_apart
+from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.schedule.list_scheduler import orders
+from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.shares.storage_sharding import stored_apart
 from hap.synthesizer.synthesize import choose_implementations
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
@@ -133,10 +135,10 @@ class RandomPrices(CostModel):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, **options: Any
-    ) -> list[Choice]:
+    ) -> list[ImplementationCost]:
         choices = super().convert(tensor, src, dst, **options)
         self._rng.shuffle(choices)
-        return [Choice(c.implementation, self._rng.random() * 0.1) for c in choices]
+        return [ImplementationCost(c.implementation, self._rng.random() * 0.1) for c in choices]
 
 
 def random_plan(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hap.rule_check import Sample
 from hap.runtime.emit import resolve
-from hap.truth import Sample
 
 _random = torch.Generator().manual_seed(11)
 

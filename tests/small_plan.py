@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from hap.cluster import Cluster, Device, Link
-from hap.graph import Graph, Input, Node, Output, Ref, Tensor
-from hap.placement import P, Placement, R, S
-from hap.plan import Plan, Source
-from hap.prediction import Alternative, Collective, Prediction, Rank
-from hap.program import Compute, Convert, Program
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
+from hap.ir.placement import P, Placement, R, S
+from hap.ir.plan import Plan, Source
+from hap.ir.prediction import Alternative, Collective, Prediction, RankPrediction
+from hap.ir.program import Compute, Convert, Program
 
 LAYERS = 2
 
@@ -122,7 +124,7 @@ def small_plan(
             communicate_s=0.004,
             hidden_s=0.001,
             ranks=tuple(
-                Rank(
+                RankPrediction(
                     work=share / rows,
                     stored=1 / len(shares),
                     compute_s=0.006 if share else 0.0,

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import hap
 from hap.api import fake_batch
-from hap.batch import call
-from hap.capture import capture
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
 from hap.errors import InputError, ModelError
-from hap.graph import Graph
-from hap.model_file import load_model_file
-from hap.plan import Plan
+from hap.ir.batch import call
+from hap.ir.graph import Graph
+from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import HapModule
+from hap.runtime.hap_module import HapModule
 from tests.random_plans import Case, make_case, random_plan, two_machines, verdict
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_the_programs_are_right_beneath_their_rounding(device: str) -> None:
 
 
 def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
-    from hap.synthesizer.space import build_space
+    from hap.synthesizer.search.program_space import build_space
 
     torch.manual_seed(0)
     model = Attention(device, getattr(torch, dtype) if device else None)
@@ -135,7 +135,7 @@ def test_half_precision_is_really_run(dtype: str) -> None:
 
 def test_prices_know_the_dtypes() -> None:
     """Half the bytes, and the rate of the half-precision units."""
-    from hap.synthesizer.work import node_work
+    from hap.synthesizer.cost.operator_work import node_work
 
     def bytes_of_products(graph: Graph) -> float:
         return sum(node_work(n, graph).bytes for n in graph.nodes if n.op.startswith("aten.addmm"))
@@ -207,7 +207,7 @@ def test_a_model_file_says_it_with_a_name(tmp_path: Path, value: str) -> None:
 
 def trained(plan: Plan, file: Any, model: nn.Module, comm: Comm) -> list[float]:
     """Steps as ``hap run`` makes them."""
-    from hap.optimizer import make_optimizer
+    from hap.capture.user_optimizer import make_optimizer
 
     module = hap.compile(model, plan, comm=comm, check=False)
     scaler = hap.GradScaler(module, init_scale=256.0)

@@ -9,17 +9,19 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hap.cluster import Cluster, Device, Link
-from hap.placement import P, Placement, R, S
-from hap.program import Compute, Convert
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.placement import P, Placement, R, S
+from hap.ir.program import Compute, Convert
+from hap.ir.regather import twin_of
+from hap.synthesizer.axis_roles import expert_weights, tensor_parallel_axes
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost import Machine
-from hap.synthesizer.paper import PaperCost, best_ratios
-from hap.synthesizer.roles import expert_weights, tensor_parallel_axes
-from hap.synthesizer.space import Space
+from hap.synthesizer.cost.cost_model import Machine
+from hap.synthesizer.hap_paper import PaperCost, best_ratios
+from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, spread
-from hap.twins import twin_of
 from tests.random_plans import benchmark_case
 
 MODELS = ("mlp", "wide_mlp", "vgg19", "vit", "bert", "gpt2", "llama", "bert_moe")

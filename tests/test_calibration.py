@@ -17,9 +17,9 @@ from benchmarks.calibration import (
     summary,
 )
 from benchmarks.layers import Layer
-from hap.catalogue import build, catalogue
-from hap.cluster import Work
-from hap.profiler.fit import Sample, fit_device, predict
+from hap.cluster.catalogue import build, catalogue
+from hap.cluster.device import Work
+from hap.profiler.fit import Timing, fit_device, predict
 
 # Rows that no figure per GPU explains (more than 25 % off): the T4 runs gpt_6.7b in float16 as
 # slowly as in float32, and slows down with the length of the run, as a 70 W card does when it
@@ -112,7 +112,7 @@ WORKS = [
 
 
 def test_the_fit_recovers_a_known_device() -> None:
-    samples = [Sample(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
+    samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
     prior = replace(TRUTH, **_tripled())
     found = fit_device(samples, prior=prior, source="measured")
     assert found.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.02)
@@ -121,14 +121,14 @@ def test_the_fit_recovers_a_known_device() -> None:
 
 
 def test_one_absurd_sample_does_not_carry_the_fit_away() -> None:
-    samples = [Sample(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
+    samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
     samples[4] = replace(samples[4], seconds=10 * samples[4].seconds)
     found = fit_device(samples, prior=TRUTH, source="measured")
     assert found.flops_per_s["float32"] == pytest.approx(TRUTH.flops_per_s["float32"], rel=0.05)
 
 
 def test_what_no_sample_touches_keeps_the_prior() -> None:
-    samples = [Sample(works=works, seconds=predict(TRUTH, works)) for works in WORKS[3:5]]
+    samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS[3:5]]
     prior = replace(TRUTH, **_tripled())
     found = fit_device(samples, prior=prior, source="measured")
     assert found.flops_per_s["float16"] == prior.flops_per_s["float16"]
@@ -138,7 +138,7 @@ def test_what_no_sample_touches_keeps_the_prior() -> None:
     assert changed == {"flops_per_s.float32"}
 
 
-@pytest.mark.parametrize("samples", [[], [Sample(works=WORKS[0], seconds=0.0)]])
+@pytest.mark.parametrize("samples", [[], [Timing(works=WORKS[0], seconds=0.0)]])
 def test_the_fit_refuses_what_it_cannot_use(samples) -> None:
     with pytest.raises(ValueError, match="positive time"):
         fit_device(samples, prior=TRUTH, source="measured")

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap import constants, ops, torch_private
-from hap.capture import capture
+from hap.capture import attention, tensor_constants, torch_private
+from hap.capture.tracing import capture
 from hap.errors import ModelError
-from hap.graph import Graph
+from hap.ir.graph import Graph
 from hap.synthesizer.rules import RULES
 from tests.random_plans import benchmark_case, make_case, random_plan, verdict
 from tests.test_models import VARIANTS
@@ -85,8 +85,8 @@ def test_every_model_is_captured(file: str, variant: str) -> None:
 
 DIGEST = """
 import torch
-from hap.capture import capture
-from hap.torch_private import fake_mode
+from hap.capture.tracing import capture
+from hap.capture.torch_private import fake_mode
 from benchmarks.models import bert_moe
 with fake_mode():
     model, batch = bert_moe.tiny(), bert_moe.tiny_batch()
@@ -295,7 +295,7 @@ def test_control_flow_on_data_names_its_line(forward: Callable[..., Tensor], lin
 
 
 def test_a_large_tensor_made_from_python_data_is_refused_with_a_remedy() -> None:
-    many = [1.0] * (constants.LARGEST + 1)
+    many = [1.0] * (tensor_constants.LARGEST + 1)
 
     def literal(net: Net, x: Tensor) -> Tensor:
         return (net.linear(x) * torch.tensor(many).sum()).square().mean()
@@ -421,7 +421,7 @@ def test_attention_of_an_empty_shard(batch_and_heads: tuple[int, int]) -> None:
 
 def test_shared_heads_are_repeated() -> None:
     q, k, v = (torch.randn(2, h, 5, 4, dtype=torch.float64) for h in (6, 2, 2))
-    found = ops.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    found = attention.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected)
 
@@ -430,7 +430,7 @@ def test_shared_heads_are_repeated() -> None:
 def test_the_written_out_attention_is_torchs(kind: str) -> None:
     """Three dims take the written-out way, without dropout."""
     q, k, v = (t[:, 0] for t in heads(torch.float64))
-    found = ops.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "none")
+    found = attention.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "none")
     expected = F.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "none")
     torch.testing.assert_close(found, expected)
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hap.catalogue import catalogue, find
-from hap.cluster import Cluster, Device, Link, Work, load_cluster
+from hap.cluster.catalogue import catalogue, find
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.device import Device, Work
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
 from hap.errors import ClusterError
 
 CLUSTERS = Path(__file__).parents[1] / "benchmarks" / "clusters"

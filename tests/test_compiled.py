@@ -14,16 +14,16 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 import hap
-from hap import torch_private
-from hap.capture import Step, flatten
+from hap.capture import torch_private
+from hap.capture.torch_private import TorchDispatchMode
+from hap.capture.tracing import Step, flatten
 from hap.errors import HapError, InputError
 from hap.runtime import compiled
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.compiled import Asked, Library, Piece, Staged, describe
 from hap.runtime.context import Context
+from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.launch import spawn
-from hap.runtime.module import HapModule, emit
-from hap.torch_private import TorchDispatchMode
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict
 
 CPU = torch.device("cpu")

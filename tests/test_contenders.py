@@ -18,8 +18,8 @@ from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
 from benchmarks.racing.run import reference
 from hap import api
-from hap.cluster import load_cluster
-from hap.model_file import ModelFile, load_model_file
+from hap.capture.model_file import ModelFile, load_model_file
+from hap.cluster.cluster_file import load_cluster
 from hap.runtime.launch import spawn
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"

@@ -17,11 +17,11 @@ from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
 from hap.errors import ModelError
-from hap.placement import P, R
+from hap.ir.placement import P, R
 from hap.runtime.values import set_apart
-from hap.synthesizer import exact
 from hap.synthesizer.planner import Wishes, choose
-from hap.synthesizer.space import NARROW, SHARED, build_space
+from hap.synthesizer.search import bucket_elimination
+from hap.synthesizer.search.program_space import NARROW, SHARED, build_space
 from tests.random_plans import make_case, two_machines, verdict
 
 FAST = ("qwen2", "dlrm")
@@ -127,7 +127,7 @@ def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     )
     assert whole == shared > inner > batch
     assert {axis.units for axis in build_space(case.graph, narrow=3).axes.axes.values()} == {6}
-    monkeypatch.setattr(exact, "LARGEST_TABLE", 2_000)
+    monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 2_000)
     said: list[str] = []
     made = hap.plan(case.model, case.batch, two_machines(2), progress=said.append)
     assert any("too entangled" in text for text in said)

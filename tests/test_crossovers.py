@@ -9,19 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from hap.capture import capture
-from hap.cluster import Cluster, Device, Link
-from hap.placement import Placement
-from hap.plan import Plan, Source
-from hap.prediction import Prediction
-from hap.program import Convert, Program
+from hap.capture.tracing import capture
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.placement import Placement
+from hap.ir.plan import Plan, Source
+from hap.ir.prediction import Prediction
+from hap.ir.program import Convert, Program
+from hap.ir.regather import twin_of
 from hap.synthesizer.baselines import sharded_storage
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.labelling import Allowed
-from hap.synthesizer.space import Space, build_space
-from hap.synthesizer.storage import STORED, level
+from hap.synthesizer.search.cost_tables import Allowed
+from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.shares.storage_sharding import STORED, level
 from hap.synthesizer.synthesize import Synthesizer
-from hap.twins import twin_of
 from tests.random_plans import make_case, verdict
 
 WIDTH, DEPTH = 256, 6

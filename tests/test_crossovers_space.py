@@ -24,16 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap.capture import capture
-from hap.cluster import Cluster, Device, Link
-from hap.graph import Graph
-from hap.placement import L, P, Placement, R, S
-from hap.program import Compute, Value
+from hap.capture.tracing import capture
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.graph import Graph
+from hap.ir.placement import L, P, Placement, R, S
+from hap.ir.program import Compute, Value
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.labelling import Allowed
-from hap.synthesizer.space import Space, build_space
+from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.search.cost_tables import Allowed
+from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
-from hap.synthesizer.work import FLOPS
 
 WORLD = 4
 NANO = 1e-9

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from hap import constants, decompositions
-from hap.capture import capture
+from hap.capture import decompositions, tensor_constants
+from hap.capture.tracing import capture
 from hap.errors import ModelError
-from hap.graph import Dtype
+from hap.ir.graph import Dtype
 from tests.random_plans import make_case, random_plan, verdict
 
 aten = torch.ops.aten
@@ -95,13 +95,13 @@ def test_tensors_of_python_data_are_constants_of_the_program() -> None:
 def test_a_constant_is_what_torch_makes_of_the_data(
     data: object, dtype: torch.dtype | None
 ) -> None:
-    mine, theirs = constants.tensor(data, dtype=dtype), torch.tensor(data, dtype=dtype)
+    mine, theirs = tensor_constants.tensor(data, dtype=dtype), torch.tensor(data, dtype=dtype)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
 def test_large_constants_are_refused() -> None:
     with pytest.raises(ModelError, match="70000 elements"):
-        constants.tensor(list(range(70_000)))
+        tensor_constants.tensor(list(range(70_000)))
 
 
 class Hinted(nn.Module):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hap import api
-from hap.placement import R
-from hap.plan import Plan
+from hap.ir.placement import R
+from hap.ir.plan import Plan
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CLUSTER = str(BENCHMARKS / "clusters" / "unlike8.yaml")
@@ -23,7 +23,7 @@ SEEDS = ("0", "1", "4294967295")
 # Planned in one process, since a process spends most of its time importing.
 PROGRAM = """\
 import sys
-from hap.cli import main
+from hap.cli.commands import main
 for number, model in enumerate(sys.argv[2:]):
     words = ["plan", model, "--cluster", sys.argv[1], "-o", f"plan{number}.json"]
     main(words, standalone_mode=False)

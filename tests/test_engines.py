@@ -13,19 +13,21 @@ import pytest
 import torch
 
 from hap import api
-from hap.cluster import Cluster, Device, Link
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
-from hap.placement import R
-from hap.program import Compute, Program
-from hap.synthesizer import astar
-from hap.synthesizer.buckets import build_ladder, search_order
-from hap.synthesizer.engines import ENGINES, engine_named
-from hap.synthesizer.exact import FORBIDDEN, Costs, TooWide
-from hap.synthesizer.labelling import PICOSECONDS, Aims, Problem
-from hap.synthesizer.outcome import Outcome, Status, cost_of
-from hap.synthesizer.referee import solve
-from hap.synthesizer.rules.base import Row
-from hap.synthesizer.shift import fold, shift
+from hap.ir.placement import R
+from hap.ir.program import Compute, Program
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.search import astar
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
+from hap.synthesizer.search.cp_sat import solve
+from hap.synthesizer.search.engines import ENGINES, engine_named
+from hap.synthesizer.search.mini_buckets import build_ladder, search_order
+from hap.synthesizer.search.search_result import SearchResult, SearchStatus, cost_of
+from hap.synthesizer.search.soft_arc_consistency import fold, shift
 from hap.synthesizer.synthesize import Synthesizer
 from tests.random_plans import Case, benchmark_case, make_case
 
@@ -70,12 +72,14 @@ def tried(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> int
     return min(cost_of(labels, unary, pairs) for labels in every)
 
 
-def check(outcome: Outcome, unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> None:
+def check(
+    outcome: SearchResult, unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
+) -> None:
     """What holds for every outcome, whatever the engine."""
     if outcome.labelling is not None:
         assert cost_of(outcome.labelling.labels, unary, pairs) == outcome.labelling.cost
         assert outcome.bound <= outcome.labelling.cost < FORBIDDEN
-        assert (outcome.status is Status.OPTIMAL) == (outcome.bound == outcome.labelling.cost)
+        assert (outcome.status is SearchStatus.OPTIMAL) == (outcome.bound == outcome.labelling.cost)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +96,7 @@ def test_the_engines_agree(kind: str) -> None:
         best = found["exact"]
         if kind != "long":
             assert best.bound == min(tried(unary, pairs), FORBIDDEN), seed
-        infeasible += best.status is Status.INFEASIBLE
+        infeasible += best.status is SearchStatus.INFEASIBLE
         for name, outcome in found.items():
             check(outcome, unary, pairs)
             assert (outcome.status, outcome.bound) == (best.status, best.bound), (name, seed)
@@ -163,14 +167,14 @@ def test_a_search_cut_short_brackets_the_optimum(kind: str) -> None:
                 assert optimum <= outcome.labelling.cost
             last = outcome.bound
             seen.add(outcome.status)
-    assert {Status.OPTIMAL, Status.FEASIBLE, Status.UNKNOWN} <= seen
+    assert {SearchStatus.OPTIMAL, SearchStatus.FEASIBLE, SearchStatus.UNKNOWN} <= seen
 
 
 def test_the_referee_cut_short_says_so() -> None:
     unary, pairs = random_tables("long", 0)
     optimum = ENGINES["exact"](unary, pairs).bound
     outcome = solve(unary, pairs, effort=1e-9)
-    assert outcome.status is not Status.INFEASIBLE
+    assert outcome.status is not SearchStatus.INFEASIBLE
     assert outcome.bound <= optimum
 
 
@@ -189,7 +193,7 @@ def test_the_search_takes_what_elimination_refuses() -> None:
         ENGINES["exact"](unary, pairs)
     for name in ("astar", "cpsat"):
         outcome = ENGINES[name](unary, pairs)
-        assert (outcome.status, outcome.bound) == (Status.OPTIMAL, 0)
+        assert (outcome.status, outcome.bound) == (SearchStatus.OPTIMAL, 0)
         check(outcome, unary, pairs)
 
 
@@ -285,7 +289,7 @@ def test_the_engines_agree_on_models(file: str, prices: str) -> None:
     best = found["exact"].bound
     for name, outcome in found.items():
         check(outcome, problem.unary, problem.pairs)
-        assert (outcome.status, outcome.bound) == (Status.OPTIMAL, best), name
+        assert (outcome.status, outcome.bound) == (SearchStatus.OPTIMAL, best), name
         assert outcome.labelling is not None
         program = problem.program(outcome.labelling)
         rounding = len(program.instructions) + len(program.inputs)
@@ -297,7 +301,9 @@ def test_the_engines_agree_on_models(file: str, prices: str) -> None:
 def test_the_engines_agree_where_memory_has_a_price(file: str) -> None:
     problem = model_problem(file, "balanced", memory_price=1e-8)
     found = {name: problem.outcome(engine) for name, engine in ENGINES.items()}
-    assert {(o.status, o.bound) for o in found.values()} == {(Status.OPTIMAL, found["exact"].bound)}
+    assert {(o.status, o.bound) for o in found.values()} == {
+        (SearchStatus.OPTIMAL, found["exact"].bound)
+    }
 
 
 @pytest.mark.slow
@@ -358,5 +364,5 @@ def test_an_engine_cut_short_is_told_and_one_that_finds_nothing_is_an_error() ->
 def test_the_engines_agree_on_an_encoder_and_a_decoder() -> None:
     problem = model_problem("t5", "balanced")
     found = [problem.outcome(engine) for engine in ENGINES.values()]
-    assert {o.status for o in found} == {Status.OPTIMAL}
+    assert {o.status for o in found} == {SearchStatus.OPTIMAL}
     assert len({o.labelling.cost for o in found if o.labelling}) == 1

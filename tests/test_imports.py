@@ -1,92 +1,159 @@
-"""Who may import whom: core <- profiler | synthesizer | runtime <- face; planning without torch."""
+"""The architecture, held by folder: imports run one way, planning needs no torch, names are unique.
+
+The docstring of each folder's ``__init__`` says the same in words.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"hap.profiler", "hap.synthesizer", "hap.runtime"}
-FACE = {
-    "hap",
-    "hap.api",
-    "hap.chrome_trace",
-    "hap.cli",
-    "hap.discover",
-    "hap.profile_report",
-    "hap.profiling",
-    "hap.report",
-    "hap.rules_text",
-    "hap.simulation",
-    "hap.terminal",
-    "hap.testbed",
-    "hap.truth",
-    "hap.worker",
+HOMES = {"profiler", "synthesizer", "runtime"}
+
+BASE = {"hap.errors", "hap.files", "hap.gc_pause", "hap.units"}
+"""Modules of ``hap`` that import nothing of the product but each other."""
+
+FOLDERS = {
+    "hap.cluster": set(),
+    "hap.ir": {"hap.cluster"},
+    "hap.capture": {"hap.ir", "hap.cluster"},
+    "hap.optim": set(),
+    "hap.profiler": {"hap.capture", "hap.ir", "hap.cluster"},
+    "hap.runtime": {"hap.capture", "hap.ir", "hap.cluster", "hap.optim"},
+    "hap.synthesizer": {"hap.ir", "hap.cluster"},
 }
-TORCH = {
-    f"hap.{name}"
-    for name in (
-        "capture",
-        "constants",
-        "decompositions",
-        "losses",
-        "model_file",
-        "norms",
-        "ops",
-        "optim",
-        "optimizer",
-        "torch_private",
-    )
+"""Folder -> folders that it may import, beside itself and ``BASE``. Others may import everything
+but ``hap.cli``, which nothing else imports."""
+
+SYNTHESIZER = {
+    "rules": set(),
+    "cost": {"rules"},
+    "search": {"cost", "rules"},
+    "shares": {"cost", "rules"},
+    "schedule": {"cost", "rules"},
+    "bounds": {"search", "cost", "rules"},
 }
+"""The same inside ``hap.synthesizer``; its own modules, which orchestrate, may import all."""
+
+NO_TORCH = {"hap.cluster", "hap.ir", "hap.synthesizer"}
 
 
-def _package(module: str) -> str:
-    """``hap.runtime`` for all of its modules; a module of the core stands for itself."""
-    return ".".join(module.split(".")[:2])
-
-
-def _imports() -> dict[str, set[str]]:
-    """Every module -> the modules that it imports, be it at the top or inside a function."""
-    found: dict[str, set[str]] = {}
-    for file in sorted(ROOT.glob("hap/*.py")) + sorted(
-        f for p in PACKAGES for f in (ROOT / p.removeprefix("hap.")).rglob("*.py")
-    ):
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(["hap", *(p for p in parts if p not in ("hap", "__init__"))])
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                found.setdefault(name, set()).update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):  # `from hap import ops` imports hap.ops
-                names = [f"hap.{a.name}" for a in node.names] if node.module == "hap" else []
-                found.setdefault(name, set()).update(names or [str(node.module)])
+def _files() -> dict[str, Path]:
+    """Module -> file, of the product and the benchmarks."""
+    found = {}
+    for folder in ("hap", "benchmarks", *HOMES):
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            if parts[0] == "hap" and parts[1] in HOMES:
+                continue  # a link to a folder at the top
+            name = ".".join(p for p in parts if p != "__init__")
+            found[f"hap.{name}" if parts[0] in HOMES else name] = file
     return found
 
 
-IMPORTS = _imports()
+FILES = _files()
+PRODUCT = sorted(name for name in FILES if name.split(".")[0] == "hap")
+TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
 
 
-@pytest.mark.parametrize("module", sorted(IMPORTS.keys() - FACE))
+def _imported(node: ast.AST) -> Iterator[str]:
+    """The modules that a statement imports: ``from hap.ir import graph`` means hap.ir.graph."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from ((name if name in FILES else node.module) for name in names)
+
+
+IMPORTS = {
+    name: {used for node in ast.walk(tree) for used in _imported(node)}
+    for name, tree in TREES.items()
+}
+
+
+def _folder(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@pytest.mark.parametrize("module", PRODUCT)
 def test_imports_run_one_way(module: str) -> None:
-    used = {_package(name) for name in IMPORTS[module]}
-    assert not used & FACE, "only the face imports the face"
-    if _package(module) in PACKAGES:
-        assert not used & (PACKAGES - {_package(module)}), "the packages never import one another"
-    else:
-        assert not used & PACKAGES, "the core imports no package"
+    own = _folder(module)
+    used = {_folder(name) for name in IMPORTS[module] if name.split(".")[0] == "hap"}
+    if module in BASE:
+        assert used <= BASE
+    elif own in FOLDERS:
+        assert used <= FOLDERS[own] | BASE | {own}
+    elif own not in ("hap", "hap.cli"):
+        assert "hap.cli" not in used, "nothing imports the commands"
+    assert not used & {"benchmarks", "tests"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    sorted(m for m in IMPORTS if _package(m) not in TORCH | FACE | {"hap.profiler", "hap.runtime"}),
-)
+@pytest.mark.parametrize("module", [m for m in PRODUCT if m.startswith("hap.synthesizer.")])
+def test_imports_run_one_way_inside_the_synthesizer(module: str) -> None:
+    own = module.split(".")[2]
+    prefix = "hap.synthesizer."
+    used = {n.removeprefix(prefix).split(".")[0] for n in IMPORTS[module] if n.startswith(prefix)}
+    if own in SYNTHESIZER:
+        assert used <= SYNTHESIZER[own] | {own}
+
+
+@pytest.mark.parametrize("module", [m for m in PRODUCT if _folder(m) in NO_TORCH])
 def test_planning_is_pure(module: str) -> None:
-    """No torch in graph, plan, ... and the synthesizer, nor in what they import."""
-    assert not {name for name in IMPORTS[module] if name.split(".")[0] == "torch"}
-    assert not {_package(name) for name in IMPORTS[module]} & TORCH
+    assert "torch" not in {name.split(".")[0] for name in IMPORTS[module]}
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Under ``TYPE_CHECKING`` or inside a function, an import counts as any other."""
+    arrows = networkx.DiGraph(
+        (module, used) for module, names in IMPORTS.items() for used in names if used in FILES
+    )
+    faces = [m for m in FILES if FILES[m].name == "__init__.py"]  # they load lazily
+    arrows.remove_nodes_from([m for m in faces if m in arrows])
+    assert not list(networkx.simple_cycles(arrows))
+
+
+@pytest.mark.parametrize("module", PRODUCT)
+def test_own_modules_are_imported_at_the_top(module: str) -> None:
+    """Functions import no module of the product; only the faces do, by name, on first use."""
+    inside = [
+        used
+        for function in ast.walk(TREES[module])
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        for used in _imported(node)
+    ]
+    assert not [used for used in inside if used.split(".")[0] == "hap"]
+
+
+def test_no_two_modules_share_a_name() -> None:
+    stems = Counter(FILES[m].stem for m in PRODUCT if not FILES[m].stem.startswith("__"))
+    assert not {stem: n for stem, n in stems.items() if n > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = Counter(
+        node.name
+        for module in PRODUCT
+        for node in TREES[module].body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name: n for name, n in names.items() if n > 1}
+
+
+def test_files_are_of_a_size_to_read() -> None:
+    lengths = sorted(len(FILES[m].read_text().splitlines()) for m in PRODUCT)
+    assert lengths[len(lengths) // 2] <= 180, "the median file"
+    assert lengths[-1] <= 450, "the longest file"
+    synthesizer = [m for m in PRODUCT if m.startswith("hap.synthesizer")]
+    assert sum(len(FILES[m].read_text().splitlines()) for m in synthesizer) <= 9_000
 
 
 def _loaded_by(program: str) -> set[str]:
@@ -96,20 +163,23 @@ def _loaded_by(program: str) -> set[str]:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    loaded = _loaded_by("from hap.cli import main\nmain(['--help'], standalone_mode=False)")
-    assert "hap.cli" in loaded
-    assert not loaded & {"torch", "numpy", "pydantic", "rich", "hap.plan", "hap.cluster"}
+    loaded = _loaded_by(
+        "from hap.cli.commands import main\nmain(['--help'], standalone_mode=False)"
+    )
+    assert "hap.cli.commands" in loaded
+    heavy = {"torch", "numpy", "pydantic", "rich", "hap.ir.plan", "hap.cluster.topology"}
+    assert not loaded & heavy
 
 
 def test_a_plan_is_read_and_shown_without_torch() -> None:
-    loaded = _loaded_by("import hap\nhap.Plan, hap.load_cluster, hap.report")
-    assert "hap.report" in loaded
+    loaded = _loaded_by(
+        "import hap\nfrom hap import cli\nhap.Plan, hap.load_cluster, cli.plan_screen"
+    )
+    assert "hap.cli.plan_screen" in loaded
     assert not loaded & {"torch", "numpy"}
 
 
-def test_the_face_keeps_the_function_plan_apart_from_the_module() -> None:
-    loaded = _loaded_by(
-        "import hap.plan\nfrom hap.plan import Plan\nimport hap\n"
-        "assert hap.Plan is Plan\nassert 'plan' not in vars(hap)"
-    )
-    assert "hap.plan" in loaded
+def test_the_function_plan_is_no_module() -> None:
+    assert not {m for m in FILES if m in ("hap.plan", "hap.compile", "hap.verify")}
+    loaded = _loaded_by("from hap.ir.plan import Plan\nimport hap\nassert hap.Plan is Plan")
+    assert "hap.ir.plan" in loaded

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap import losses
-from hap.capture import capture
-from hap.placement import L, P, R, S
-from hap.plan import Plan
-from hap.program import Compute
-from hap.runtime import lookup
+from hap.capture import cross_entropy
+from hap.capture.tracing import capture
+from hap.ir.placement import L, P, R, S
+from hap.ir.plan import Plan
+from hap.ir.program import Compute
+from hap.runtime import sharded_lookup
 from tests.random_plans import make_case, random_plan, verdict
 from tests.test_verify import on_gloo
 
@@ -36,7 +36,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 def check(x: Tensor, target: Tensor, **options: Any) -> None:
     """Loss and gradient, and their dtypes and shapes."""
     found: list[Tensor] = []
-    for function in (F.cross_entropy, losses.cross_entropy):
+    for function in (F.cross_entropy, cross_entropy.cross_entropy):
         given = x.clone().requires_grad_()
         loss = function(given, target, **options)
         (gradient,) = torch.autograd.grad(loss.double().mean(), given)
@@ -63,8 +63,8 @@ def test_it_is_what_torch_computes(reduction: str, dtype: torch.dtype) -> None:
 
 
 def test_many_rows_are_worked_on_in_chunks() -> None:
-    rows = 3 * losses.CHUNK["cpu"] // 1000 + 1
-    assert sum(1 for _ in losses._chunks(torch.empty(rows, 1000))) >= 3
+    rows = 3 * cross_entropy.CHUNK["cpu"] // 1000 + 1
+    assert sum(1 for _ in cross_entropy._chunks(torch.empty(rows, 1000))) >= 3
     check(floats(rows, 1000, dtype=torch.float32), numbers(1000, rows))
 
 
@@ -82,7 +82,7 @@ def test_no_target_that_counts_is_not_a_number_as_in_torch() -> None:
 
 def test_a_target_that_is_no_class_is_refused() -> None:
     with pytest.raises(RuntimeError):
-        losses.cross_entropy(floats(4, 5), torch.tensor([0, 1, 5, 2]))
+        cross_entropy.cross_entropy(floats(4, 5), torch.tensor([0, 1, 5, 2]))
 
 
 class Classifier(nn.Module):
@@ -136,12 +136,12 @@ def test_it_is_captured_under_a_default_device_too() -> None:
 def test_a_number_that_no_rank_has_is_refused() -> None:
     """Each rank would pass over it as another's, and the loss would be wrong."""
     span = (3, 6, 9)
-    assert lookup.own_or_first(torch.tensor([0, 3, 5, 8]), span).tolist() == [0, 0, 2, 0]
-    passed = lookup.own_or_passed_over(torch.tensor([0, 4, -100, 5]), span, -100)
+    assert sharded_lookup.own_or_first(torch.tensor([0, 3, 5, 8]), span).tolist() == [0, 0, 2, 0]
+    passed = sharded_lookup.own_or_passed_over(torch.tensor([0, 4, -100, 5]), span, -100)
     assert passed.tolist() == [-1, 1, -1, 2]
     for wrong in (9, -1):
         with pytest.raises(RuntimeError, match="a number to look up"):
-            lookup.own_or_first(torch.tensor([0, wrong]), span)
+            sharded_lookup.own_or_first(torch.tensor([0, wrong]), span)
 
 
 @pytest.mark.gloo

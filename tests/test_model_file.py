@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hap import torch_private
+from hap.capture import torch_private
+from hap.capture.model_file import load_model_file, model_file_of
 from hap.errors import ModelError, PlanError, Terminated
-from hap.model_file import load_model_file, model_file_of
 from tests.small_plan import small_plan
 
 GOOD = """\

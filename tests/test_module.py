@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import PlanError
-from hap.placement import S
-from hap.plan import Plan
-from hap.program import Compute, Convert
+from hap.ir.placement import S
+from hap.ir.plan import Plan
+from hap.ir.program import Compute, Convert
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import HapModule, clip_grad_norm_
-from hap.runtime.overlap import ThreadLane
+from hap.runtime.hap_module import HapModule, clip_grad_norm_
+from hap.runtime.lanes import ThreadLane
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
 

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.batch import call
+from hap.capture.user_optimizer import examine, make_optimizer
 from hap.errors import InputError, ModelError
+from hap.ir.batch import call
+from hap.ir.plan import Plan
 from hap.optim import Lamb, Lars, tensor_norms
-from hap.optimizer import examine, make_optimizer
-from hap.plan import Plan
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import GradScaler, HapModule
+from hap.runtime.hap_module import GradScaler, HapModule
 from tests.random_plans import Case, make_case, random_plan, verdict
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hap.capture import capture
+from hap.capture.tracing import capture
 from hap.errors import PlanError
-from hap.graph import Graph, Ref
-from hap.plan import FORMAT, Plan
-from hap.program import Program
+from hap.ir.graph import Graph, Ref
+from hap.ir.plan import FORMAT, Plan
+from hap.ir.program import Program
 from tests.random_plans import Case, benchmark_case, make_case, random_plan
 from tests.small_plan import node, small_cluster, small_graph, small_plan
 

@@ -17,15 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from hap import profiling
-from hap.cluster import IMPLEMENTATIONS, Cluster, Link, load_cluster
-from hap.cluster_text import cluster_yaml
+from hap.cli import profiling
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.cluster_text import cluster_yaml
+from hap.cluster.link import IMPLEMENTATIONS, Link
+from hap.cluster.topology import Cluster
 from hap.errors import ClusterError
-from hap.profiler import beside, exchange, links, measure, starts
+from hap.profiler import (
+    call_timing,
+    collective_bench,
+    contention_bench,
+    link_figures,
+    subset_collectives,
+)
 from hap.profiler.samples import BesideRecord, ExchangeRecord, StartsRecord, middle
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.launch import spawn
-from hap.synthesizer.communication import Network
+from hap.synthesizer.cost.collective_cost import NetworkModel
 from tests.known_device import TRUTH
 
 CPU = torch.device("cpu")
@@ -54,7 +62,7 @@ def exchange_records(
                 if how == "hierarchical" and (len(group) > 1 or len(groups) == 1):
                     continue
                 for skew, nbytes in ((s, b) for s in ("even", "half") for b in sizes):
-                    parts = np.array(exchange.parts(1024, n, skew)) / 1024
+                    parts = np.array(collective_bench.parts(1024, n, skew)) / 1024
                     even = np.full(n, 1 / n)
                     src, dst = (even, parts) if kind == "reduce_scatter" else (parts, even)
                     record = ExchangeRecord(
@@ -82,7 +90,7 @@ def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> Non
     }
     true = replace(plain, collectives=own)
     records = exchange_records(true, 0.03, rng, (2**12, 2**16, 2**20, 2**24))
-    found, residuals = links.collectives(plain, records, profiling.price, "today")
+    found, residuals = link_figures.collectives(plain, records, profiling.price, "today")
     assert max(abs(r.error) for r in residuals) < 0.1
     for kind, ways in found.items():
         for how, levels in ways.items():
@@ -103,7 +111,7 @@ def test_what_a_collective_takes_at_least_is_told_from_what_its_starts_take() ->
         replace(r, seconds=tuple(max(s, 0.03) for s in r.seconds))
         if r.kind == "all_reduce" else r for r in plain
     ]  # fmt: skip
-    found, residuals = links.collectives(true, slow, profiling.price, "today")
+    found, residuals = link_figures.collectives(true, slow, profiling.price, "today")
     for kind, ways in found.items():
         for how, levels in ways.items():
             least_s = 0.03 if kind == "all_reduce" else 0.0
@@ -115,7 +123,7 @@ def test_what_a_collective_takes_at_least_is_told_from_what_its_starts_take() ->
 def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
     plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
     own = {"all_reduce": {"one shot": {"between": Link(25e6, 1e-3, "", 0.5)}}}
-    networks = [Network(plain), Network(replace(plain, collectives=own))]
+    networks = [NetworkModel(plain), NetworkModel(replace(plain, collectives=own))]
     ones = np.ones(4)
     for nbytes, start, least_s in ((8, 1.0, 0.5), (8, 0.5, 0.0), (2**26, 1.0, 0.0)):
         before, after = (
@@ -137,7 +145,7 @@ def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
     ],
 )
 def test_parts_without_slower_ranks(each_s: list[float], parts: list[tuple[int, ...]]) -> None:
-    assert beside.faster(each_s) == parts
+    assert contention_bench.faster(each_s) == parts
 
 
 def with_starts(
@@ -169,14 +177,16 @@ def test_starts_are_those_of_the_slowest_that_takes_part(nodes: str) -> None:
             src=even, dst=even,
         )  # fmt: skip
         made.append(replace(record, seconds=(profiling.price(true, record),)))
-    found = starts.fitted(measured, StartsRecord(among=tuple(made)), profiling.price, "today")
+    found = subset_collectives.fitted(
+        measured, StartsRecord(among=tuple(made)), profiling.price, "today"
+    )
     assert [d.start for d in found.devices] == pytest.approx(figures, rel=0.01)
     for kind in IMPLEMENTATIONS:
         traffic = [d.traffic.get(kind, 1.0) for d in found.devices]
         assert traffic == pytest.approx([0.3, 0.3, 0.7, 1.0], rel=0.02), kind
     assert "today, n=5 among 3 ranks" in found.devices[2].source["start"]
     assert "start" not in found.devices[3].source
-    alike = starts.fitted(measured, StartsRecord(among=()), profiling.price, "today")
+    alike = subset_collectives.fitted(measured, StartsRecord(among=()), profiling.price, "today")
     assert alike == measured
 
 
@@ -186,23 +196,25 @@ def test_without_slow_devices_collectives_start_sooner() -> None:
            "all_reduce": {"one shot": {"between": Link(1e18, 1e-9, "", 0.5)}}}  # fmt: skip
     slow_last = with_starts(replace(plain, collectives=own), [0.25, 0.25, 0.25, 1.0])
     for ranks, part in ((range(4), 1.0), ((2, 3), 1.0), (range(3), 0.25), ((0, 1), 0.25)):
-        network = Network(slow_last.keep(list(ranks)))
+        network = NetworkModel(slow_last.keep(list(ranks)))
         even = np.full(len(ranks), 1 / len(ranks))
         steps = len(ranks).bit_length() - (len(ranks) & (len(ranks) - 1) == 0)
         gathered = dict(network.choices("all_gather", 8, even, even))["padded"]
         assert gathered == pytest.approx(steps * part * 8e-3)
         assert dict(network.choices("all_reduce", 8, even, even))["one shot"] == part * 0.5
         # Implementations that were not measured cost what the links say, whoever takes part.
-        before = dict(Network(plain.keep(list(ranks))).choices("all_gather", 8, even, even))
+        before = dict(NetworkModel(plain.keep(list(ranks))).choices("all_gather", 8, even, even))
         assert dict(network.choices("all_gather", 8, even, even))["grouped"] == before["grouped"]
 
 
 def few_of_three() -> list[tuple[str, int, int]]:
     """Ranks 0 and 2 of three measure, and rank 1 idles."""
     whole = ProcessGroupComm()
-    text, record = starts.measure(whole, [1.0, 5.0, 1.0], exchange.QUICK, CPU, {})
+    text, record = subset_collectives.measure(
+        whole, [1.0, 5.0, 1.0], collective_bench.QUICK, CPU, {}
+    )
     assert isinstance(text, str) and isinstance(record, StartsRecord)
-    (again,) = [r for r in starts.measure(whole, [], exchange.QUICK, CPU, {"starts": record})
+    (again,) = [r for r in subset_collectives.measure(whole, [], collective_bench.QUICK, CPU, {"starts": record})
                 if not isinstance(r, str)]  # fmt: skip
     assert again is record
     assert all(e.groups == ((0, 2),) and min(e.seconds) > 0 for e in record.among)
@@ -226,7 +238,7 @@ def test_drag_is_told_from_when_a_collective_ends(
     alone_s: float, computed_s: float, ended_s: float, drag: float
 ) -> None:
     """While others compute it takes ``drag`` times as long, and what is then left its own time."""
-    assert beside.dragged(alone_s, computed_s, ended_s) == pytest.approx(drag)
+    assert contention_bench.dragged(alone_s, computed_s, ended_s) == pytest.approx(drag)
 
 
 class Sleeping(LocalComm):
@@ -258,14 +270,14 @@ def test_what_each_collective_ends_later_beside_computing_is_delay_and_no_drag(
     monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
     """Products last longer than the collective, which is waited for when they are over."""
-    monkeypatch.setattr(beside, "everyones", lambda mine: (mine, mine))
+    monkeypatch.setattr(contention_bench, "everyones", lambda mine: (mine, mine))
     comm = Sleeping(late_s)
     with ThreadPoolExecutor() as pool:
 
         def start(call: Callable[[], Any]) -> Callable[[], Any]:
             return pool.submit(comm.run, call).result
 
-        (_, found) = beside.measure(comm, start, [1.0, 1.0], CPU, {})
+        (_, found) = contention_bench.measure(comm, start, [1.0, 1.0], CPU, {})
     assert isinstance(found, BesideRecord)
     assert statistics.median(found.drag[0]) < 1.5
     assert statistics.median(found.delay[0]) == pytest.approx(late_s, abs=0.02)
@@ -278,7 +290,7 @@ def test_a_drag_and_a_delay_are_told_from_large_and_small_collectives(
     large, small = (
         [(s, drag + delay_s / s) for s in sizes] for sizes in ((0.3, 0.31), (0.01, 0.02))
     )
-    drags, delays = beside.split(large, small)
+    drags, delays = contention_bench.split(large, small)
     assert drags == pytest.approx([drag] * 2, rel=0.02)
     assert delays == pytest.approx([delay_s] * 2, rel=0.02)
 
@@ -294,13 +306,13 @@ def test_a_call_after_another_is_of_processor_time_and_told_in_seconds_of_waitin
 ) -> None:
     """On a processor that is stopped for half of the time, a step of 4 ms takes 8."""
     used = [0.0]
-    monkeypatch.setattr(measure.time, "thread_time", lambda: used[0])
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: 2 * used[0])
+    monkeypatch.setattr(call_timing.time, "thread_time", lambda: used[0])
+    monkeypatch.setattr(call_timing.time, "perf_counter", lambda: 2 * used[0])
 
     def work(seconds: float) -> None:
         used[0] += seconds
 
-    found = measure.seconds_after(lambda: work(0.1), lambda: work(0.004), 3)
+    found = call_timing.seconds_after(lambda: work(0.1), lambda: work(0.004), 3)
     assert found == pytest.approx([0.008] * 3)
 
 
@@ -320,7 +332,7 @@ def test_a_call_after_another_is_of_processor_time_and_told_in_seconds_of_waitin
 def test_sizes_grow_until_one_would_take_too_long(
     start_s: float, bytes_per_s: float, wanted: int
 ) -> None:
-    limits = exchange.Range(sizes=(2**12, 2**16, 2**19, 2**22), rounds=1, longest_s=0.6)
+    limits = collective_bench.Range(sizes=(2**12, 2**16, 2**19, 2**22), rounds=1, longest_s=0.6)
 
     def one(nbytes: int) -> ExchangeRecord:
         return ExchangeRecord(
@@ -328,7 +340,7 @@ def test_sizes_grow_until_one_would_take_too_long(
             seconds=(start_s + nbytes / bytes_per_s,),
         )  # fmt: skip
 
-    steps = list(exchange._grow("it", one, limits.sizes, limits))
+    steps = list(collective_bench._grow("it", one, limits.sizes, limits))
     assert [isinstance(s, ExchangeRecord) for s in steps if not isinstance(s, str)] == (
         [True] * wanted + [False] * (4 - wanted)
     )
@@ -347,9 +359,9 @@ def test_repeats_that_differ_much_are_repeated(
 ) -> None:
     """Two of four may have waited for lost packets, which says nothing of how many do."""
     found = iter([[0.1], *batches])
-    monkeypatch.setattr(exchange, "_one", lambda *args: (0.0, 0.0))
-    monkeypatch.setattr(exchange, "_last", lambda *args: next(found))
-    seconds = exchange._seconds(None, exchange.FULL, CPU, LocalComm(), 1)
+    monkeypatch.setattr(collective_bench, "_one", lambda *args: (0.0, 0.0))
+    monkeypatch.setattr(collective_bench, "_last", lambda *args: next(found))
+    seconds = collective_bench._seconds(None, collective_bench.FULL, CPU, LocalComm(), 1)
     assert list(seconds) == [s for batch in batches for s in batch][:kept]
 
 
@@ -368,8 +380,8 @@ LATE_S = 0.4
 
 def _seconds_though_late() -> float:
     whole = _LateToBegin()
-    call = exchange.small(whole, "all_reduce", 2**12, CPU)
-    return min(exchange.in_a_row(call, 1, CPU, whole) for _ in range(3))
+    call = collective_bench.small(whole, "all_reduce", 2**12, CPU)
+    return min(collective_bench.in_a_row(call, 1, CPU, whole) for _ in range(3))
 
 
 def test_a_rank_that_is_late_to_begin_is_no_part_of_a_collective() -> None:
@@ -385,7 +397,7 @@ def test_messages_give_the_links() -> None:
         for a, b, latency_s, rate in ((0, 1, 1e-5, 4e9), (1, 2, 1e-3, 25e6), (2, 0, 2e-3, 20e6))
         for nbytes in (2**12, 2**18, 2**22)
     ]  # fmt: skip
-    inside, between = links.message_links(["a", "a", "b"], records, "today")
+    inside, between = link_figures.message_links(["a", "a", "b"], records, "today")
     assert inside["a"].bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
     assert between.bandwidth_bytes_per_s == pytest.approx(20e6, rel=0.02)  # the slowest hop
     assert between.latency_s == pytest.approx(2e-3, rel=0.05)
@@ -398,7 +410,7 @@ def test_measured_figures_stand_for_their_implementation_alone() -> None:
     ones, parts = np.ones(4), np.full(4, 0.25)
     for kind in IMPLEMENTATIONS:
         before, after = (
-            dict(Network(c).choices(kind, 10**6, parts, parts if "to" in kind else ones))
+            dict(NetworkModel(c).choices(kind, 10**6, parts, parts if "to" in kind else ones))
             for c in (plain, replace(plain, collectives=own))
         )
         changed = {how for how in before if after[how] != before[how]}

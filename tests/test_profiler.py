@@ -20,26 +20,28 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hap import profiling
-from hap.cluster import ELEMENTWISE, IMPLEMENTATIONS, Work, load_cluster
+from hap.cli import profiling
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.device import ELEMENTWISE, Work
+from hap.cluster.link import IMPLEMENTATIONS
 from hap.errors import HapError, InputError
-from hap.graph import Graph, Input, Node, Ref, Tensor
-from hap.profiler import devices
-from hap.profiler.measure import QUICK, seconds_per_call
+from hap.ir.graph import Graph, Input, Node, Ref, Tensor
+from hap.profiler import device_figures
+from hap.profiler.call_timing import QUICK, seconds_per_call
 from hap.profiler.probes import LAUNCH, Arena, Probe, probes
+from hap.profiler.rank_watch import Watch
 from hap.profiler.samples import (
     ExchangeRecord,
     Header,
     Journal,
     OpRecord,
-    Rank,
+    RankInfo,
     StartsRecord,
     line,
     read,
 )
-from hap.profiler.watch import Watch
 from hap.runtime.launch import report, spawn
-from hap.synthesizer.work import node_work
+from hap.synthesizer.cost.operator_work import node_work
 from tests.known_device import TRUTH
 
 ROOT = Path(__file__).parents[1]
@@ -67,13 +69,13 @@ def op_records(speeds: list[float], noise: float, rng: random.Random) -> list[Op
     ]
 
 
-def ranks(count: int, memory: int = 2**33) -> list[Rank]:
-    return [Rank(node=f"n{k}", kind="x", memory_bytes=memory) for k in range(count)]
+def ranks(count: int, memory: int = 2**33) -> list[RankInfo]:
+    return [RankInfo(node=f"n{k}", kind="x", memory_bytes=memory) for k in range(count)]
 
 
 def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
     records = op_records([1.0], 0.05, random.Random(0))
-    (found,) = devices.types(ranks(1), records, "today")
+    (found,) = device_figures.types(ranks(1), records, "today")
     fitted = found.device
     assert fitted.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.06)
     assert fitted.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.06)
@@ -96,7 +98,7 @@ def test_among_operators_of_a_kind_the_long_ones_count_more() -> None:
         if r.work.kind == "math" and r.work.bytes < 2**23 else r
         for r in op_records([1.0], 0.0, random.Random(0))
     ]  # fmt: skip
-    (found,) = devices.types(ranks(1), records, "today")
+    (found,) = device_figures.types(ranks(1), records, "today")
     math = [r for r in found.residuals if r.kind.startswith("math")]
     shortest, *_, longest = sorted(math, key=lambda r: r.measured_s)
     assert abs(longest.error) < abs(shortest.error) / 4
@@ -110,7 +112,9 @@ def test_what_a_loop_starts_sooner_is_fitted_as_in_a_step() -> None:
         if r.name != LAUNCH and r.work.kind != "update" else r
         for r in records
     ]  # fmt: skip
-    (expected,), (found,) = (devices.types(ranks(2), each, "today") for each in (records, looped))
+    (expected,), (found,) = (
+        device_figures.types(ranks(2), each, "today") for each in (records, looped)
+    )
     assert [r.name for r in found.residuals] == [r.name for r in expected.residuals]
     for ours, theirs in zip(found.residuals, expected.residuals, strict=True):
         assert ours.predicted_s == pytest.approx(theirs.predicted_s), ours.name
@@ -119,15 +123,19 @@ def test_what_a_loop_starts_sooner_is_fitted_as_in_a_step() -> None:
 def test_alike_ranks_are_one_type_and_unlike_ones_are_not() -> None:
     rng = random.Random(1)
     records = op_records([4.0, 4.1, 1.0, 1.02, 2.0], 0.04, rng)
-    found = devices.types(ranks(5), records, "today")
+    found = device_figures.types(ranks(5), records, "today")
     assert [t.ranks for t in found] == [(0, 1), (2, 3), (4,)]
     fast, slow = (t.device.flops_per_s["float32"] for t in found[:2])
     assert fast / slow == pytest.approx(4.0, rel=0.05)
     unlike = [*ranks(2), *ranks(3, memory=2**30)]
-    assert [t.ranks for t in devices.types(unlike, records, "today")] == [(0, 1), (2, 3), (4,)]
+    assert [t.ranks for t in device_figures.types(unlike, records, "today")] == [
+        (0, 1),
+        (2, 3),
+        (4,),
+    ]
     alike_but_small = op_records([1.0, 1.0], 0.01, rng)
     small = [ranks(1)[0], replace(ranks(1)[0], memory_bytes=2**30)]
-    assert len(devices.types(small, alike_but_small, "today")) == 2
+    assert len(device_figures.types(small, alike_but_small, "today")) == 2
 
 
 class Recorder(TorchDispatchMode):
@@ -278,7 +286,7 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     assert all("measured 20" in d.source["flops_per_s.float32"] for d in loaded.devices)
     assert [p for p in tmp_path.iterdir() if ".part" in p.name] == []
     plan = subprocess.run(
-        [sys.executable, "-m", "hap.cli", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
+        [sys.executable, "-m", "hap.cli.commands", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
          "--cluster", str(output), "-o", str(tmp_path / "plan.json")],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
@@ -350,7 +358,7 @@ def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) 
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "hap.cli", "profile", "--quick", "--nodes", "a,b"]
+    words = [sys.executable, "-m", "hap.cli.commands", "profile", "--quick", "--nodes", "a,b"]
     processes = [
         subprocess.Popen(
             [*words, "-o", str(tmp_path / "c.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT,

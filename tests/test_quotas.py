@@ -17,8 +17,8 @@ import hap
 from hap.errors import InputError
 from hap.runtime.launch import spawn
 from hap.runtime.testbed import quotas as emulated
-from hap.runtime.testbed.beat import beat
-from hap.runtime.testbed.groups import find_controller
+from hap.runtime.testbed.cgroups import find_controller
+from hap.runtime.testbed.quota_tick import beat
 from hap.runtime.testbed.quotas import cpu_quotas, quota_settings
 
 BUSY = """

@@ -40,13 +40,13 @@ from benchmarks.racing.summary import (
     steady_errors,
     summary,
 )
-from hap.capture import capture
-from hap.cluster import load_cluster
-from hap.model_file import load_model_file
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
+from hap.cluster.cluster_file import load_cluster
 from hap.profiler.probes import product_probe
 from hap.runtime.launch import spawn
 from hap.runtime.testbed import Testbed
-from hap.synthesizer.space import build_space
+from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hap.capture import capture
+from hap.capture.tracing import capture
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import emit
+from hap.runtime.hap_module import emit
 from tests.fuzz.check import Outcome, check
 from tests.fuzz.recipe import Machine, Recipe
 from tests.random_plans import make_case, random_plan

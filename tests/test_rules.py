@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from hap.errors import UnsupportedOpError
-from hap.graph import FREE, Graph, Input, Node, Output, Tensor
-from hap.mesh import is_mesh_op
-from hap.peephole import RANDOM
-from hap.placement import P, R, S
+from hap.ir.graph import FREE, Graph, Input, Node, Output, Tensor
+from hap.ir.graph_builder import RANDOM
+from hap.ir.mesh import is_mesh_op
+from hap.ir.placement import P, R, S
+from hap.rule_check import Case, cuts, missing
+from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules import RULES, Row
-from hap.synthesizer.space import build_space
-from hap.synthesizer.work import node_work
-from hap.truth import Case, cuts, missing
+from hap.synthesizer.search.program_space import build_space
 from tests.rule_samples import SAMPLES
 
 OPS = [op for op in RULES if not is_mesh_op(op)]
-"""All but the collectives between machines, which tests/test_mesh.py runs on a mesh."""
+"""All but the collectives between machines, which tests/test_two_axes.py runs on a mesh."""
 DROPOUT = "aten.native_dropout.default"
 COMPARABLE = [op for op in OPS if op not in RANDOM]
 

@@ -10,17 +10,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hap.axes import Axes, Axis, Shares
-from hap.cluster import Cluster, Device, Link
-from hap.graph import Graph, Input, Node, Output, Ref, Tensor
-from hap.placement import P, Placement, R, S
-from hap.program import Compute, Convert, Program
-from hap.synthesizer.cost import CostModel, Machine
-from hap.synthesizer.share_model import Model as IntegerProgram
-from hap.synthesizer.share_task import Task
-from hap.synthesizer.shares import Outcome, Status, alike_axes, proportional, solve_shares
-from hap.synthesizer.simulate import Timeline, simulate
-from hap.synthesizer.tangents import exchange_plane, padded_slopes, tangents_of
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.ir.axes import Axes, Axis, Shares
+from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
+from hap.ir.placement import P, Placement, R, S
+from hap.ir.program import Compute, Convert, Program
+from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.serial_cost import Timeline, simulate
+from hap.synthesizer.shares.linearize import exchange_plane, padded_slopes, tangents_of
+from hap.synthesizer.shares.share_model import Model as IntegerProgram
+from hap.synthesizer.shares.share_solver import (
+    ShareResult,
+    ShareStatus,
+    alike_axes,
+    proportional,
+    solve_shares,
+)
+from hap.synthesizer.shares.share_task import Task
 
 STATES = 2
 LETTERS = "abcdefghijkl"
@@ -194,7 +202,7 @@ def shares_of(case: Case, weights: np.ndarray) -> dict[str, tuple[int, ...]]:
     return {a.name: proportional(a.units, weights) for a in case[1].axes.values()}
 
 
-def solve(case: Case, machine: Machine, start: Shares | None = None) -> Outcome:
+def solve(case: Case, machine: Machine, start: Shares | None = None) -> ShareResult:
     graph, axes, program = case
     start = start or shares_of(case, np.ones(machine.cluster.world_size))
     outcome = solve_shares(graph, axes, program, machine, STATES, start)
@@ -259,7 +267,7 @@ SPEEDS = [(3, 1), (1, 1), (5, 2, 2), (4, 2, 1), (9, 0.1)]
 def test_one_axis_is_solved_as_by_brute_force(make, speeds, launch_s) -> None:
     case, machine = make(), Machine(cluster(*speeds, launch_s=launch_s))
     outcome = solve(case, machine)
-    assert outcome.status is Status.OPTIMAL
+    assert outcome.status is ShareStatus.OPTIMAL
     assert outcome.objective_s == pytest.approx(brute_force(case, machine), rel=2e-5)
 
 
@@ -367,7 +375,7 @@ def test_a_device_with_little_memory_gets_less() -> None:
     peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
     tight = Machine(cluster(2, 1, memory=(0.7 * peak[0], 1e3)))
     outcome = solve(case, tight, shares_of(case, tight.speed))
-    assert outcome.status is Status.OPTIMAL
+    assert outcome.status is ShareStatus.OPTIMAL
     assert outcome.shares["e"][0] < solve(case, free).shares["e"][0]
     assert outcome.objective_s == pytest.approx(brute_force(case, tight), rel=2e-5)
 
@@ -381,7 +389,7 @@ def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
     tight = Machine(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
     best = brute_force(case, tight)
     outcome = solve(case, tight)
-    assert (outcome.status is Status.OPTIMAL) == np.isfinite(best)
+    assert (outcome.status is ShareStatus.OPTIMAL) == np.isfinite(best)
     if np.isfinite(best):
         assert best <= outcome.objective_s <= best * (1 + 2e-5)
 
@@ -391,7 +399,7 @@ def test_infeasible_names_the_devices_and_the_bytes() -> None:
     machine = Machine(cluster(2, 1, 1, memory=(1e3, 1, 1)))
     outcome = solve(case, machine)
     peak = timeline(case, machine, outcome.shares).peak_bytes
-    assert outcome.status is Status.INFEASIBLE
+    assert outcome.status is ShareStatus.INFEASIBLE
     assert outcome.shares["b"] == (12, 0, 0)
     assert f"gpu:1, gpu:2 lack {round(peak[1]) - 1_000_000:,} bytes" in outcome.message
     assert "gpu:0" not in outcome.message
@@ -445,7 +453,7 @@ def test_a_program_without_axes_returns_the_start() -> None:
     )
     start = {"b": (7, 5)}
     outcome = solve((graph, axes, whole), Machine(cluster(3, 1)), start)
-    assert outcome.status is Status.OPTIMAL
+    assert outcome.status is ShareStatus.OPTIMAL
     assert outcome.shares == start
 
 

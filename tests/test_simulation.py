@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from rich.console import RenderableType
 
-from hap.chrome_trace import COLOURS, THREADS, trace_text
-from hap.errors import PlanError
-from hap.plan import Plan
-from hap.program import Compute, Convert
-from hap.simulation import (
+from hap.cli.chrome_trace import COLOURS, THREADS, trace_text
+from hap.cli.simulation import (
     Simulation,
     longest,
     rank_uses,
@@ -25,7 +22,10 @@ from hap.simulation import (
     simulation_screen,
     write_trace,
 )
-from hap.terminal import emit
+from hap.cli.terminal import emit
+from hap.errors import PlanError
+from hap.ir.plan import Plan
+from hap.ir.program import Compute, Convert
 from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_plan
 

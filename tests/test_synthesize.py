@@ -10,12 +10,14 @@ from rich.console import Console
 from torch import nn
 
 from hap import api
-from hap.cluster import Cluster, Device, Link
+from hap.cli.plan_screen import plan_screen
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, InputError
-from hap.placement import R, S
-from hap.plan import Plan
-from hap.program import Compute
-from hap.report import plan_screen
+from hap.ir.placement import R, S
+from hap.ir.plan import Plan
+from hap.ir.program import Compute
 from hap.synthesizer.synthesize import lowest
 from tests.random_plans import make_case, verdict
 

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import hap
-from hap.cli import main
-from hap.cluster import IMPLEMENTATIONS, Cluster, load_cluster
+from hap.cli.commands import main
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.link import IMPLEMENTATIONS
+from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
 from hap.runtime.launch import report
-from hap.runtime.testbed import Testbed, clean, network, owner, quotas
-from hap.runtime.testbed.speed import choose_scale, scaled
+from hap.runtime.testbed import Testbed, clean, network, ownership, quotas
+from hap.runtime.testbed.scaling import choose_scale, scaled
 
 CORE = 100e9  # said, not measured: fractions are then known
 UNLIKE = """
@@ -65,7 +67,7 @@ def left(pid: int) -> list[str]:
     mark = f"-{pid}-"
     folders = [Path("/run/netns"), Path("/sys/fs/cgroup")]
     found = [str(f) for folder in folders for f in folder.rglob("hap-*") if mark in f.name]
-    return found + [f"process {p}" for p, name in owner._processes() if mark in name]
+    return found + [f"process {p}" for p, name in ownership._processes() if mark in name]
 
 
 # --- Figures --------------------------------------------------------------------------------
@@ -443,14 +445,16 @@ def test_hosts_go_when_the_body_raises_and_when_starting_fails(
 
 
 def test_only_names_of_ended_owners_are_leftovers() -> None:
-    name = owner.new_name()
+    name = ownership.new_name()
     namespace, pid, start, number = name.split("-")
-    assert not owner.left_over(f"hap-bed-{name}-rank0", "hap-bed")
-    assert owner.left_over(f"hap-bed-{namespace}-{pid}-{int(start) - 1}-{number}-rank0", "hap-bed")
-    assert not owner.left_over(f"hap-bed-{int(namespace) + 1}-{pid}-1-0", "hap-bed")  # unseen
-    assert not owner.left_over(f"hap-quota-{namespace}-{pid}-1-0", "hap-bed")
+    assert not ownership.left_over(f"hap-bed-{name}-rank0", "hap-bed")
+    assert ownership.left_over(
+        f"hap-bed-{namespace}-{pid}-{int(start) - 1}-{number}-rank0", "hap-bed"
+    )
+    assert not ownership.left_over(f"hap-bed-{int(namespace) + 1}-{pid}-1-0", "hap-bed")  # unseen
+    assert not ownership.left_over(f"hap-quota-{namespace}-{pid}-1-0", "hap-bed")
     for foreign in ("hap-bed", "hap-bed-", "hap-bed-mine", "eth0", f"x-hap-bed-{name}"):
-        assert not owner.left_over(foreign, "hap-bed")
+        assert not ownership.left_over(foreign, "hap-bed")
 
 
 # --- The command ----------------------------------------------------------------------------

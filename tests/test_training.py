@@ -20,17 +20,17 @@ from torch.utils.checkpoint import (
 
 import hap
 from hap.api import fake_batch
-from hap.batch import call, flatten, form_of, rebuild
-from hap.capture import capture
-from hap.cluster import Cluster
+from hap.capture.recompute import PRODUCTS, WAYS
+from hap.capture.tracing import capture
+from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError, InputError, ModelError
-from hap.plan import Plan
-from hap.recompute import PRODUCTS, WAYS
+from hap.ir.batch import call, flatten, form_of, rebuild
+from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.module import HapModule, emit
-from hap.synthesizer.space import build_space
-from hap.synthesizer.work import FLOPS
+from hap.runtime.hap_module import HapModule, emit
+from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.search.program_space import build_space
 from tests.random_plans import Case, adamw, make_case, random_plan, two_machines, verdict
 from tests.test_training_losses import PLANS, holds
 

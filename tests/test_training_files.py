@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hap
+from hap.capture.model_file import load_model_file
 from hap.errors import ModelError
-from hap.model_file import load_model_file
+from hap.ir.plan import Plan
 from hap.optim import Lamb
-from hap.plan import Plan
 from hap.runtime.launch import spawn
 from tests.random_plans import Case, make_case, two_machines, verdict
-from tests.test_mesh import random_mesh_plan
+from tests.test_two_axes import random_mesh_plan
 
 FILE = '''
 import torch

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap.placement import P
-from hap.program import Compute
+from hap.ir.placement import P
+from hap.ir.program import Compute
 from tests.random_plans import make_case, random_plan, verdict
 
 ROWS, CLASSES = 7, 11

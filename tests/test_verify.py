@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hap.placement import L, P, R, S
-from hap.plan import Plan
-from hap.program import Compute, Convert, Value
+from hap.ir.placement import L, P, R, S
+from hap.ir.plan import Plan
+from hap.ir.program import Compute, Convert, Value
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
+from hap.runtime.hap_module import HapModule
 from hap.runtime.launch import spawn
-from hap.runtime.module import HapModule
-from hap.runtime.shard import cut
+from hap.runtime.shards import cut
 from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
 from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hap.batch import call, flatten
-from hap.capture import Step
-from hap.model_file import ModelFile
-from hap.optimizer import default_optimizer
+from hap.capture.model_file import ModelFile
+from hap.capture.tracing import Step
+from hap.capture.user_optimizer import default_optimizer
+from hap.ir.batch import call, flatten
 
 IGNORED = -100  # labels that torch's cross entropy leaves out of its mean
 

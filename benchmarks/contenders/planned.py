@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.contenders.base import Contender, Setting, built, optimizer
 from hap import api
-from hap.batch import call
-from hap.plan import Plan
+from hap.ir.batch import call
+from hap.ir.plan import Plan
 from hap.runtime.collectives import ProcessGroupComm
 
 

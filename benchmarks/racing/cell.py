@@ -24,7 +24,7 @@ from benchmarks.contenders import make
 from benchmarks.contenders.base import Contender, Setting
 from benchmarks.racing.clock import Clock, Tick, settled
 from benchmarks.racing.memory import traced
-from hap.model_file import ModelFile
+from hap.capture.model_file import ModelFile
 from hap.runtime.launch import report
 
 TRACED = 2

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from hap.cluster import Device
-from hap.graph import Graph
-from hap.profiler.measure import FULL, Pace, seconds_per_call
+from hap.cli.profiling import Settings
+from hap.cluster.device import Device
+from hap.ir.graph import Graph
+from hap.profiler.call_timing import FULL, Pace, seconds_per_call
 from hap.profiler.probes import Arena, Probe, probes
 from hap.profiler.samples import OpRecord, middle, of_kind, read
-from hap.profiling import Settings
-from hap.synthesizer.work import node_work
+from hap.synthesizer.cost.operator_work import node_work
 
 CPU = torch.device("cpu")
 LOOK = Pace(windows=8, window_s=FULL.window_s)

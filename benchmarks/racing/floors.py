@@ -6,11 +6,11 @@ import math
 from itertools import combinations
 
 from benchmarks.racing.results import Cell
-from hap.cluster import Cluster
-from hap.graph import Graph
-from hap.synthesizer.space import build_space
+from hap.cluster.topology import Cluster
+from hap.ir.graph import Graph
+from hap.synthesizer.cost.operator_work import FLOPS, node_work
+from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
-from hap.synthesizer.work import FLOPS, node_work
 
 SEARCHES = 40
 """For one part of a cluster, at most."""
@@ -45,7 +45,7 @@ def bound_s(graph: Graph, cluster: Cluster, optimizer_states: int) -> float:
     """Seconds below which no program is predicted, whatever its shares, whoever takes part.
 
     A program that some devices have no part in is one of the others, and costs what their links
-    cost. So the least of the bounds of all parts of the cluster (:mod:`hap.synthesizer.bound`)
+    cost. So the least of the bounds of all parts of the cluster (:mod:`hap.synthesizer.bounds.lower_bound`)
     holds for every program. Most parts need no search: their products alone take longer. Others
     have up to :data:`SEARCHES` more, by which shares are told apart, while theirs is the least.
     """

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hap import api
-from hap.capture import capture
-from hap.cluster import Cluster
+from hap.capture.model_file import ModelFile, load_model_file
+from hap.capture.tracing import capture
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cluster.topology import Cluster
 from hap.errors import HapError, InfeasibleError
 from hap.files import write_whole
-from hap.graph import Graph
-from hap.model_file import ModelFile, load_model_file
-from hap.optimizer import default_optimizer, examine
-from hap.plan import Plan, Source
-from hap.program import Program
+from hap.ir.graph import Graph
+from hap.ir.plan import Plan, Source
+from hap.ir.program import Program
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.plan_prediction import predict
 from hap.synthesizer.planner import Progress
-from hap.synthesizer.predict import predict
-from hap.synthesizer.space import build_space
+from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
 PAPER_METHOD = "HAP 2024"

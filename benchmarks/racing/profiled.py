@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.racing.plans import Progress
-from hap.cluster import Cluster, load_cluster
-from hap.profiling import Settings
+from hap.cli.profiling import Settings
+from hap.cli.testbed_command import profile_hosts
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.runtime.testbed import Testbed
-from hap.testbed import profile_hosts
 
 
 def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluster:

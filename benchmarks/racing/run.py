@@ -11,8 +11,8 @@ import torch
 from benchmarks.contenders.base import as_step, built, optimizer, train
 from benchmarks.racing.cell import Said, Task, global_batches, race_rank
 from benchmarks.racing.results import Entry
+from hap.capture.model_file import ModelFile
 from hap.errors import HapError
-from hap.model_file import ModelFile
 from hap.runtime.testbed import Testbed
 
 Heard = Callable[[Said], None]

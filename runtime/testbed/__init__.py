@@ -3,10 +3,11 @@
 The names are loaded on first use: a helper process of the quotas needs no torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hap.runtime.testbed.bed import Host, Testbed, clean
+    from hap.runtime.testbed.hosts import Host, Testbed, clean
 
 __all__ = ["Host", "Testbed", "clean"]
 
@@ -14,6 +15,4 @@ __all__ = ["Host", "Testbed", "clean"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hap.runtime.testbed import bed
-
-    return getattr(bed, name)
+    return getattr(import_module(f"{__name__}.hosts"), name)

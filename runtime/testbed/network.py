@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hap.cluster import Cluster
+from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
-from hap.runtime.testbed.owner import left_over, new_name
+from hap.runtime.testbed.ownership import left_over, new_name
 
 INTERFACE = "net0"
 """A rank's interface."""
@@ -66,7 +66,7 @@ class Pipe:
     bytes_per_s: float
 
 
-class Network:
+class HostNetwork:
     """The namespaces of a cluster's ranks, up and joined; see :func:`network`."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
@@ -138,7 +138,7 @@ def pipes(cluster: Cluster) -> list[Pipe]:
 
 
 @contextlib.contextmanager
-def network(cluster: Cluster) -> Iterator[Network]:
+def network(cluster: Cluster) -> Iterator[HostNetwork]:
     """Bring up the hosts and links of a cluster; take them down at the end.
 
     Raises:
@@ -150,7 +150,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
         raise HapError(f"links cannot be limited here: {why_not}", hint=hint)
     if cluster.world_size > _MOST_RANKS:
         raise InputError(f"{cluster.world_size} ranks on one machine", hint="take fewer")
-    made = Network(f"{_PREFIX}-{new_name()}", cluster)
+    made = HostNetwork(f"{_PREFIX}-{new_name()}", cluster)
     spaces = [made.namespace(None), *map(made.namespace, range(cluster.world_size))]
     try:
         _ip("", [f"netns add {space}" for space in spaces])
@@ -216,7 +216,7 @@ def _remove(spaces: Sequence[str]) -> None:
                 raise
 
 
-def _join(made: Network, cluster: Cluster) -> None:
+def _join(made: HostNetwork, cluster: Cluster) -> None:
     """Interfaces, bridges and addresses."""
     switch, links = made.namespace(None), pipes(cluster)
     bridges = sorted({"core"} | {link.bridge for link in links})

@@ -5,7 +5,7 @@
 
 Each rank gets a control group (v1 ``cpu.cfs_quota_us`` or v2 ``cpu.max``) of its own, with a
 period of 10 ms, so that steps are smooth, and a weight that puts it before other work; cores
-:mod:`~hap.runtime.testbed.beat`, so that it is not exceeded for long before the kernel looks. That
+:mod:`~hap.runtime.testbed.quota_tick`, so that it is not exceeded for long before the kernel looks. That
 needs root and a writable cpu controller. Without them ``quotas.enforced`` is False,
 ``quotas.reason`` says why, and a duty cycle stands in: a helper process per rank stops and
 continues it, period 50 ms. The ratio of speeds is then right as well, with two differences to
@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hap.errors import InputError
-from hap.runtime.testbed import groups, owner
-from hap.runtime.testbed.beat import beat
-from hap.runtime.testbed.groups import Controller, Settings
+from hap.runtime.testbed import cgroups, ownership
+from hap.runtime.testbed.cgroups import Controller, Settings
+from hap.runtime.testbed.quota_tick import beat
 
 _PERIOD_US = 10_000
 _LEAST_QUOTA_US = 1_000  # the kernel takes no less: smaller fractions get a longer period
@@ -74,8 +74,8 @@ class Quotas:
         """Give a process, with all its threads, the share of ``rank`` from now on."""
         if self.enforced:
             group, settings = self._cpu[rank]
-            groups.write(group, settings)
-            groups.join(group, pid)
+            cgroups.write(group, settings)
+            cgroups.join(group, pid)
             return
         os.kill(pid, 0)  # ProcessLookupError, as above, if there is none
         context = multiprocessing.get_context("spawn")
@@ -99,7 +99,7 @@ class Quotas:
         for rank, (group, _) in self._cpu.items():
             settings = quota_settings(self._version, self.fractions[rank] * factor)
             self._cpu[rank] = group, settings
-            groups.write(group, settings)
+            cgroups.write(group, settings)
         return factor
 
     def charge(self, rank: int, pid: int) -> None:
@@ -109,7 +109,7 @@ class Quotas:
         Its speed stays as it is until :meth:`place`.
         """
         if rank in self._memory:
-            groups.join(self._memory[rank], pid)
+            cgroups.join(self._memory[rank], pid)
 
     def _stop_helpers(self) -> None:
         for process, pipe in self._helpers:
@@ -139,7 +139,7 @@ def cpu_quotas(
     cpu, reason = _controller("cpu", "ranks are stopped and continued instead")
     memory, memory_reason = _controller("memory", "memory is not limited")
     quotas = Quotas(fractions, reason, memory_reason)
-    name = f"{_PREFIX}-{owner.new_name()}"
+    name = f"{_PREFIX}-{ownership.new_name()}"
     made: list[tuple[Path, Controller]] = []
     beats = contextlib.ExitStack()
 
@@ -148,7 +148,7 @@ def cpu_quotas(
         if (path, controller) not in made:  # version 2 has both controllers in one group
             path.mkdir()
             made.append((path, controller))
-        groups.write(path, settings)
+        cgroups.write(path, settings)
         return path
 
     try:
@@ -172,14 +172,14 @@ def cpu_quotas(
         beats.close()
         quotas._stop_helpers()
         for path, controller in made:
-            groups.remove(path, controller.home)
+            cgroups.remove(path, controller.home)
 
 
 def remove_leftovers() -> list[Path]:
     """Remove the groups that killed runs of :func:`cpu_quotas` left behind, and say which."""
     found = (_controller(name, "")[0] for name in ("cpu", "memory"))
     return [
-        path for one in found if one is not None for path in groups.remove_leftovers(one, _PREFIX)
+        path for one in found if one is not None for path in cgroups.remove_leftovers(one, _PREFIX)
     ]
 
 
@@ -218,7 +218,7 @@ def _check(fractions: Sequence[float]) -> None:
 
 def _controller(name: str, otherwise: str) -> tuple[Controller | None, str]:
     memberships = Path("/proc/self/cgroup").read_text()
-    return groups.find_controller(name, _MOUNTS.read_text(), memberships, otherwise)
+    return cgroups.find_controller(name, _MOUNTS.read_text(), memberships, otherwise)
 
 
 def _duty_cycle(pid: int, fraction: float, parent: Connection) -> None:

@@ -5,7 +5,7 @@ Random ones draw other numbers for other parts, and the same for replicas: hap.r
 
 from __future__ import annotations
 
-from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
 
 
 @rule("aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hap.graph import Tensor
-from hap.placement import L
-from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
+from hap.ir.graph import Tensor
+from hap.ir.placement import L
+from hap.synthesizer.rules.rule_table import Call, Row, broadcast, equation, letters, rule
 
 
 @rule("aten.embedding.default")

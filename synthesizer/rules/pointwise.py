@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Row, broadcast, equation, letters, rule
 
 # Nonlinear in every argument, or acting on numbers that are no sums: no partial inputs.
 PLAIN = """

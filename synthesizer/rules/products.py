@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
 
 
 @rule("aten.mm.default")
@@ -47,7 +47,7 @@ def _convolution_backward(call: Call) -> list[Row]:
     space = [None] * (len(grad.shape) - 2)
     c, o = ("c", "o") if call.arg(9) == 1 else (None, None)
     x, w = ["n", c, *space], [*([c, o] if call.arg(7) else [o, c]), *space]
-    # The third result, the bias's gradient, is a sum of its own: see hap.capture.
+    # The third result, the bias's gradient, is a sum of its own: see hap.capture.tracing.
     return equation(
         call,
         [["n", o, *space], x, w],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hap.graph import Tensor
-from hap.placement import L, P
-from hap.synthesizer.rules.base import Call, Row, equation, letters, rule
+from hap.ir.graph import Tensor
+from hap.ir.placement import L, P
+from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
 
 
 def _dims(value: object, tensor: Tensor) -> set[int]:
@@ -77,7 +77,7 @@ def _softmax_backward(call: Call) -> list[Row]:
 
 @rule("aten.nll_loss_forward.default")
 def _nll(call: Call) -> list[Row]:
-    # Captured with a sum (or no) reduction: see hap.capture.DECOMPOSITIONS.
+    # Captured with a sum (or no) reduction: see hap.capture.tracing.DECOMPOSITIONS.
     batch = ["n"] if len(call.ins[0].shape) == 2 else []
     # The classes are looked up in by number, as in hap.synthesizer.rules.indexing.
     x, rest = [*batch, "v"], [["v"] for _ in call.ins[2:]]
@@ -123,7 +123,7 @@ def _outer(x: Tensor, inner: int) -> list[str | None]:
     return letters(x, fixed=range(rank - inner, rank))[: rank - inner]
 
 
-# --- batch norm, in parts: hap.norms. Statistics have the letter of the channels. ---
+# --- batch norm, in parts: hap.capture.batch_norm. Statistics have the letter of the channels. ---
 
 
 def _channel(x: Tensor) -> list[str | None]:

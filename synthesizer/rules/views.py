@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hap.synthesizer.rules.base import Call, Row, broadcast, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Row, broadcast, equation, letters, rule
 
 
 @rule("aten.view.default")

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import hap
-from hap import torch_private
-from hap.capture import capture
-from hap.discover import with_rules
+from hap.capture import torch_private
+from hap.capture.tracing import capture
 from hap.errors import InfeasibleError, UnsupportedOpError
-from hap.graph import Graph
-from hap.plan import Plan
+from hap.ir.graph import Graph
+from hap.ir.plan import Plan
+from hap.rule_discovery import with_rules
 from hap.runtime.verify import Observed, _error, observe_reference, prepared
-from hap.synthesizer.space import build_space
+from hap.synthesizer.search.program_space import build_space
 from tests.fuzz.recipe import Recipe
 from tests.random_plans import Case, adamw, random_plan, verdict, widened
 

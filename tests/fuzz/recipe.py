@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hap.cluster import Cluster, Device, Link
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
 
 Shape = tuple[int, ...]
 Kind = str | int

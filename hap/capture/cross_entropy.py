@@ -1,0 +1,154 @@
+"""Cross-entropy as a logical operator: what a rank can say of its own classes.
+
+``log_softmax`` needs all classes of a row before it can write one number, so a graph that names
+it can't split them. ``hap::cross_entropy`` stands for the two figures that the loss is made of,
+both of which ranks with some of the classes each can put together: the log-sum-exp of a row, and
+its logit at the target. They are as small as the targets, and so nothing as large as the logits
+but their gradient is written. After Megatron-LM's vocabulary-parallel loss (Shoeybi et al.,
+"Megatron-LM", 2019), with one figure in place of its maximum and sum of exponentials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hap.ir.loss_chunks import CHUNK
+
+aten = torch.ops.aten
+
+
+def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of ``x`` over its last dim, and ``x`` at ``target``, 0 where that is ``skip``.
+
+    Shapes: ``x`` (N, ..., C), ``target`` (N, ...) of class numbers, results as ``target``, in
+    float32 if ``x`` has half precision.
+    """
+    acc = _acc_dtype(x)
+    lse = torch.empty(target.shape, dtype=acc, device=x.device)
+    for rows in _chunks(x):
+        # The fused kernel is twice as fast as an exponential and a sum; its largest result is
+        # the largest logit less what we are after.
+        largest = x[rows].amax(-1).to(acc)
+        found = largest - torch.log_softmax(x[rows], -1, dtype=acc).amax(-1)
+        lse[rows] = torch.where(largest == -math.inf, largest, found)
+    skipped = target == skip
+    at = target.masked_fill(skipped, 0).unsqueeze(-1)
+    picked = x.gather(-1, at).squeeze(-1).masked_fill(skipped, 0.0)
+    return lse, picked.to(acc)
+
+
+def cross_entropy_backward(
+    grad_lse: Tensor, grad_picked: Tensor, x: Tensor, target: Tensor, lse: Tensor, skip: int
+) -> Tensor:
+    """The gradient of ``x``: ``grad_lse * softmax(x)``, and ``grad_picked`` at the targets."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first = x[next(_chunks(x), slice(0))]
+    y, seed = (torch.zeros_like(first, dtype=lse.dtype) for _ in range(2))
+    for rows in _chunks(x):
+        # ``exp(y) * scale`` by the kernel that does it fastest: the gradient of a log-softmax y
+        # is ``g - exp(y) * sum(g)``, here with all of g in the first column, made anew after.
+        scale = grad_lse[rows]
+        y, seed = y[: len(scale)], seed[: len(scale)]  # the last may be shorter
+        torch.sub(x[rows], lse[rows].unsqueeze(-1), out=y)
+        seed[..., 0] = -scale
+        if out.dtype == y.dtype:
+            aten._log_softmax_backward_data.out(seed, y, -1, y.dtype, out=out[rows])
+        else:
+            out[rows] = aten._log_softmax_backward_data(seed, y, -1, y.dtype)
+        out[rows][..., 0] = y[..., 0].exp() * scale
+    skipped = target == skip
+    if out.numel():
+        # One entry per row, by index: scatter_add_ would copy all of a half precision.
+        lines, at = out.view(-1, out.shape[-1]), target.masked_fill(skipped, 0).reshape(-1)
+        given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).reshape(-1)
+        lines[torch.arange(len(lines), device=out.device), at] += given
+    return out
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """Slices of the first dim, of about :data:`CHUNK` elements each."""
+    size = x.shape[0]
+    step = max(1, CHUNK.get(x.device.type, CHUNK["cuda"]) * size // max(x.numel(), 1))
+    for start in range(0, size, step):
+        yield slice(start, start + step)
+
+
+def _acc_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+_terms = torch.library.custom_op("hap::cross_entropy", mutates_args=())(cross_entropy_terms)
+_gradient = torch.library.custom_op("hap::cross_entropy_backward", mutates_args=())(
+    cross_entropy_backward
+)
+
+
+@_terms.register_fake
+def _(x, target, skip):  # type: ignore[no-untyped-def]
+    lse = target.new_empty(target.shape, dtype=_acc_dtype(x))
+    return lse, torch.empty_like(lse)
+
+
+@_gradient.register_fake
+def _(grad_lse, grad_picked, x, target, lse, skip):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, target, ctx.skip = inputs
+    ctx.save_for_backward(x, target, output[0])
+
+
+def _backward(ctx, grad_lse, grad_picked):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    return torch.ops.hap.cross_entropy_backward(grad_lse, grad_picked, *saved, ctx.skip), None, None
+
+
+_terms.register_autograd(_backward, setup_context=_setup)
+
+
+def cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None,
+    size_average: bool | None = None, ignore_index: int = -100, reduce: bool | None = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Stands in a captured graph for the function of the same name.
+
+    Targets that are probabilities, and smoothed labels with weights, stay as they are. The mean divides by the count, or the weight, of all the targets that are not
+    ignored, which ranks with a part of the batch each sum up.
+    """
+    old = size_average is not None or reduce is not None
+    if old or (label_smoothing and weight is not None) or target.is_floating_point():
+        return F.cross_entropy(
+            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    lone = input.dim() == 1
+    rows, classes = (input[None], target[None]) if lone else (input, target)
+    if rows.dim() > 2:
+        rows = rows.movedim(1, -1)
+    lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
+    ignored = classes == ignore_index
+    if label_smoothing:
+        others = rows.sum(-1) * (label_smoothing / rows.shape[-1])
+        picked = picked * (1 - label_smoothing) + others
+    losses = (lse - picked).masked_fill(ignored, 0.0)
+    if weight is None:
+        weights = (~ignored).to(losses.dtype)
+    else:
+        weights = weight[classes.masked_fill(ignored, 0)].masked_fill(ignored, 0.0)
+        losses = losses * weights
+    loss: Tensor
+    if reduction == "none":
+        loss = losses[0] if lone else losses
+    elif reduction == "sum":
+        loss = losses.sum()
+    else:
+        loss = losses.sum() / weights.sum()
+    if torch.is_autocast_enabled("cpu"):  # where torch's own loss is in single precision
+        return loss
+    return loss.to(input.dtype)

@@ -1,0 +1,136 @@
+"""Operators written out in others, whose dims stay apart and whose sizes are no arguments.
+
+A group norm takes the batch, the channels and the pixels as numbers, which a rank's share
+changes; as a layer norm of the groups, its batch and its groups are dims of their own, and either
+can be split. A repetition is an expansion between two views, a strided look at a dense tensor a
+view, and what is filled or copied into a tensor takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hap.capture import torch_private
+
+aten = torch.ops.aten
+
+
+def _per_channel(weight: Tensor, rank: int) -> Tensor:
+    return weight.view(1, -1, *(1,) * (rank - 2))
+
+
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, n: int, c: int, pixels: int, groups: int, eps: float
+) -> Any:
+    inner = c // groups * pixels
+    flat = x.reshape(n, groups, inner)
+    y, mean, rstd = aten.native_layer_norm(flat, [inner], None, None, eps)
+    y = y.view(x.shape)
+    if weight is not None:
+        y = y * _per_channel(weight, x.dim())
+    if bias is not None:
+        y = y + _per_channel(bias, x.dim())
+    return y, mean.view(n, groups), rstd.view(n, groups)
+
+
+def _group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Any, n: int, c: int, pixels: int,
+    groups: int, mask: list[bool],
+) -> Any:  # fmt: skip
+    inner = c // groups * pixels
+    flat = x.reshape(n, groups, inner)
+    mean, rstd = mean.view(n, groups, 1), rstd.view(n, groups, 1)
+    others = [0, *range(2, x.dim())]
+    dx = dw = db = None
+    if mask[0]:
+        inside = grad if weight is None else grad * _per_channel(weight, x.dim())
+        inside = inside.reshape(n, groups, inner)
+        dx, _, _ = aten.native_layer_norm_backward(
+            inside, flat, [inner], mean, rstd, None, None, [True, False, False]
+        )
+        dx = dx.view(x.shape)
+    if mask[1]:
+        normed = ((flat - mean) * rstd).view(x.shape)
+        dw = (grad * normed).sum(others)
+    if mask[2]:
+        db = grad.sum(others)
+    return dx, dw, db
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    norm = (v * v).sum(_but(v, dim), True).sqrt()
+    return v * (g / norm), norm
+
+
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> Any:
+    along = (grad * v).sum(_but(v, dim), True) / norm
+    return (grad - v * (along / norm)) * (g / norm), along
+
+
+def _but(v: Tensor, dim: int) -> list[int]:
+    return [d for d in range(v.dim()) if d != dim % v.dim()]
+
+
+def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    pairs = list(zip(repeats, shape, strict=True))
+    apart = x.reshape([n for _, size in pairs for n in (1, size)])
+    return apart.expand([n for pair in pairs for n in pair]).reshape([r * n for r, n in pairs])
+
+
+def _dense(shape: list[int], stride: list[int]) -> bool:
+    """Are the elements stored one after the other, in order?"""
+    step = 1
+    for size, by in reversed(list(zip(shape, stride, strict=True))):
+        if size != 1 and by != step:
+            return False
+        step *= size
+    return True
+
+
+def _as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    """A view, where both sides hold all elements in one order; else not known."""
+    whole = math.prod(size) == x.numel() and not offset and x.storage_offset() == 0
+    if whole and _dense(list(x.shape), list(x.stride())) and _dense(size, stride):
+        return x.view(size)
+    return NotImplemented
+
+
+def _as_strided_scatter(
+    x: Tensor, source: Tensor, size: list[int], stride: list[int], offset: int | None = None
+) -> Any:
+    """``source``, stored like ``x``: what reads it may take a view for granted."""
+    seen = _as_strided(x, size, stride, offset)
+    return seen if seen is NotImplemented else source.reshape(x.shape).contiguous()
+
+
+def _fill(x: Tensor, value: Tensor) -> Tensor:
+    return value.to(x.dtype).expand(x.shape)
+
+
+def _index(x: Tensor, indices: list[Any]) -> Any:
+    return aten.index.Tensor(x, indices)
+
+
+def _index_put(x: Tensor, indices: list[Any], values: Tensor, accumulate: bool = False) -> Any:
+    return aten.index_put.default(x, indices, values, accumulate)
+
+
+DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    **torch_private.get_decompositions([aten.baddbmm]),
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten.repeat.default: _repeat,
+    aten.as_strided.default: _as_strided,
+    aten.as_strided_scatter.default: _as_strided_scatter,
+    aten.fill.Tensor: _fill,
+    aten._unsafe_index.Tensor: _index,
+    aten._unsafe_index_put.default: _index_put,
+}

@@ -1,0 +1,236 @@
+"""The user's model file: plain Python functions that make a model, a batch, an optimizer. (torch)
+
+``path.py`` takes ``model()``; ``path.py:tiny`` takes ``tiny()``, and with it ``tiny_batch``,
+``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... A mistake in the file
+reads as one: every error has the file's line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hap.capture import torch_private
+from hap.capture.tracing import AUTOCAST
+from hap.capture.user_optimizer import MakeOptimizer
+from hap.errors import HapError, ModelError, PlanError, Terminated
+from hap.ir.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """What a model file defines.
+
+    All the callables but ``loss`` (which is traced) raise :class:`ModelError` with the line in
+    the file, if the user's code raises or returns something else than it should.
+
+    Attributes:
+        path: The file, as given.
+        function: Name of the function that is ``model``.
+        model: Makes the ``nn.Module``.
+        batch: Makes one global batch: a tensor, a tuple, or a dict.
+        loss: ``loss(output, batch)`` -> scalar; None if the forward returns the loss.
+        optimizer: Parameters -> ``torch.optim.Optimizer``; see
+            :data:`hap.capture.user_optimizer.MakeOptimizer`.
+        autocast: The dtype of automatic mixed precision, or nothing.
+        batches: Makes an iterator over global batches.
+        seed: Of torch's generators, before anything random is made.
+        rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
+    """
+
+    path: str
+    function: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    optimizer: MakeOptimizer | None
+    autocast: str
+    batches: Callable[[], Iterator[Any]] | None
+    seed: int
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
+        return load_model_file, (f"{self.path}:{self.function}",)  # each process loads it anew
+
+
+def load_model_file(spec: str) -> ModelFile:
+    """Run the file of ``path.py`` or ``path.py:function`` and look up what it defines.
+
+    Raises:
+        ModelError: No such file, Python errors in it, or a name missing or of the wrong kind.
+    """
+    path, name = _split(spec)
+    module = _execute(path)
+
+    def find(suffix: str) -> Any:
+        own = suffix if name == "model" else f"{name}_{suffix}"
+        return getattr(module, own, getattr(module, suffix, None))
+
+    def function(value: Any, called: str) -> Any:
+        if value is not None and not callable(value):
+            raise ModelError(f"`{called}` is {value!r}, not a function", where=path)
+        return value
+
+    if not hasattr(module, name):
+        raise ModelError(f"no function `{name}`", where=path, hint=_near(name, module))
+    if find("batch") is None:
+        raise ModelError("no function `batch`", where=path, hint="define batch(): a global batch")
+    seed = find("seed") or 0
+    if not isinstance(seed, int):
+        raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
+
+    rules = find("rules") or {}
+    if not isinstance(rules, dict) or not all(_is_rule(r) for r in rules.items()):
+        raise ModelError(
+            f"`rules` is {rules!r}", where=path,
+            hint='it must be a dict of operators and their lines: {"my.op": ["ab, b -> ab"]}',
+        )  # fmt: skip
+
+    def guarded(value: Any, called: str, returns: type = object) -> Any:
+        found = function(value, called)
+        return None if found is None else _guard(found, called, returns, path)
+
+    return ModelFile(
+        path=path,
+        function=name,
+        model=guarded(getattr(module, name), name, nn.Module),
+        batch=guarded(find("batch"), "batch"),
+        loss=function(find("loss"), "loss"),
+        optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
+        autocast=_autocast(find("autocast"), path),
+        batches=guarded(find("batches"), "batches"),
+        seed=seed,
+        rules={
+            op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
+        },
+    )
+
+
+def _is_rule(entry: tuple[object, object]) -> bool:
+    op, lines = entry
+    listed = [lines] if isinstance(lines, str) else lines
+    return isinstance(op, str) and isinstance(listed, list | tuple) and all(
+        isinstance(line, str) for line in listed
+    )  # fmt: skip
+
+
+def _autocast(value: Any, path: str) -> str:
+    """``bfloat16`` or ``float16``, given as text or as a dtype; nothing for ``None``."""
+    name = str(value or "").removeprefix("torch.")
+    if name and name not in AUTOCAST:
+        raise ModelError(
+            f"`autocast` is {value!r}", where=path, hint=f"use one of {', '.join(AUTOCAST)}"
+        )
+    return name
+
+
+def model_file_of(plan: Plan) -> ModelFile:
+    """The model file that a plan was made from.
+
+    Raises:
+        PlanError: The plan was made through the Python API, from no file.
+        ModelError: As :func:`load_model_file`.
+    """
+    if not plan.source.path:
+        raise PlanError(
+            "the plan names no model file: it was made in Python",
+            hint="call hap.compile with the model, or plan a model file: hap plan model.py",
+        )
+    return load_model_file(f"{plan.source.path}:{plan.source.function}")
+
+
+def _split(spec: str) -> tuple[str, str]:
+    path, colon, name = spec.rpartition(":")
+    if not colon or not name.isidentifier():
+        return spec, "model"
+    return path, name
+
+
+def _execute(path: str) -> ModuleType:
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ModelError("no such file", where=path, hint="give a Python file: model.py")
+    name = f"hap_model_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise ModelError("not a Python file", where=path, hint="give a Python file: model.py")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dynamo looks up the globals of the functions that it traces here
+    try:
+        with _user_code(path, "the file"):
+            found.loader.exec_module(module)
+    except ModelError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _guard(function: Callable[..., Any], name: str, returns: type, path: str) -> Any:
+    """``function`` with its errors told by line, and its result checked."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _user_code(path, f"{name}()"):
+            result = function(*args)
+        if not isinstance(result, returns):
+            what = f"{name}() returned a {type(result).__name__}, not a torch {returns.__name__}"
+            code = getattr(function, "__code__", None)
+            raise ModelError(what, where=f"{path}:{code.co_firstlineno}" if code else path)
+        return result
+
+    return call
+
+
+@contextlib.contextmanager
+def _user_code(path: str, what: str) -> Iterator[None]:
+    """Run the file's code as ``python path`` would, with its folder first on ``sys.path``."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except (HapError, Terminated):
+        raise
+    except torch_private.data_dependent_errors():
+        raise  # under fake tensors: the caller builds for real instead
+    except (Exception, SystemExit) as error:
+        summary = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ModelError(
+            f"{what} raised {summary}",
+            where=_line(error, path),
+            hint="run the file with python to see the whole traceback, or repeat with -v",
+        ) from error
+    finally:
+        with contextlib.suppress(ValueError):  # the code may have taken it out itself
+            sys.path.remove(folder)
+
+
+def _line(error: BaseException, path: str) -> str:
+    """``path:line``, the deepest line of the file in the traceback; a syntax error's own line."""
+    file = str(Path(path).resolve())
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f"{path}:{error.lineno}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f"{path}:{lines[-1]}" if lines else path
+
+
+def _near(name: str, module: ModuleType) -> str:
+    """What could have been meant: functions that the file itself defines."""
+    own = [
+        key for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__
+    ]  # fmt: skip
+    near = get_close_matches(name, own, n=3) or own[:6]
+    return f"define {name}()" + (f"; the file has {', '.join(near)}" if near else "")

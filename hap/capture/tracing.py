@@ -1,0 +1,403 @@
+"""nn.Module -> Graph: the joint training step of a user's model, without its data.
+
+Everything runs under fake tensors: no weight is allocated, no kernel called, and nothing of
+the capturing machine's device gets into the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor as TorchTensor
+from torch import fx, nn
+
+from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture.decompositions import DECOMPOSED
+from hap.capture.recompute import WAYS, Region, chosen, recomputed
+from hap.errors import InputError, ModelError
+from hap.gc_pause import no_collector
+from hap.ir.batch import Batch, call, flatten, form_of, rebuild
+from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
+from hap.ir.graph_builder import Builder
+from hap.ir.regather import with_twins
+
+aten = torch.ops.aten
+
+Loss = Callable[[Any, Any], TorchTensor]
+
+
+class Step(nn.Module):
+    """The user's module as a function of flat tensors that returns the scalar loss."""
+
+    def __init__(
+        self, module: nn.Module, batch: Batch, loss: Loss | None, autocast: str = ""
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._names = tuple(flatten(batch))
+        self._form = form_of(batch)
+        self._loss = loss
+        self._autocast = getattr(torch, autocast) if autocast else None
+
+    def forward(self, *tensors: TorchTensor) -> TorchTensor:
+        if self._autocast is None:
+            return self._run(*tensors)
+        with torch.autocast(tensors[0].device.type, self._autocast):
+            return self._run(*tensors)
+
+    def _run(self, *tensors: TorchTensor) -> TorchTensor:
+        batch = rebuild(self._form, dict(zip(self._names, tensors, strict=True)))
+        output = call(self.module, batch)
+        if self._loss is not None:
+            output = self._loss(output, batch)
+        if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+            output = output[0]
+        if not isinstance(output, TorchTensor):
+            output = output["loss"] if isinstance(output, dict) else output.loss
+        return output  # type: ignore[no-any-return]
+
+
+def capture(
+    module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = "",
+    recompute: str = "",
+) -> Graph:  # fmt: skip
+    """The joint forward and backward graph of one step on the *global* batch.
+
+    What ``torch.utils.checkpoint`` runs inside of the module is made again in the backward.
+
+    Args:
+        module: the user's module, real, on the meta device, or built under fake tensors.
+        batch: the global batch, likewise; only shapes and dtypes are looked at.
+        loss: ``loss(output, batch)``, if the module's output is not a loss itself.
+        autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
+        recompute: what else is made again in the backward, of :data:`hap.capture.recompute.WAYS`.
+
+    Raises:
+        ModelError: the forward is no scalar loss, or depends on data; the error has the line.
+        InputError: an unknown ``autocast`` or ``recompute``.
+    """
+    check_recipe(autocast, recompute)
+    mode = torch_private.fake_mode()
+    step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
+    with mode, no_collector():
+        with torch_private.as_if_compiling():
+            _check_loss(step, tensors)
+        try:
+            traced = torch_private.dynamo_graph(step, tensors)
+            _name_logical(traced)
+            joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+        except torch_private.GraphBreak as error:
+            raise _not_one_graph(str(error), error.line) from error
+        except torch_private.data_dependent_errors() as error:
+            text = str(error)
+            raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
+    graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    if recompute:  # a checkpoint inside of a block adds nothing
+        own = chosen(graph, recompute)
+        last = max((region.number for region in own.values()), default=-1)
+        regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
+    return with_twins(recomputed(graph, regions))
+
+
+def _name_logical(traced: fx.GraphModule) -> None:
+    """Put logical operators in place of torch's functions, also inside of checkpoints."""
+    for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            node.target = LOGICAL.get(node.target, node.target)
+        graph.recompile()
+
+
+LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
+    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
+    F.cross_entropy: cross_entropy.cross_entropy,
+    F.batch_norm: batch_norm.batch_norm,
+    torch.tensor: tensor_constants.tensor,
+    F.dropout1d: attention.channel_dropout,
+    F.dropout2d: attention.channel_dropout,
+    F.dropout3d: attention.channel_dropout,
+}
+"""Functions of torch that are captured as logical operators."""
+
+
+AUTOCAST = ("bfloat16", "float16")
+
+
+def check_recipe(autocast: str, recompute: str) -> None:
+    """Raise ``InputError`` unless both are empty or known."""
+    for name, given, known in (
+        ("autocast", autocast, AUTOCAST), ("recompute", recompute, WAYS),
+    ):  # fmt: skip
+        if given and given not in known:
+            raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
+
+
+def _not_one_graph(reason: str, where: str) -> ModelError:
+    return ModelError(
+        f"the forward can't be captured as one graph: {reason}",
+        where=where,
+        hint="the program must not depend on tensor data: no `if` on a tensor's value, "
+        "no .item(), no shapes made from data; torch.where often does instead",
+    )
+
+
+def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
+    """Run the forward once on fake tensors, so that a mistake of the user's reads as one."""
+    fix = (
+        "return the scalar loss, a tuple that begins with it, an object with .loss, a dict "
+        'with "loss", or define loss(output, batch)'
+    )
+    try:
+        value = step(*tensors)
+    except torch_private.data_dependent_errors():
+        return  # the capture that follows names the line
+    except Exception as error:
+        if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
+            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
+        raise ModelError(
+            f"the forward fails: {type(error).__name__}: {error}",
+            where=_raised_at(error),
+            hint="the model must run on the batch that batch() returns",
+        ) from error
+    if not isinstance(value, TorchTensor):
+        raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
+    if value.dim() != 0:
+        raise ModelError(f"the loss has shape {tuple(value.shape)}, not a scalar", hint=fix)
+
+
+def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:
+    """A copy of ``step`` and its tensors without data, all of one fake mode, on the CPU."""
+    memo: dict[int, Any] = {}
+
+    def fake(t: TorchTensor) -> TorchTensor:
+        with mode:
+            bare = torch.empty(t.shape, dtype=t.dtype)
+        return nn.Parameter(bare, t.requires_grad) if isinstance(t, nn.Parameter) else bare
+
+    for tensor in [*step.parameters(), *step.buffers()]:
+        memo[id(tensor)] = fake(tensor)
+    for sub in step.modules():
+        for value in vars(sub).values():
+            if isinstance(value, TorchTensor):
+                memo.setdefault(id(value), fake(value))
+    twin = copy.deepcopy(step, memo)
+    for sub in twin.modules():  # a tensor kept as a plain attribute becomes a buffer
+        for key, value in list(vars(sub).items()):
+            if isinstance(value, TorchTensor):
+                delattr(sub, key)
+                sub.register_buffer(key, value, persistent=False)
+    return twin, tuple(fake(t) for t in batch.values())
+
+
+# --- decompositions: where ATen hides a count of local elements, write the count out ---
+
+
+def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return torch.sum(x, list(dims), keepdim, dtype=dtype) / count
+
+
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """``source``, stored like ``x``: what reads it may take a view for granted."""
+    whole = source.to(x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    if order == list(range(x.dim())):
+        return whole.clone(memory_format=torch.contiguous_format)
+    stored = whole.permute(order).clone(memory_format=torch.contiguous_format)
+    return stored.permute([order.index(d) for d in range(x.dim())])
+
+
+def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    if reduction != 1:
+        return NotImplemented
+    total, count = aten.nll_loss_forward(x, target, weight, 2, ignore)
+    return total / count, count
+
+
+def _nll_loss_backward(
+    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, count: Any
+) -> Any:
+    if reduction != 1:
+        return NotImplemented
+    return aten.nll_loss_backward(grad / count, x, target, weight, 2, ignore, count)
+
+
+def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> Any:
+    *options, (want_x, want_w, want_bias) = rest
+    if not want_bias:
+        return NotImplemented
+    dx, dw, _ = aten.convolution_backward(grad, x, w, None, *options, [want_x, want_w, False])
+    return dx, dw, grad.sum([0, *range(2, grad.dim())])
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **torch_private.get_decompositions([
+        aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
+        aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
+        aten.binary_cross_entropy_with_logits, aten.binary_cross_entropy,
+        aten.binary_cross_entropy_backward, aten.soft_margin_loss, aten.soft_margin_loss_backward,
+        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
+        aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
+    ]),
+    **DECOMPOSED,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.copy.default: _copy,
+    aten.sgn.default: torch.sign,
+    aten.fill.Scalar: torch.full_like,
+}  # fmt: skip
+"""Mean reductions become a sum over the shards and a division by the *global* count; a
+convolution's bias gradient, which needs no input channel, becomes an operator of its own."""
+
+
+# --- fx -> Graph ---
+
+_DROPPED_KWARGS = {"device", "layout", "pin_memory"}
+
+
+def _convert(
+    joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
+) -> tuple[Graph, dict[str, Region]]:
+    """The graph, and the checkpoints that its nodes run in."""
+    build = Builder()
+    names = _first_names(step)
+    values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
+    regions: dict[str, Region] = {}  # node -> the checkpoint that it runs in
+    inputs = []
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
+        target = batch_names[int(target)] if role == "input" else names.get(target, target)
+        values[node] = Ref(build.tensor(_tensor(node.name, node.meta["val"])))
+        inputs.append(Input(tensor=node.name, role=role, target=target))
+
+    def arg(value: Any) -> Arg:
+        match value:
+            case fx.Node():
+                return values[value]
+            case list() | tuple():
+                return tuple(arg(v) for v in value)
+            case torch.dtype():
+                return Dtype(str(value).removeprefix("torch."))
+            case torch.device() | torch.layout():
+                return None
+            case torch.memory_format():
+                return str(value).removeprefix("torch.")
+            case bool() | int() | float() | str() | None:
+                return value
+        raise ModelError(f"an operator's argument is a {type(value).__name__}: {value!r}")
+
+    for node in joint.graph.nodes:
+        if node.op == "get_attr":
+            held = _held(joint, node)
+            (values[node],) = build.node(
+                name=node.name,
+                op="hap.constant.default",
+                args=(tuple(held.flatten().tolist()), tuple(held.shape)),
+                kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
+                results=[_tensor(node.name, held)],
+                source=_source(node),
+                module=_module(node),
+            )
+            continue
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+            continue
+        results = node.meta["val"]
+        many = isinstance(results, tuple | list)
+        tensors = [
+            None if r is None else _tensor(f"{node.name}.{k}" if many else node.name, r)
+            for k, r in enumerate(results if many else [results])
+        ]
+        refs = build.node(
+            name=node.name,
+            op=str(node.target).replace("::", "."),
+            args=arg(node.args),
+            kwargs=tuple((k, arg(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS),
+            results=tensors,
+            source=_source(node),
+            module=_module(node),
+        )
+        values[node] = refs if many else refs[0]
+        if found := torch_private.checkpointed(node):
+            regions.setdefault(node.name, Region(*found))
+    ends: Any = joint.graph.output_node().args[0]
+    outputs = [
+        Output(tensor=values[n].name, role=role, target=names.get(target, target))
+        for n, (role, target) in zip(ends, joint.outputs, strict=True)
+        if n is not None and role != "unused"
+    ]
+    return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
+
+
+def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
+    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    value = getattr(joint.graph.owning_module, str(node.target))
+    if torch_private.is_fake(value) or value.numel() > tensor_constants.LARGEST:
+        raise tensor_constants.too_large(value.numel(), _source(node))
+    return value  # type: ignore[no-any-return]
+
+
+def _first_names(step: Step) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name of the same tensor in the module."""
+    module = step.module
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return {f"module.{name}": first.setdefault(id(t), name) for name, t in named}
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line outside torch and this package that an error came through."""
+    own = str(Path(__file__).parent)
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and not frame.filename.startswith(own)
+    ]
+    return frames[-1] if frames else ""
+
+
+def _tensor(name: str, value: TorchTensor) -> Tensor:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise ModelError(
+            f"the step computes a tensor of dtype {dtype} ({name})",
+            hint=f"supported are {', '.join(ITEM_BYTES)}",
+        )
+    return Tensor(name=name, shape=tuple(int(s) for s in value.shape), dtype=dtype)
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost line of the user's code that made ``node``."""
+    return _line(node.meta.get("stack_trace") or "")
+
+
+def _line(trace: str) -> str:
+    """The innermost ``file:line`` outside torch of a traceback's text."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    outside = [f"{file}:{line}" for file, line in found if "/torch/" not in file]
+    return outside[-1] if outside else ""
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the submodule that called ``node``, or whose backward it belongs to."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

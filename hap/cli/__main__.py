@@ -1,0 +1,5 @@
+"""``python -m hap.cli``: the command ``hap``."""
+
+from hap.cli.commands import main
+
+main()

@@ -1,0 +1,318 @@
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
+``testbed``, ``rules``.
+
+Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
+2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+that ``hap --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+import hap
+from hap import cli
+from hap.errors import HapError, InputError, VerifyError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="hap")
+def main() -> None:
+    """Plan, prove and run one training step across unlike GPUs."""
+
+
+def _command(
+    function: Callable[..., None], group: click.Group = main, name: str | None = None
+) -> click.Command:
+    """A command of ``group`` that tells errors in two lines; with -v, their traceback too."""
+
+    @functools.wraps(function)
+    def told(*, verbose: bool, **given: Any) -> None:
+        try:
+            function(**given)
+        except HapError as error:
+            if verbose:
+                traceback.print_exc()
+            click.echo(f"error: {error}", err=True)
+            raise SystemExit(error.exit_code) from error
+
+    told = click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")(
+        told
+    )
+    asks = any(isinstance(p, click.Argument) for p in getattr(told, "__click_params__", ()))
+    return group.command(name, no_args_is_help=asks)(told)
+
+
+@_command
+@click.argument("model")
+@click.option("--cluster", required=True, help="yaml file, hostfile, `local` or `local:4`.")
+@click.option("-o", "--output", default="plan.json", show_default=True, help="The plan file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
+@click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
+@click.option(
+    "--mesh/--no-mesh",
+    default=None,
+    help="Plan over two mesh axes, between nodes and inside them, or over one.  [default: better]",
+)
+@click.option("--compare", is_flag=True, help="Plan and show every baseline beside the plan.")
+@click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
+@click.option(
+    "--engine",
+    default="exact",
+    show_default=True,
+    metavar="[exact|astar|cpsat]",
+    help="What searches for programs. exact: elimination, for all but very entangled models. "
+    "astar: the search of the HAP paper, for those; it may stop early, and then says how far "
+    "from the cheapest it may be. cpsat: a general solver, to check the other two.",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(["none", "cheap", "blocks"]),
+    help="What the backward makes again in place of keeping it.  [default: as memory needs it]",
+)
+@click.option(
+    "--prove",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Spend N more searches on a better lower bound of the step.",
+)
+@click.option(
+    "--discover",
+    is_flag=True,
+    help="Find out by running them how operators without a rule may be split.",
+)
+def plan(
+    model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
+) -> None:
+    """Plan MODEL, a file `model.py` or `model.py:function`."""
+    folder = Path(output).absolute().parent
+    if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
+        raise InputError("the plan cannot be written there", where=output, hint="change -o")
+    start = time.perf_counter()
+    again = "" if recompute == "none" else recompute
+    made = hap.api.plan_file(model, cluster, progress=_note, recompute=again, **options)
+    made.save(output)
+    _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
+    if as_json:
+        click.echo(json.dumps(cli.plan_screen.plan_json(made), indent=1))
+    else:
+        cli.terminal.emit(cli.plan_screen.plan_screen(made, output, compare=options["compare"]))
+
+
+_backend = click.option(
+    "--backend",
+    type=click.Choice(["eager", "inductor"]),
+    default="eager",
+    show_default=True,
+    help="inductor: compile what each rank runs between collectives, in the first step.",
+)
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--processes", is_flag=True, help="A process per rank, instead of all in one.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32"]),
+    default="float64",
+    show_default=True,
+    help="What to compute in; float64 tells rounding from mistakes.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
+@_backend
+def verify(plan_file: str, processes: bool, dtype: str, seed: int, backend: str) -> None:
+    """Compare PLAN with one device: same loss, same gradients?"""
+    made = hap.Plan.load(plan_file)
+    model_file = hap.api.model_file_of(made)
+    verdict = hap.api.verify(
+        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend
+    )
+    cli.terminal.emit(cli.plan_screen.verdict_table(verdict))
+    if not verdict.ok:
+        raise VerifyError(
+            f"{verdict.first_bad} is the first tensor that differs from one device's",
+            hint="hap show tells what makes it; please report this with the plan file",
+        )
+    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}")
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@_backend
+@click.argument("extra", nargs=-1)
+def run(
+    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
+) -> None:
+    """Train by PLAN; what follows `--` is sys.argv of the model file.
+
+    For a cluster of several machines this prints the lines to start there. With --nproc, all
+    ranks run on this machine. Under torchrun or srun this process is one rank.
+    """
+    if nproc is None and _started_as_rank():
+        cli.worker.run_as_rank(plan_file, steps, extra, backend)
+        return
+    made = hap.Plan.load(plan_file)
+    if nproc is None and len(made.cluster.nodes) > 1:
+        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend))
+        return
+    with cli.terminal.training_progress(steps) as on_step:
+        cli.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
+
+
+@_command
+@click.option(
+    "-o",
+    "--output",
+    default="cluster.yaml",
+    show_default=True,
+    help="The cluster file; samples are kept beside it.",
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
+@click.option("--testbed", metavar="CLUSTER", help="Emulate this cluster here, and measure that.")
+@click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
+@click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
+@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+def profile(
+    output: str, nproc: int | None, testbed: str | None, nodes: str | None, quick: bool,
+    resume: bool,
+) -> None:  # fmt: skip
+    """Measure devices and links, and write a cluster file.
+
+    Under torchrun or srun this process is one rank; --nproc starts ranks here, and --testbed on
+    emulated hosts.
+    """
+    if testbed and (nproc or nodes):
+        raise InputError("--testbed has its file's ranks", hint="leave out --nproc and --nodes")
+    names = tuple(nodes.split(",")) if nodes else ()
+    made = cli.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
+    start = time.perf_counter()
+    found: cli.profiling.Profile | None
+    with cli.terminal.profiling_progress() as progress:
+        if testbed:
+            found = cli.testbed_command.profile(testbed, made, progress)
+        elif nproc:
+            found = cli.profiling.profile(made, nproc, progress=progress)
+        elif _started_as_rank():
+            found = cli.profiling.run_as_rank(made, progress)
+        else:
+            hint = "give --nproc or --testbed, or start with torchrun"
+            raise InputError("no ranks to measure", hint=hint)
+    if found is not None:
+        cli.terminal.emit(cli.profile_screen.profile_screen(found, output))
+        _note(f"measured in {time.perf_counter() - start:.0f} s, written to {output}")
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--rank", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
+@click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
+@click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
+def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None:
+    """Show the program of PLAN, one instruction to a line."""
+    made = hap.Plan.load(plan_file)
+    if rank is not None and rank >= made.world_size:
+        raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
+    if code:
+        click.echo(hap.api.code(made, rank or 0))
+        return
+    for line in cli.plan_screen.program_lines(made, rank=rank, side=side or ""):
+        click.echo(line)
+
+
+@_command
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
+@click.option("--in-turn", is_flag=True, help="As if computing waited for each collective.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
+def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
+    """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
+    made = cli.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
+    if trace is not None:
+        cli.simulation.write_trace(made, trace)
+        _note(f"written to {trace}")
+    if as_json:
+        click.echo(json.dumps(cli.simulation.simulation_json(made), indent=1))
+    else:
+        cli.terminal.emit(cli.simulation.simulation_screen(made))
+
+
+@main.group(no_args_is_help=True)
+def rules() -> None:
+    """The rules that say how operators may be split: list, show and discover them."""
+
+
+@functools.partial(_command, group=rules, name="list")
+def list_rules() -> None:
+    """List the operators that have a rule."""
+    click.echo("\n".join(cli.rules_screen.known()))
+
+
+@functools.partial(_command, group=rules, name="show")
+@click.argument("op")
+@click.option("--model", help="Take the calls of this model file.")
+def show_rule(op: str, model: str | None) -> None:
+    """Show the rows of OP, aten.mm.default for example, on small sizes."""
+    click.echo(cli.rules_screen.rows_text(op, model))
+
+
+@functools.partial(_command, group=rules, name="discover")
+@click.argument("op")
+@click.option("--model", help="Take the calls of this model file; it may define OP itself.")
+def discover_rule(op: str, model: str | None) -> None:
+    """Find the rows of OP by running it on split inputs.
+
+    Each input is replicated, cut along each dim, or a sum of terms; the rows that are kept made
+    up the whole result for all sizes, values and cuts that were tried.
+    """
+    click.echo(cli.rules_screen.discovered_text(op, model))
+
+
+@_command
+@click.argument("cluster", required=False)
+@click.option("--cores", type=float, help="Cores for all ranks together.  [default: all]")
+@click.option(
+    "--links",
+    default="scaled",
+    show_default=True,
+    metavar="[scaled|as-written|unlimited]",
+    help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
+)
+@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def testbed(
+    cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
+) -> None:
+    """Run the command after `--` on emulated hosts, one for each device of CLUSTER.
+
+    Speeds, links and memory are limited as the file says, all slower by one factor. Without a
+    command, show the hosts.
+    """
+    if clean:
+        click.echo("\n".join(cli.testbed_command.clean()) or "nothing was left behind")
+    elif cluster is None:
+        raise InputError("no cluster", hint="give a cluster file, then -- and a command")
+    else:
+        raise SystemExit(cli.testbed_command.emulate(cluster, cores, links, command))
+
+
+def _started_as_rank() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def _note(text: str) -> None:
+    """What differs from run to run goes to stderr; stdout is the same for the same inputs."""
+    click.echo(text, err=True)

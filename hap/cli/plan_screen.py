@@ -1,0 +1,357 @@
+"""What people read: a plan on one screen, its program as text, a verdict.
+
+The same plan gives the same screen: nothing here looks at a clock.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from hap.cli.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table
+from hap.cluster.link import Link
+from hap.ir.axes import Shares
+from hap.ir.mesh import is_mesh_op, origin
+from hap.ir.placement import R
+from hap.ir.plan import Plan
+from hap.ir.prediction import Collective, Prediction
+from hap.ir.program import Compute, Value
+from hap.synthesizer.cost.operator_work import node_work
+from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:  # it imports torch, which showing a plan does without
+    from hap.runtime.verify import Verdict
+
+_COLLECTIVES = 8
+_OPERATORS = 10
+_TENSORS = 20
+
+
+def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
+    """All that a person wants to know of a plan before running it; ``path`` is where it is.
+
+    ``compare``: show the alternatives with their communication and memory, in a wider table.
+    """
+    sections = (
+        ("Cluster", _cluster(plan)),
+        ("Model", _model(plan)),
+        ("Shares", _shares(plan)),
+        ("Devices", _devices(plan)),
+        ("Step", _comparison(plan) if compare else _step(plan)),
+        ("Communication", _communication(plan)),
+        ("Next", _next(plan, path)),
+    )
+    parts: list[RenderableType] = []
+    for title, body in sections:
+        parts += [Text(title, style="bold"), Padding(body, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan for other programs: all but graph and program, and what the screen counts."""
+    data = plan.to_json()
+    del data["graph"], data["program"]
+    collectives = plan.prediction.collectives
+    count, nbytes = _parameters(plan)
+    data["totals"] = {
+        "parameters": count,
+        "parameter_bytes": nbytes,
+        "operators": len(plan.graph.nodes),
+        "undivided_operators": dict(_undivided(plan)),
+        "collectives": len(collectives),
+        "collective_bytes": sum(c.nbytes for c in collectives),
+    }
+    return data
+
+
+def _cluster(plan: Plan) -> RenderableType:
+    cluster = plan.cluster
+    rows = []
+    for ranks in cluster.types():
+        device = cluster.devices[ranks[0]]
+        who = f"{len(ranks)} {device.kind}, rank {spans(ranks)}"
+        figures = (
+            ("memory", format_bytes(device.memory_bytes), "memory_bytes"),
+            ("float32", format_flops(device.flops_per_s["float32"]), "flops_per_s.float32"),
+            ("memory rate", format_bandwidth(device.memory_bytes_per_s), "memory_bytes_per_s"),
+        )
+        for name, value, key in figures:
+            sources = dict.fromkeys(cluster.devices[r].source.get(key, "not said") for r in ranks)
+            rows.append((who, name, value, "; ".join(sources)))
+    links: dict[Link, list[str]] = {}
+    for node, link in cluster.intra.items():
+        if len(cluster.ranks(node)) > 1:
+            links.setdefault(link, []).append(node)
+    for link, nodes in links.items():
+        rows.append((f"inside {', '.join(alike(nodes))}", "link", *_link(link)))
+    if len(cluster.nodes) > 1:
+        rows.append(("between nodes", "link", *_link(cluster.inter)))
+    return Group(Text(str(cluster)), table(("", "", "", "source"), no_repeats(rows), right=(2,)))
+
+
+def _link(link: Link) -> tuple[str, str]:
+    rate = format_bandwidth(link.bandwidth_bytes_per_s)
+    return f"{rate}, {format_seconds(link.latency_s)}", link.source or "not said"
+
+
+def _model(plan: Plan) -> RenderableType:
+    count, nbytes = _parameters(plan)
+    source = f"{plan.source.path}:{plan.source.function}, " if plan.source.path else ""
+    text = Text(
+        f"{source}{count:,} parameters ({format_bytes(nbytes)}), "
+        f"{len(plan.graph.nodes)} operators, optimizer {plan.optimizer}"
+    )
+    undivided = _undivided(plan).most_common()
+    if undivided:
+        names = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in undivided[:_OPERATORS]]
+        rest = sum(n for _, n in undivided[_OPERATORS:])
+        more = f", and {rest} others" if rest else ""
+        text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
+    written = [op for op in plan.graph.rules if "(" not in op]
+    found = Counter(key.partition("(")[0] for key in plan.graph.rules if "(" in key)
+    if written:
+        text.append(f"\nrules of the model's own: {', '.join(written)}")
+    if found:
+        ops = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
+        text.append(
+            f"\nrows discovered by running: {ops}; hap rules discover tells which", style="yellow"
+        )
+    return text
+
+
+def _parameters(plan: Plan) -> tuple[int, int]:
+    tensors = [plan.graph.tensors[i.tensor] for i in plan.graph.role("parameter")]
+    return sum(t.numel for t in tensors), sum(t.nbytes for t in tensors)
+
+
+def _undivided(plan: Plan) -> Counter[str]:
+    """Operators that have work, on more than scalars, all of which every rank does."""
+    graph, program = plan.whole
+    found: Counter[str] = Counter()
+    for step in program.instructions:
+        if not isinstance(step, Compute) or any(p and p != R for p in step.ins + step.outs):
+            continue
+        node = graph.by_name[step.node]
+        names = [*node.inputs, *filter(None, node.outputs)]
+        if is_mesh_op(node.op) or any(origin(n).placement != R for n in names):
+            continue
+        work = node_work(node, graph)
+        if (work.flops or work.bytes) and any(graph.tensors[n].numel > 1 for n in names):
+            found[node.op] += 1
+    return found
+
+
+def _shares(plan: Plan) -> RenderableType:
+    if plan.inside is None:
+        return _axes(plan.program.used_axes(), plan.shares, "per rank")
+    return Group(
+        _axes(plan.program.used_axes(), plan.shares, "per machine", " between machines"),
+        _axes(plan.inside.program.used_axes(), plan.inside.shares, "per rank", " inside machines"),
+    )
+
+
+def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") -> RenderableType:
+    if not axes:
+        doer = "every machine does" if per == "per machine" else "every rank does"
+        return Text(f"nothing is split{where}: {doer} the whole step")
+    kinds: dict[tuple[str, int, tuple[int, ...]], list[str]] = {}
+    for name, units in axes.items():
+        kinds.setdefault((pattern(name), units, shares[name]), []).append(name)
+    rows = [
+        (alike(names)[0], str(units), f"-> {runs(given, len(given))}")
+        for (_, units, given), names in kinds.items()
+    ]
+    return table((f"axis{where}", "units", per), rows, right=(1,))
+
+
+def _devices(plan: Plan) -> RenderableType:
+    """A line per rank; above 16 ranks, a line per alike device with alike figures."""
+    lines: dict[tuple[object, ...], list[int]] = {}
+    for rank, r in enumerate(plan.prediction.ranks):
+        figures = (
+            f"{r.work:.1%}",
+            f"{r.stored:.1%}",
+            f"{format_bytes(r.peak_bytes)} of {format_bytes(r.memory_bytes)}",
+            f"{r.peak_bytes / r.memory_bytes:.0%}",
+            format_seconds(r.compute_s),
+            format_seconds(r.wait_s),
+            "idle" if rank in plan.idle else "",
+        )
+        device = plan.cluster.devices[rank]
+        one = device.kind if plan.world_size > MANY_RANKS else f"{device.kind} {device.name}"
+        key = rank if plan.world_size <= MANY_RANKS else device.figures
+        lines.setdefault((key, one, *figures), []).append(rank)
+    rows = [(spans(ranks), *map(str, line[1:])) for line, ranks in lines.items()]
+    head = ("rank", "device", "work", "stored", "peak memory", "", "busy", "waiting", "")
+    body: list[RenderableType] = [table(head, rows, right=(2, 3, 4, 5, 6, 7))]
+    if plan.left_out:
+        names = ", ".join(alike(list(plan.left_out)))
+        advice = "the others are predicted to be faster without; start no processes there"
+        body.append(Text(f"left out, idle: {names}; {advice}", style="yellow"))
+    if plan.idle:
+        names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
+        advice = "leave out of the cluster file what does not help, and plan anew"
+        body.append(Text(f"idle, without a share: {names}; {advice}", style="yellow"))
+    return Group(*body)
+
+
+def _step(plan: Plan) -> RenderableType:
+    p = plan.prediction
+    rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(p))]
+    for other in p.alternatives:
+        time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
+        known = time if other.step_s else ("-", "-")  # no such program: the note says why
+        unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
+        note = "; ".join([*([other.note] if other.note else []), *unfit])
+        rows.append((other.name, *known, note))
+    return Group(table(("predicted", "step", "", ""), rows, right=(1, 2)), *_bounds(plan))
+
+
+def _bounds(plan: Plan) -> Iterator[Text]:
+    """Predicted step, lower bound and gap: one line per proof."""
+    p = plan.prediction
+    if plan.inside:
+        yield Text("lower bound: none is worked out for two mesh axes")
+    for b in p.bounds:
+        yield Text(
+            f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
+            f"({b.covers}), gap {b.gap:.1%}"
+        )
+
+
+def _comparison(plan: Plan) -> RenderableType:
+    """Every alternative beside the plan: speedup of the plan over it, traffic, worst peak."""
+    p = plan.prediction
+    worst = max(rank.peak_bytes for rank in p.ranks)
+    moved = sum(c.nbytes for c in p.collectives)
+    rows = [("this plan", *_figures(p.step_s, p.step_s, p.communicate_s, moved, worst), "yes")]
+    for o in p.alternatives:
+        figures = _figures(p.step_s, o.step_s, o.communicate_s, o.communicate_bytes, o.peak_bytes)
+        fits = "yes" if o.fits else f"lacks {format_bytes(o.lacking_bytes)}"
+        known = (*figures, fits) if o.step_s else ("-",) * 6  # no such program: the note says why
+        rows.append((o.name, *known))
+    head = ("predicted", "step", "plan's gain", "moving", "bytes", "worst peak", "fits")
+    notes = table(("", ""), [(o.name, o.note) for o in p.alternatives if o.note])
+    shown = table(head, rows, right=(1, 2, 3, 4, 5))
+    return Group(shown, *_bounds(plan), Text(""), notes)
+
+
+def _figures(
+    plan_s: float, step_s: float, communicate_s: float, moved: int, peak: int
+) -> tuple[str, ...]:
+    return (
+        format_seconds(step_s),
+        f"{step_s / plan_s:.2f}x",
+        format_seconds(communicate_s),
+        format_bytes(moved),
+        format_bytes(peak),
+    )
+
+
+def _split(p: Prediction) -> str:
+    """Computing and waiting of the busiest rank, and what is communicated beside it or not."""
+    computing_s = p.step_s - p.communicate_s + p.hidden_s
+    text = (
+        f"{format_seconds(computing_s)} computing + {format_seconds(p.communicate_s)} communicating"
+    )
+    return f"{text}, {format_seconds(p.hidden_s)} of it beside" if p.hidden_s else text
+
+
+def _communication(plan: Plan) -> RenderableType:
+    """The kinds of collectives that take most time; alike ones of several layers are one kind."""
+    kinds: dict[tuple[object, ...], list[Collective]] = {}
+    for c in plan.prediction.collectives:
+        label = tensor_label(plan, c.tensor)
+        key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
+        kinds.setdefault(key, []).append(c)
+    if not kinds:
+        return Text("none")
+    groups = sorted(kinds.values(), key=lambda group: -sum(c.seconds for c in group))
+    rows = []
+    for group in groups[:_COLLECTIVES]:
+        c = group[0]
+        total, second = sum(x.seconds for x in group), sum(x.runner_up_s for x in group)
+        runner_up = f"{c.runner_up} {format_seconds(second)}" if c.runner_up else "none"
+        label = alike([tensor_label(plan, x.tensor) for x in group])[0]
+        if c.fused > 1:
+            label = f"{label} and {c.fused - 1} more, fused"
+        how = (c.kind, format_bytes(c.nbytes), c.implementation, format_seconds(total), runner_up)
+        rows.append((label, *how))
+    shown = table(
+        ("tensor", "collective", "each", "by", "seconds", "runner-up"), rows, right=(2, 4)
+    )
+    rest = groups[_COLLECTIVES:]
+    if not rest:
+        return shown
+    seconds = format_seconds(sum(c.seconds for group in rest for c in group))
+    return Group(shown, Text(f"and {sum(map(len, rest))} more, {seconds} together"))
+
+
+def tensor_label(plan: Plan, tensor: str) -> str:
+    """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    tensor = origin(tensor).tensor
+    for i in plan.graph.inputs:
+        if i.tensor == tensor:
+            return i.target
+    for target, gradient in plan.graph.gradients.items():
+        if gradient == tensor:
+            return f"grad {target}"
+    node = plan.graph.producer.get(tensor)
+    if node is None or not node.module:
+        return tensor
+    return f"{node.module} {node.op.split('.')[1]}"
+
+
+def _next(plan: Plan, path: str) -> RenderableType:
+    file = shlex.quote(path)
+    return Text(f"hap verify {file}\nhap run {file} --nproc {plan.world_size}")
+
+
+def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Iterator[str]:
+    """The instructions as text; with ``rank``, the shapes that this rank makes.
+
+    Args:
+        side: ``fwd`` or ``bwd`` for the instructions of one side alone.
+    """
+    graph, program = plan.whole
+    made = [[Value(i.tensor, program.inputs[i.tensor])] for i in graph.inputs]
+    for step in program.instructions:
+        if isinstance(step, Compute):
+            outs = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
+            made.append([Value(name, p) for name, p in outs if name and p])
+        else:
+            made.append([Value(step.tensor, step.dst)])
+    made += [[] for _ in graph.outputs]
+    part = None if rank is None else plan.part(rank)
+    for line, values in zip(program.lines(graph), made, strict=True):
+        if not line.startswith(side):
+            continue
+        if part is None or not values:
+            yield line
+            continue
+        local = [part.program.local_shape(part.graph, v, part.shares, part.rank) for v in values]
+        yield f"{line}  # {', '.join(map(str, local))}"
+
+
+def verdict_table(verdict: Verdict) -> RenderableType:
+    """What was compared with one device, the worst first; the rest is counted."""
+    worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
+    shown = table(
+        ("tensor", "", "relative error", ""),
+        [
+            (row.tensor, row.what, f"{row.error:.1e}", "equal" if row.ok else "DIFFERS")
+            for row in worst[:_TENSORS]
+        ],
+        right=(2,),
+    )
+    rest = worst[_TENSORS:]
+    if not rest:
+        return shown
+    bad = sum(not row.ok for row in rest)
+    return Group(shown, Text(f"and {len(rest)} more, {bad or 'none'} of which differ"))

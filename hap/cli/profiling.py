@@ -1,0 +1,399 @@
+"""``hap profile``: all ranks measure, one of them fits, and a cluster file comes out.
+
+Here the packages meet: the profiler measures the runtime's collectives and is given the
+synthesizer's prices of them, whose figures it fits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hap.cluster.catalogue import find
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.cluster_text import cluster_yaml
+from hap.cluster.device import Device
+from hap.cluster.topology import Cluster
+from hap.errors import HapError, InputError
+from hap.files import write_whole
+from hap.ir.hierarchical import exists
+from hap.profiler import (
+    call_timing,
+    collective_bench,
+    contention_bench,
+    device_figures,
+    link_figures,
+    subset_collectives,
+)
+from hap.profiler.collective_bench import everyones
+from hap.profiler.probes import Arena, Probe, probes, product_probe
+from hap.profiler.rank_watch import Watch
+from hap.profiler.samples import (
+    BesideRecord,
+    ExchangeRecord,
+    Header,
+    Journal,
+    OpRecord,
+    RankInfo,
+    Record,
+    StartsRecord,
+    middle,
+    of_kind,
+    read,
+)
+from hap.runtime.collectives import ProcessGroupComm
+from hap.runtime.lanes import lane_of
+from hap.runtime.launch import init_from_env, report, spawn
+from hap.runtime.two_level_comm import TwoLevelComm
+from hap.synthesizer.cost.collective_cost import NetworkModel
+
+Progress = Callable[[int, int, str], None]
+"""Called with (records there, records wanted at most, what comes next)."""
+
+_HEAP_BYTES = 64 * 2**20
+"""What operators give out, and then some: as in a step, it is not from new pages."""
+
+Launch = Callable[..., Any]
+"""Called with a rank's function, ``args`` and ``on_report``, as
+:func:`hap.runtime.launch.spawn` is for a given number of ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all ranks are told.
+
+    Attributes:
+        output: the cluster file; samples are kept beside it.
+        nodes: the name of each rank's machine; empty: by host name.
+        quick: fewer sizes and fewer windows.
+        resume: keep the samples that are there.
+    """
+
+    output: str
+    nodes: tuple[str, ...] = ()
+    quick: bool = False
+    resume: bool = False
+
+    @property
+    def samples(self) -> Path:
+        return Path(f"{self.output}.samples.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A measured cluster and what its figures leave unexplained."""
+
+    cluster: Cluster
+    types: tuple[device_figures.Type, ...]
+    exchanges: tuple[link_figures.LinkResidual, ...]
+
+
+def profile(
+    settings: Settings,
+    world_size: int,
+    *,
+    launch: Launch | None = None,
+    progress: Progress = lambda done, total, what: None,
+) -> Profile:
+    """Start ranks, have them measure, and write the cluster file.
+
+    Args:
+        launch: starts the ranks, such as the ``spawn`` of a testbed; by default they run on
+            this machine.
+
+    Raises:
+        InputError: the output cannot be written, or the samples there are of other ranks.
+        HapError: a rank died, and which.
+    """
+    check(settings, world_size)
+    backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+    launch = launch or partial(spawn, world_size=world_size, backend=backend)
+    launch(measure_as_rank, args=(settings,), on_report=lambda rank, step: progress(*step))
+    return conclude(settings)
+
+
+def check(settings: Settings, world_size: int) -> None:
+    """Refuse what would fail after the long work."""
+    folder = Path(settings.output).absolute().parent
+    if Path(settings.output).is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(
+            "the cluster file cannot be written there", where=settings.output, hint="change -o"
+        )
+    if settings.nodes and len(settings.nodes) != world_size:
+        raise InputError(
+            f"machines are named for {len(settings.nodes)} ranks, but there are {world_size}",
+            hint="name the machine of each rank",
+        )
+
+
+def measure_as_rank(settings: Settings, progress: Progress | None = None) -> None:
+    """One rank's part of the measuring; rank 0 keeps the samples.
+
+    Call it on every rank, inside a process group.
+    """
+    progress = progress or (lambda *step: report(step))
+    rank = dist.get_rank()
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    header = _header(settings, device, rank)
+    names = [f"on {r.node}" for r in header.ranks]
+    with Watch(rank, names) as watch:
+        known = _shared(_known(settings, header) if rank == 0 else None)
+        journal = Journal(settings.samples, header, resume=settings.resume) if rank == 0 else None
+        work = _Work.of(settings, device, header)
+        done, total = 0, work.total
+        for item in work.steps(known):
+            if isinstance(item, str):
+                watch.at(item)
+                if rank == 0:
+                    progress(done, total, item)
+                continue
+            done += 1
+            if journal and item is not None and item.key not in journal.records:
+                journal.add(item)
+        if journal:
+            journal.close()
+            progress(total, total, "fitting")
+        dist.barrier()
+
+
+def _header(settings: Settings, device: torch.device, rank: int) -> Header:
+    """Who measures, known to all."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
+    told = everyones((socket.gethostname(), local_rank, call_timing.kind_name(device)))
+    hosts = [host for host, _, _ in told]
+    nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])
+    # Emulated machines are one: their ranks share its memory all the same.
+    here = call_timing.memory_bytes(device, hosts.count(hosts[rank]))
+    memory = everyones(here)
+    ranks = tuple(
+        RankInfo(node=node, kind=kind, memory_bytes=nbytes)
+        for node, (_, _, kind), nbytes in zip(nodes, told, memory, strict=True)
+    )
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Header(ranks=ranks, quick=settings.quick, date=today)
+
+
+def machines(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[str]:
+    """The name of each rank's machine.
+
+    A host on which several ranks are the first of their machine stands for several: that is how
+    emulated ones look, which share a host's name.
+    """
+    firsts = Counter(host for host, local in zip(hosts, local_ranks, strict=True) if local == 0)
+    seen: Counter[str] = Counter()
+    found = []
+    for host, local in zip(hosts, local_ranks, strict=True):
+        seen[host] += local == 0
+        found.append(f"{host}-{seen[host] - 1}" if firsts[host] > 1 else host)
+    return found
+
+
+def _known(settings: Settings, header: Header) -> dict[str, Record]:
+    """The records of an earlier run, by key."""
+    if not settings.resume or not settings.samples.exists():
+        return {}
+    with Journal(settings.samples, header, resume=True) as journal:
+        return dict(journal.records)
+
+
+def _shared(known: dict[str, Record] | None) -> dict[str, Record]:
+    """What rank 0 has, on all ranks."""
+    box: list[Any] = [known]
+    dist.broadcast_object_list(box, src=0)
+    found: dict[str, Record] = box[0]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be measured, the same on all ranks."""
+
+    device: torch.device
+    ranks: int
+    pace: call_timing.Pace
+    limits: collective_bench.Range
+    wanted: Sequence[Probe]
+    rings: Sequence[collective_bench.Ring]
+    comm: ProcessGroupComm
+
+    @classmethod
+    def of(cls, settings: Settings, device: torch.device, header: Header) -> Self:
+        comm, size = ProcessGroupComm(), len(header.ranks)
+        return cls(
+            device=device, ranks=size, comm=comm,
+            pace=call_timing.QUICK if settings.quick else call_timing.FULL,
+            limits=collective_bench.QUICK if settings.quick else collective_bench.FULL,
+            wanted=[p for p in probes(device) if p.quick or not settings.quick],
+            rings=_rings(comm, header) if size > 1 else (),
+        )  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        """Records at most."""
+        together = 2 * (self.ranks > 1)
+        return (
+            len(self.wanted)
+            + collective_bench.total(self.rings, self.ranks, self.limits)
+            + together
+        )
+
+    def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
+        """What comes next, and then its record, measured unless it is known."""
+        arena = Arena(self.device)
+        if self.device.type == "cpu":
+            torch.zeros(_HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
+        product, product_s = product_probe(self.device).name, [0.0]
+        for probe in self.wanted:
+            yield probe.name
+            found = known.get(f"op/{probe.name}") or self._measured(probe, arena)
+            if isinstance(found, OpRecord) and probe.name == product:
+                product_s = [middle(seconds) for seconds in found.seconds]
+            yield found
+        if self.ranks > 1:
+            before = {r.key: r for r in of_kind(ExchangeRecord, known)}
+            yield from collective_bench.measure(
+                self.rings, self.ranks, self.limits, self.device, before, self.comm
+            )
+            some = {r.key: r for r in of_kind(StartsRecord, known)}
+            yield from subset_collectives.measure(
+                self.comm, product_s, self.limits, self.device, some
+            )
+            once = {r.key: r for r in of_kind(BesideRecord, known)}
+            yield from contention_bench.measure(
+                self.comm, self._start, product_s, self.device, once
+            )
+
+    def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        lane = lane_of(self.comm, self.device)
+        pending = lane.issue(call)
+        return lambda: lane.wait(pending)
+
+    def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
+        dist.barrier()  # side by side, as a step is computed
+        call = probe.make(arena)
+        if probe.after is None:
+            seconds = call_timing.seconds_per_call(call, self.device, self.pace)
+        else:
+            seconds = call_timing.seconds_after(probe.after(arena), call, self.pace.windows)
+        mine = [s / probe.count for s in seconds]
+        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(everyones(tuple(mine))))
+
+
+def _rings(flat: ProcessGroupComm, header: Header) -> list[collective_bench.Ring]:
+    """All ranks; and the ranks of each machine, if there are several machines of several."""
+    nodes = [r.node for r in header.ranks]
+    order = list(dict.fromkeys(nodes))
+    groups = tuple(tuple(r for r, node in enumerate(nodes) if node == name) for name in order)
+    counts = _counts(nodes)
+    world = tuple(range(len(nodes)))
+    whole = TwoLevelComm(flat, counts) if exists(counts) else flat
+    rings = [collective_bench.Ring(comm=whole, groups=(world,), counts=counts or (len(nodes),))]
+    if len(groups) > 1 and max(map(len, groups)) > 1:
+        inside = flat.subgroup(groups)
+        alike = tuple(g for g in groups if len(g) == max(map(len, groups)))
+        rings.append(collective_bench.Ring(comm=inside, groups=alike, counts=(len(alike[0]),)))
+    return rings
+
+
+def _counts(nodes: Sequence[str]) -> tuple[int, ...]:
+    """Ranks of each machine; empty if those of some machine are not consecutive."""
+    runs = [k for k, node in enumerate(nodes) if k == 0 or nodes[k - 1] != node]
+    if len(runs) != len(set(nodes)):
+        return ()
+    return tuple(b - a for a, b in zip(runs, [*runs[1:], len(nodes)], strict=True))
+
+
+def conclude(settings: Settings) -> Profile:
+    """Fit the samples that are kept beside the output, and write it.
+
+    Raises:
+        InputError: the samples cannot be read.
+        HapError: what would be written does not load as it was meant.
+    """
+    header, *records = list(read(settings.samples))
+    if not isinstance(header, Header):
+        raise InputError("the samples do not say who measured", where=str(settings.samples))
+    found = fit(
+        header, [r for r in records if not isinstance(r, Header)], Path(settings.output).stem
+    )
+    depth = "quick" if header.quick else "full"
+    comment = f"Measured by `hap profile` on {header.date}, {len(records)} samples ({depth})."
+    text = cluster_yaml(found.cluster, comment)
+    if load_cluster(text).types() != found.cluster.types():
+        raise HapError("what was measured does not load as it was meant", where=settings.output)
+    write_whole(settings.output, [text])
+    return replace(found, cluster=load_cluster(settings.output))
+
+
+def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
+    """The cluster that explains the records best."""
+    kinds = device_figures.types(header.ranks, of_kind(OpRecord, records), header.date)
+    nodes = [r.node for r in header.ranks]
+    of_rank = {rank: kind.device for kind in kinds for rank in kind.ranks}
+    places = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    if found := of_kind(BesideRecord, records):
+        of_rank = device_figures.beside(of_rank, found[-1], header.date)
+    made = tuple(_named(of_rank[rank], nodes[rank], places[rank]) for rank in range(len(nodes)))
+    sent = of_kind(ExchangeRecord, records)
+    inside, between = link_figures.message_links(nodes, sent, header.date)
+    cluster = Cluster(name, made, inside, between)
+    measured, residuals = link_figures.collectives(cluster, sent, price, header.date)
+    cluster = replace(cluster, collectives=measured)
+    if told := of_kind(StartsRecord, records):
+        cluster = subset_collectives.fitted(cluster, told[-1], price, header.date)
+    return Profile(cluster=cluster, types=tuple(kinds), exchanges=tuple(residuals))
+
+
+def _named(device: Device, node: str, place: int) -> Device:
+    entry = find(device.kind)
+    kind = entry.device.kind if entry else device.kind
+    return replace(device, name=f"{node}:{place}", node=node, kind=kind)
+
+
+def price(cluster: Cluster, record: ExchangeRecord) -> float:
+    """Seconds of a record's collective by the synthesizer's prices; the slowest group counts."""
+    found = 0.0
+    for group in record.groups:
+        network = _network(cluster, group)
+        choices = network.choices(
+            record.kind, record.nbytes, np.array(record.src), np.array(record.dst)
+        )
+        found = max(found, dict(choices)[record.how])
+    return found
+
+
+_networks: dict[tuple[int, tuple[int, ...]], tuple[Cluster, NetworkModel]] = {}
+
+
+def _network(cluster: Cluster, group: tuple[int, ...]) -> NetworkModel:
+    key = id(cluster), group
+    if key not in _networks or _networks[key][0] is not cluster:
+        if len(_networks) > 256:
+            _networks.clear()
+        _networks[key] = cluster, NetworkModel(cluster.keep(group))
+    return _networks[key][1]
+
+
+def run_as_rank(settings: Settings, progress: Progress) -> Profile | None:
+    """One rank of several that torchrun or srun started; the result is rank 0's."""
+    world = init_from_env()
+    check(settings, world.size)
+    measure_as_rank(settings, progress)
+    found = conclude(settings) if world.rank == 0 else None
+    dist.destroy_process_group()
+    return found
+
+
+__all__ = ["Profile", "Progress", "Settings", "conclude", "fit", "price", "profile"]

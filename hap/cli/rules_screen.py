@@ -1,0 +1,90 @@
+"""What ``hap rules`` prints: the operators that have a rule, their rows, and what is discovered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hap import api
+from hap.capture.model_file import load_model_file
+from hap.capture.tracing import capture
+from hap.errors import InputError, UnsupportedOpError
+from hap.rule_discovery import Discovery, calls_in, calls_of, discovered, full_name
+from hap.synthesizer.rules import RULES, Call, Row
+
+
+def known() -> Iterator[str]:
+    """The operators that have a rule, by the mathematical reason that its module is named after."""
+    reasons: dict[str, list[str]] = {}
+    for op, rule in RULES.items():
+        reasons.setdefault(rule.__module__.rpartition(".")[2], []).append(op)
+    for reason, ops in sorted(reasons.items()):
+        yield f"{reason} ({len(ops)})"
+        yield from (f"  {op}" for op in sorted(ops))
+
+
+def rows_text(op: str, model: str | None = None) -> str:
+    """The rows that the table gives to calls of an operator.
+
+    Raises:
+        UnsupportedOpError: it has no rule, or no arguments are known that it takes.
+    """
+    op = full_name(op)
+    if op not in RULES:
+        raise UnsupportedOpError(
+            f"operator {op} has no rule", hint=f"hap rules discover {op} finds rows"
+        )
+    return "\n\n".join("\n".join([_shapes(c), *_rows(RULES[op](c))]) for c in _calls(op, model))
+
+
+def discovered_text(op: str, model: str | None = None) -> str:
+    """The rows that are found for calls of an operator, on what evidence, and what to do next."""
+    op = full_name(op)
+    calls = _calls(op, model)
+    found = [discovered(call) for call in calls]
+    parts = [
+        "\n".join([_shapes(call), *_rows(f.rows, blocks=False), f"  {f.evidence}"])
+        for call, f in zip(calls, found, strict=True)
+    ]
+    known = "the rule table has rows of its own, which a plan prefers\n" if op in RULES else ""
+    return "\n\n".join([*parts, known + _next(op, found, model)])
+
+
+def _calls(op: str, model: str | None) -> list[Call]:
+    if model is None:
+        return calls_of(op)
+    file = load_model_file(model)
+    model_and_batch = api.build_without_data(file, lambda text: None)
+    graph = capture(*model_and_batch, file.loss, autocast=file.autocast)
+    calls = calls_in(graph, op)
+    if not calls:
+        own = [o for o in dict.fromkeys(n.op for n in graph.nodes) if o not in RULES]
+        raise InputError(
+            f"the step of {model} has no operator {op}",
+            hint=f"without a rule are {', '.join(own)}" if own else "all that it has have rules",
+        )
+    return calls
+
+
+def _shapes(call: Call) -> str:
+    shapes = ", ".join(str(t.shape) for t in call.ins)
+    return f"{call.node.op}, {shapes}" + (f"  {call.node.source}" if call.node.source else "")
+
+
+def _rows(rows: Sequence[Row], *, blocks: bool = True) -> list[str]:
+    width = max(len(str(row).partition("->")[0]) for row in rows)
+    texts = [str(row).partition("->") for row in rows]
+    return [
+        f"  {left:<{width}}->{right}"
+        + (f"   in {row.units} blocks" if row.units and blocks else "")
+        for (left, _, right), row in zip(texts, rows, strict=True)
+    ]
+
+
+def _next(op: str, found: Sequence[Discovery], model: str | None) -> str:
+    """How to plan with what was found, and how to keep it."""
+    lines = dict.fromkeys(line for f in found for line in f.lines[1:])
+    written = "".join(f'\n        "{line}",' for line in lines)
+    return (
+        f"to plan with them:  hap plan {model or 'MODEL'} --discover\n"
+        f'to keep them, in the model file:\n\nrules = {{\n    "{op}": [{written}\n    ],\n}}'
+    )

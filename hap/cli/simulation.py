@@ -1,0 +1,246 @@
+"""A plan on a timeline: the simulated step, what people read of it, and its trace file.
+
+Nothing here looks at a clock or needs torch: the same plan gives the same screen and trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from hap.cli.chrome_trace import trace_text
+from hap.cli.plan_screen import tensor_label
+from hap.cli.terminal import MANY_RANKS, alike, pattern, spans, table
+from hap.errors import InputError, PlanError
+from hap.files import write_whole
+from hap.ir.graph import Input
+from hap.ir.plan import Plan
+from hap.ir.program import Convert, Instruction
+from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.schedule.event_simulator import Schedule, Usage, schedule, usage
+from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
+from hap.synthesizer.two_axes import Between, MeshCost
+from hap.units import format_bytes, format_seconds
+
+_LONGEST = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulation:
+    """One step of a plan; ``memory`` has one curve per rank."""
+
+    plan: Plan
+    run: Schedule
+    usage: Usage
+    memory: tuple[Curve, ...]
+
+
+def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
+    """Simulate one training step.
+
+    Args:
+        overlap: collectives run beside computing, as the runtime has them; else in turn.
+
+    Raises:
+        PlanError: the plan names no number of optimizer states, or an unknown implementation.
+    """
+    cost = plan_costs(plan)
+    try:
+        run = schedule(*plan.whole, cost, overlap=overlap)
+    except ValueError as error:
+        raise PlanError(f"the plan cannot be simulated: {error}", hint="plan anew") from error
+    return Simulation(
+        plan=plan, run=run, usage=usage(run),
+        memory=memory_over_time(*plan.whole, cost, run),
+    )  # fmt: skip
+
+
+def plan_costs(plan: Plan) -> CostModel:
+    """The prices under a plan's shares, of all that its program does."""
+    machine, states = Machine(plan.cluster), plan.optimizer_states
+    if plan.mesh is None or plan.inside is None:
+        axes = plan.program.own_axes()
+        return CostModel(plan.graph, axes, machine, plan.shares, states)
+    between = Between(mesh=plan.mesh, graph=plan.graph, program=plan.program, shares=plan.shares)
+    graph, program = plan.whole
+    return MeshCost(between, graph, program.own_axes(), machine, plan.inside.shares, states)
+
+
+def write_trace(made: Simulation, path: str) -> None:
+    """Write the trace file, whole or not at all; :mod:`hap.cli.chrome_trace` says what it holds.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    try:
+        if Path(path).is_dir():
+            raise IsADirectoryError("it is a folder")
+        write_whole(path, trace_text(made.plan, made.run, made.memory))
+    except OSError as error:
+        raise InputError(
+            f"the trace cannot be written there ({error.strerror or error})",
+            where=path, hint="change --trace",
+        ) from error  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """One rank's step; :class:`hap.synthesizer.schedule.event_simulator.Usage` says what the times are.
+
+    ``peak_at`` names the instruction that allocates when memory is fullest.
+    """
+
+    rank: int
+    device: str
+    kind: str
+    compute_s: float
+    waiting_s: float
+    communicate_s: float
+    overlapped_s: float
+    idle_s: float
+    peak_bytes: int
+    memory_bytes: int
+    peak_s: float
+    peak_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Longest:
+    """Alike work of several layers together; its time is the sum of each one's slowest rank."""
+
+    of: str
+    op: str
+    part: str
+    times: int
+    total_s: float
+
+
+def rank_uses(made: Simulation) -> list[RankUse]:
+    found = []
+    for rank, (device, curve) in enumerate(
+        zip(made.plan.cluster.devices, made.memory, strict=True)
+    ):
+        used, k = made.usage, curve.peak
+        found.append(
+            RankUse(
+                rank=rank, device=device.name, kind=device.kind,
+                compute_s=float(used.compute_s[rank]), waiting_s=float(used.waiting_s[rank]),
+                communicate_s=float(used.communicate_s[rank]),
+                overlapped_s=float(used.overlapped_s[rank]), idle_s=float(used.idle_s[rank]),
+                peak_bytes=round(float(curve.bytes[k])), memory_bytes=device.memory_bytes,
+                peak_s=float(curve.times_s[k]), peak_at=_instruction(made.plan, int(curve.at[k])),
+            )
+        )  # fmt: skip
+    return found
+
+
+def longest(made: Simulation) -> list[Longest]:
+    """The work that takes most time, by the module that it is of."""
+    found: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
+    for span in made.run.spans:
+        of, op = _who(made.plan, span.what)
+        seconds = float((span.end_s - span.start_s).max())
+        found.setdefault((pattern(of), op, span.part), []).append((of, seconds))
+    rows = [
+        Longest(
+            of=alike([of for of, _ in members])[0], op=op, part=part, times=len(members),
+            total_s=sum(seconds for _, seconds in members),
+        )
+        for (_, op, part), members in found.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row.total_s)[:_LONGEST]
+
+
+def _who(plan: Plan, what: Sequence[Instruction] | Input) -> tuple[str, str]:
+    """(module, parameter or tensor; operator) for people."""
+    if isinstance(what, Input):
+        return what.target, "update"
+    step = what[0]
+    if isinstance(step, Convert):
+        more = f" and {len(what) - 1} more, fused" if len(what) > 1 else ""
+        return tensor_label(plan, step.tensor) + more, step.kind
+    node = plan.whole[0].by_name[step.node]
+    return node.module or node.name, node.op.removeprefix("aten.")
+
+
+def _instruction(plan: Plan, at: int) -> str:
+    if at < 0:
+        return "nothing: at the start"
+    step = plan.whole[1].instructions[at]
+    of, op = _who(plan, (step,))
+    return f"{op}, {of}, {'backward' if step.backward else 'forward'}"
+
+
+def simulation_json(made: Simulation) -> dict[str, Any]:
+    """The simulation for other programs: all that the screen shows."""
+    return {
+        "step_s": made.run.step_s,
+        "overlap": made.run.overlap,
+        "ranks": [asdict(use) for use in rank_uses(made)],
+        "longest": [asdict(row) for row in longest(made)],
+    }
+
+
+def simulation_screen(made: Simulation) -> RenderableType:
+    """How each rank spends the step, when its memory is fullest, and what takes most time."""
+    how = (
+        "communication beside computing"
+        if made.run.overlap
+        else "communication and computing in turn, which the runtime does not do"
+    )
+    sections = (
+        ("Step", Text(f"{_time(made.run.step_s)}, {how}")),
+        ("Time", _times(made)),
+        ("Memory", _memory(made)),
+        ("Longest", _longest(made)),
+    )
+    parts: list[RenderableType] = []
+    for title, body in sections:
+        parts += [Text(title, style="bold"), Padding(body, (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(round(seconds, 9))  # less is rounding
+
+
+def _times(made: Simulation) -> RenderableType:
+    columns = ("compute_s", "waiting_s", "communicate_s", "overlapped_s", "idle_s")
+    rows = [
+        (*(_time(getattr(use, column)) for column in columns), _time(made.run.step_s))
+        for use in rank_uses(made)
+    ]
+    head = ("rank", "device", "compute", "waiting", "communication", "overlapped", "idle", "step")
+    return table(head, _by_rank(made.plan, rows), right=range(2, 8))
+
+
+def _memory(made: Simulation) -> RenderableType:
+    rows = [
+        (f"{format_bytes(u.peak_bytes)} of {format_bytes(u.memory_bytes)}", _time(u.peak_s), u.peak_at)
+        for u in rank_uses(made)
+    ]  # fmt: skip
+    head = ("rank", "device", "peak", "at", "when it makes the result of")
+    return table(head, _by_rank(made.plan, rows), right=(2, 3))
+
+
+def _by_rank(plan: Plan, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """A line per rank; above 16 ranks, a line per alike device with alike figures."""
+    lines: dict[tuple[object, tuple[str, ...]], list[int]] = {}
+    for rank, cells in enumerate(rows):
+        device = plan.cluster.devices[rank]
+        if plan.world_size > MANY_RANKS:
+            lines.setdefault((device.figures, (device.kind, *cells)), []).append(rank)
+        else:
+            lines[rank, (f"{device.kind} {device.name}", *cells)] = [rank]
+    return [(spans(ranks), *line) for (_, line), ranks in lines.items()]
+
+
+def _longest(made: Simulation) -> RenderableType:
+    rows = [(row.of, row.op, row.part, str(row.times), _time(row.total_s)) for row in longest(made)]
+    return table(("of", "", "", "times", "together"), rows, right=(3, 4))

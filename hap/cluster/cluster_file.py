@@ -1,0 +1,402 @@
+"""Reads a cluster from a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
+
+Every complaint names the line, what is wrong with it, and what to write instead. The format is
+described in docs/cluster-file.md; the other two forms are read by :mod:`hap.cluster.hostfile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+
+from hap.cluster.catalogue import find, nearest
+from hap.cluster.device import ELEMENTWISE, PRODUCTS, Device
+from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
+from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
+from hap.cluster.topology import Cluster
+from hap.errors import ClusterError
+from hap.units import parse
+
+_FIGURES: Final = (
+    "memory",
+    "flops",
+    "memory_bandwidth",
+    "launch",
+    "efficiency",
+    "operands",
+    "interference",
+    "drag",
+    "delay",
+    "start",
+    "traffic",
+    "relaunch",
+    "source",
+)
+_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_EFFICIENCIES: Final = (*PRODUCTS[1:], *ELEMENTWISE)
+_BETWEEN_LATENCY_S: Final = 30e-6
+
+
+def load_cluster(text_or_path: str | Path) -> Cluster:
+    """Read a cluster: a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
+
+    Raises:
+        ClusterError: with the line in ``where`` and the remedy in ``hint``.
+    """
+    given = str(text_or_path)
+    if given == "local" or given.startswith("local:"):
+        return local_cluster(given)
+    if "\n" in given:
+        text, file, name = given, "<text>", "cluster"
+    else:
+        text, file, name = _read(Path(given)), Path(given).name, Path(given).stem
+    if not given.endswith((".yaml", ".yml")) and is_hostfile(text):
+        return read_hostfile(text, file, name)
+    return _read_yaml(text, file, name)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise ClusterError(
+            f"cannot read the cluster: {reason}",
+            where=str(path),
+            hint="give a yaml file, a hostfile, or `local` for the CPUs of this machine",
+        ) from error
+
+
+def _read_yaml(text: str, file: str, name: str) -> Cluster:
+    try:
+        data = YAML().load(text)  # the round-trip loader: it keeps line numbers
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ClusterError(
+            f"not valid yaml: {error.problem or error.context}",
+            where=f"{file}:{mark.line + 1}" if mark else file,
+            hint="check indentation, colons and quotes on this line and the one above",
+        ) from error
+    top = _Section(data, f"{file}:1", file, ("name", "nodes", "links", "collectives"))
+    links = top.section("links", ("between", "inside"))
+    nodes = [
+        _node(
+            _Section(raw, where, file, ("name", "count", "gpus", "type", "inside", *_FIGURES)),
+            links,
+        )
+        for raw, where in top.items("nodes")
+    ]
+    names = [name for node in nodes for name in node.names]
+    for node in nodes:
+        for own in node.names:
+            if names.count(own) > 1:
+                raise ClusterError(
+                    f"two nodes are named {own!r}", where=node.where, hint="name the nodes apart"
+                )
+    devices = tuple(
+        replace(device, name=f"{name}:{index}", node=name)
+        for node in nodes
+        for name in node.names
+        for index, device in enumerate(node.devices)
+    )
+    intra = {name: node.link for node in nodes for name in node.names if node.devices}
+    if not devices:
+        raise ClusterError(
+            "no node has a GPU", where=top.where("nodes"), hint="give at least one node gpus: 1"
+        )
+    return Cluster(
+        name=str(top.get("name", name)),
+        devices=devices,
+        intra=intra,
+        inter=_between(links, top, intra),
+        collectives=_collectives(top),
+    )
+
+
+def _collectives(top: _Section) -> Collectives:
+    """Measured links per collective, implementation and level."""
+    every = top.section("collectives", tuple(IMPLEMENTATIONS))
+    found = {}
+    for kind in every.data:
+        ways = every.section(kind, IMPLEMENTATIONS[kind])
+        found[str(kind)] = {
+            str(how): {
+                str(level): _link(levels, level, 0.0, "least")
+                for levels in (ways.section(how, LEVELS),)
+                for level in levels.data
+            }
+            for how in ways.data
+        }
+    return found
+
+
+def _between(links: _Section, top: _Section, intra: Mapping[str, Link]) -> Link:
+    if "between" in links.data:
+        return _link(links, "between", _BETWEEN_LATENCY_S)
+    if len(intra) > 1:
+        raise ClusterError(
+            "several nodes, but no link between them",
+            where=top.where("nodes"),
+            hint="add links: {between: {bandwidth: 10 Gbit/s, latency: 30 us}}",
+        )
+    (link,) = intra.values()
+    return replace(link, source="not used: there is one node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    """``count`` identical machines, as the file describes them."""
+
+    names: tuple[str, ...]
+    devices: tuple[Device, ...]
+    link: Link
+    where: str
+
+
+def _node(node: _Section, links: _Section) -> _Node:
+    name = str(node.get("name", "node"))
+    count = node.count("count", at_least=1)
+    raw = node.required("gpus", "gpus: 8 together with type: V100-16, or a list of GPUs")
+    devices: list[Device] = []
+    if isinstance(raw, list):
+        if "type" in node.data:
+            raise ClusterError(
+                "a node with a list of GPUs has no type of its own",
+                where=node.where("type"),
+                hint="write the type in each entry of the list: {type: V100-16, count: 4}",
+            )
+        for item, where in node.items("gpus"):
+            item = {"type": item} if isinstance(item, (str, int)) else item
+            gpu = _Section(item, where, node.file, ("type", "count", *_FIGURES))
+            # What the node says holds for its GPUs, unless the entry itself says otherwise.
+            device = _figures(_figures(_pattern(gpu, (gpu, node)), node), gpu)
+            devices += [device] * gpu.count("count", at_least=1)
+    elif number := node.count("gpus", at_least=0):
+        devices = [_figures(_pattern(node, (node,)), node)] * number
+    return _Node(
+        names=tuple(f"{name}-{i}" for i in range(count)) if count > 1 else (name,),
+        devices=tuple(devices),
+        link=_inside(node, links, devices),
+        where=node.place,
+    )
+
+
+def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
+    entries = [entry for device in devices if (entry := find(device.kind))]
+    slowest = min(
+        (e.link for e in entries), key=lambda link: link.bandwidth_bytes_per_s, default=None
+    )
+    latency_s = slowest.latency_s if slowest else 10e-6
+    for section in (node, links):
+        if "inside" in section.data:
+            return _link(section, "inside", latency_s)
+    # Without devices, or with one only, the link is never used.
+    return slowest or Link(10e9, latency_s, "assumed: PCIe 3 x16")
+
+
+def _link(section: _Section, key: str, latency_s: float, *more: str) -> Link:
+    """``10 Gbit/s``, or ``{bandwidth: 10 Gbit/s, latency: 30 us}``, and ``more`` keys."""
+    place = section.where(key)
+    if not isinstance(section.data[key], Mapping):
+        return Link(section.quantity(key, "bytes/s"), latency_s, f"{place}; latency assumed")
+    link = section.section(key, ("bandwidth", "latency", *more, "source"))
+    link.required("bandwidth", "bandwidth: 10 Gbit/s")
+    source = f"{link.data['source']} ({place})" if "source" in link.data else place
+    if "latency" in link.data:
+        latency_s = link.quantity("latency", "seconds", zero=True)
+    else:
+        source += "; latency assumed"
+    least_s = link.quantity("least", "seconds", zero=True) if "least" in link.data else 0.0
+    return Link(link.quantity("bandwidth", "bytes/s"), latency_s, source, least_s)
+
+
+def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
+    """The device that the type names; or a bare one, if the file itself gives all its figures."""
+    kind = str(
+        gpu.required("type", "type: V100-16 (the catalogue's names are in hap/cluster/gpus.yaml)")
+    )
+    if entry := find(kind):
+        return entry.device
+    needed = {
+        "memory": "memory",
+        "flops": "flops: {float32: ...}",
+        "memory_bandwidth": "memory_bandwidth",
+    }
+    missing = [text for key, text in needed.items() if not any(_states(s, key) for s in given)]
+    if missing:
+        near = nearest(kind)
+        meant = f"did you mean {near}? Otherwise " if near else ""
+        raise ClusterError(
+            f"the catalogue does not know the GPU {kind!r}",
+            where=gpu.where("type"),
+            hint=f"{meant}give its {', '.join(missing)} here",
+        )
+    # Placeholders for what the caller now overwrites from the file.
+    return Device(
+        name=kind,
+        kind=kind,
+        node="",
+        memory_bytes=1,
+        flops_per_s={"float32": 1.0},
+        memory_bytes_per_s=1.0,
+        launch_s=3e-6,
+        source={"launch_s": "assumed"},
+    )
+
+
+def _states(section: _Section, key: str) -> bool:
+    """Whether a section gives a figure; for the rates, that of float32 at least."""
+    value = section.data.get(key)
+    return value is not None and (not isinstance(value, Mapping) or "float32" in value)
+
+
+def _figures(device: Device, given: _Section) -> Device:
+    """The device with the figures that a section gives, each with the line as its source."""
+    changes: dict[str, Any] = {}
+    source = dict(device.source)
+
+    def note(key: str, figure: str) -> None:
+        place = given.where(key)
+        told = given.data.get("source")
+        if isinstance(told, Mapping):  # a text per key
+            told = given.section("source", tuple(k for k in _FIGURES if k != "source")).data.get(
+                key
+            )
+        source[figure] = f"{told} ({place})" if told else place
+
+    for key, figure, dimension in (
+        ("memory", "memory_bytes", "bytes"),
+        ("memory_bandwidth", "memory_bytes_per_s", "bytes/s"),
+        ("operands", "operand_bytes_per_s", "bytes/s"),
+        ("launch", "launch_s", "seconds"),
+        ("delay", "delay_s", "seconds"),
+    ):
+        if key in given.data:
+            value = given.quantity(key, dimension, zero=dimension == "seconds")
+            changes[figure] = round(value) if key == "memory" else value
+            note(key, figure)
+    for key in ("interference", "drag", "start", "relaunch"):
+        if key in given.data:
+            changes[key] = given.number(key, zero=True)
+            note(key, key)
+    for key, known in (("efficiency", _EFFICIENCIES), ("traffic", tuple(IMPLEMENTATIONS))):
+        if key in given.data:
+            part = given.section(key, known)
+            own = {str(kind): part.number(kind) for kind in part.data}
+            changes[key] = {**getattr(device, key), **own}
+            note(key, key)
+    if "flops" in given.data:
+        rates = dict(device.flops_per_s)
+        if isinstance(given.data["flops"], Mapping):
+            table = given.section("flops", _DTYPES)
+            rates |= {str(dtype): table.quantity(dtype, "flop/s") for dtype in table.data}
+            changed = {str(dtype) for dtype in table.data}
+        else:
+            # One figure is that of float32; the other dtypes keep their ratio to it.
+            scale = given.quantity("flops", "flop/s") / rates["float32"]
+            rates = {dtype: rate * scale for dtype, rate in rates.items()}
+            changed = set(rates)
+        changes["flops_per_s"] = rates
+        for dtype in changed:
+            note("flops", f"flops_per_s.{dtype}")
+    return replace(device, **changes, source=source)
+
+
+class _Section:
+    """A mapping of the file that knows its lines and which keys it may have."""
+
+    def __init__(self, data: Any, place: str, file: str, keys: tuple[str, ...]) -> None:
+        if not isinstance(data, Mapping):
+            what = "is empty" if data is None else f"is {str(data)[:40]!r}"
+            raise ClusterError(
+                f"keys are expected here, but it {what}",
+                where=place,
+                hint=f"write `key: value` lines; known keys: {', '.join(keys)}",
+            )
+        self.data = data
+        self.place = place
+        self.file = file
+        for key in data:
+            if key not in keys:
+                near = get_close_matches(str(key), keys, n=1, cutoff=0.5)
+                raise ClusterError(
+                    f"unknown key {str(key)!r}",
+                    where=self.where(key),
+                    hint=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys)}",
+                )
+
+    def where(self, key: str) -> str:
+        """``file:line`` of a key."""
+        lines = getattr(self.data, "lc", None)
+        return f"{self.file}:{lines.key(key)[0] + 1}" if lines and key in self.data else self.place
+
+    def get(self, key: str, default: object) -> object:
+        value = self.data.get(key)
+        return default if value is None else value
+
+    def required(self, key: str, example: str) -> object:
+        if self.data.get(key) is None:
+            raise ClusterError(
+                f"{key!r} is missing", where=self.where(key), hint=f"write {example}"
+            )
+        return self.data[key]
+
+    def section(self, key: str, keys: tuple[str, ...]) -> _Section:
+        """The mapping under a key; an empty one if there is no such key."""
+        if key not in self.data:
+            return _Section({}, self.place, self.file, keys)
+        return _Section(self.data[key], self.where(key), self.file, keys)
+
+    def items(self, key: str) -> list[tuple[Any, str]]:
+        """The entries of the list under a key, each with its line."""
+        values = self.required(key, f"{key}: and a list below it")
+        if not isinstance(values, list) or not values:
+            raise ClusterError(
+                f"{key!r} is not a list with entries",
+                where=self.where(key),
+                hint=f"write each entry of {key!r} on its own line after a dash",
+            )
+        lines = getattr(values, "lc", None)
+        places = (
+            f"{self.file}:{lines.item(i)[0] + 1}" if lines else self.place
+            for i in range(len(values))
+        )
+        return list(zip(values, places, strict=True))
+
+    def count(self, key: str, at_least: int) -> int:
+        value = self.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ClusterError(
+                f"{key} is {value!r}",
+                where=self.where(key),
+                hint=f"write a whole number >= {at_least}",
+            )
+        return value
+
+    def number(self, key: str, *, zero: bool = False) -> float:
+        value = self.data[key]
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not real or not (value > 0 or (zero and value == 0)):
+            raise ClusterError(
+                f"{key} is {value!r}", where=self.where(key), hint="write a positive number"
+            )
+        return float(value)
+
+    def quantity(self, key: str, dimension: str, *, zero: bool = False) -> float:
+        """A number with its unit, above zero (or at zero, where that makes sense)."""
+        try:
+            value = parse(self.data[key], dimension)
+        except ValueError as error:
+            what, _, hint = str(error).partition(": ")
+            raise ClusterError(f"{key}: {what}", where=self.where(key), hint=hint) from error
+        if value < 0 or (value == 0 and not zero):
+            raise ClusterError(
+                f"{key} is {self.data[key]}", where=self.where(key), hint="it must be above zero"
+            )
+        return value

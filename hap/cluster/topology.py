@@ -1,0 +1,208 @@
+"""The cluster: all devices in rank order, and the links between them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from hap.cluster.device import Device
+from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
+from hap.errors import ClusterError
+from hap.units import format_bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All the devices in rank order, and how they are joined.
+
+    Attributes:
+        name: For people.
+        devices: One per rank.
+        intra: Node -> the link between two devices of that node.
+        inter: Each node's adapter: what leaves or enters the node shares it.
+        collectives: Measured figures of single implementations, in place of the links'. What
+            is absent costs what the links say.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    intra: Mapping[str, Link] = field(hash=False)
+    inter: Link
+    collectives: Collectives = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError("the cluster has no devices", hint="give at least one node a GPU")
+        twice = [name for name, n in Counter(d.name for d in self.devices).items() if n > 1]
+        if twice:
+            raise ClusterError(f"two devices are named {twice[0]}", hint="name the nodes apart")
+        missing = [node for node in self.nodes if node not in self.intra]
+        if missing:
+            raise ClusterError(f"node {missing[0]} has no inner link")
+        for kind, ways in self.collectives.items():
+            for how, levels in ways.items():
+                if how not in IMPLEMENTATIONS.get(kind, ()) or not set(levels) <= set(LEVELS):
+                    raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")
+
+    def measured(self, kind: str, implementation: str) -> Mapping[str, Link]:
+        """Level -> the links as one implementation of a collective sees them among these devices;
+        empty if it was not measured."""
+        levels = self.collectives.get(kind, {}).get(implementation, {})
+        start = max(device.start for device in self.devices)
+        traffic = max(device.traffic.get(kind, 1.0) for device in self.devices)
+        return levels if start == traffic == 1 else {
+            level: replace(
+                link, latency_s=start * link.latency_s, least_s=start * link.least_s,
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / traffic,
+            )
+            for level, link in levels.items()
+        }  # fmt: skip
+
+    def seen_by(self, kind: str, implementation: str) -> Self:
+        """The cluster with the links as one implementation of a collective sees them."""
+        levels = self.measured(kind, implementation)
+        if not levels:
+            return self
+        inside = levels.get("inside")
+        return replace(
+            self,
+            intra=dict.fromkeys(self.intra, inside) if inside else self.intra,
+            inter=levels.get("between", self.inter),
+            collectives={},
+        )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machines, in the order of their first rank."""
+        return tuple(dict.fromkeys(device.node for device in self.devices))
+
+    def ranks(self, node: str) -> tuple[int, ...]:
+        """The ranks that sit in a node."""
+        return tuple(rank for rank, device in enumerate(self.devices) if device.node == node)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Devices of each machine; empty if the ranks of some machine are not consecutive."""
+        runs = [node for node, _ in itertools.groupby(d.node for d in self.devices)]
+        return tuple(len(self.ranks(n)) for n in runs) if len(runs) == len(self.nodes) else ()
+
+    def types(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks grouped by alike devices (same figures, whatever the node), first rank first."""
+        groups: dict[object, list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            groups.setdefault(device.figures, []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    def without(self, rank: int) -> Self:
+        """The cluster after the loss of one device; the ranks above it move down by one."""
+        self._check_rank(rank)
+        return self._keep(self.devices[:rank] + self.devices[rank + 1 :])
+
+    def only(self, rank: int) -> Self:
+        """The cluster of one device alone."""
+        self._check_rank(rank)
+        return self._keep((self.devices[rank],))
+
+    def keep(self, ranks: Sequence[int]) -> Self:
+        """A part of the cluster, its ranks numbered anew in their order."""
+        for rank in ranks:
+            self._check_rank(rank)
+        return self._keep(tuple(self.devices[rank] for rank in ranks))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ClusterError(
+                f"there is no rank {rank}", hint=f"ranks are 0..{self.world_size - 1}"
+            )
+
+    def _keep(self, devices: tuple[Device, ...]) -> Self:
+        nodes = {device.node for device in devices}
+        intra = {node: link for node, link in self.intra.items() if node in nodes}
+        return replace(self, devices=devices, intra=intra)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of what a plan depends on: not the title, nor where figures come from."""
+        content = self.to_dict()
+        del content["name"]
+        for device in content["devices"]:
+            del device["source"]
+        measured = [
+            link
+            for ways in content.get("collectives", {}).values()
+            for levels in ways.values()
+            for link in levels.values()
+        ]
+        for link in (*content["intra"].values(), content["inter"], *measured):
+            del link["source"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; :meth:`from_dict` is its inverse."""
+        plain: dict[str, Any] = {
+            "name": self.name,
+            "devices": [_plain(device) for device in self.devices],
+            "intra": {node: _plain(link) for node, link in self.intra.items()},
+            "inter": _plain(self.inter),
+        }
+        if self.collectives:
+            plain["collectives"] = {
+                kind: {
+                    how: {level: _plain(link) for level, link in levels.items()}
+                    for how, levels in ways.items()
+                }
+                for kind, ways in self.collectives.items()
+            }
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Reads what :meth:`to_dict` wrote.
+
+        Raises:
+            ClusterError: A figure is missing, unknown, of another type, or out of range.
+        """
+        try:
+            return cls(
+                name=str(data["name"]),
+                devices=tuple(Device(**device) for device in data["devices"]),
+                intra={node: Link(**link) for node, link in data["intra"].items()},
+                inter=Link(**data["inter"]),
+                collectives={
+                    kind: {
+                        how: {level: Link(**link) for level, link in levels.items()}
+                        for how, levels in ways.items()
+                    }
+                    for kind, ways in data.get("collectives", {}).items()
+                },
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"the stored cluster is damaged: {error!r}", hint="make the plan again"
+            ) from error
+
+    def __str__(self) -> str:
+        """``hap-testbed: 16 V100-16 + 48 P100 on 8 nodes, 1.3 GB/s between``."""
+        kinds = Counter(device.kind for device in self.devices)
+        text = f"{self.name}: " + " + ".join(f"{n} {kind}" for kind, n in kinds.items())
+        if len(self.nodes) == 1:
+            return f"{text} on 1 node"
+        between = format_bandwidth(self.inter.bandwidth_bytes_per_s)
+        return f"{text} on {len(self.nodes)} nodes, {between} between"
+
+
+def _plain(record: Device | Link) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    if values.get("start") == 1:
+        del values["start"]  # so that plans from before there was one are still what they were
+    return {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}

@@ -1,0 +1,381 @@
+"""The single-device training program as plain data.
+
+A :class:`Graph` is the joint forward and backward of one training step in single-assignment
+form: named tensors, nodes that make them, and the roles of what goes in and out. It knows
+nothing about torch, devices or sharding, so that planning is pure and a plan made on one
+machine means the same on another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+FREE = frozenset(
+    f"aten.{op}"
+    for op in [
+        "alias.default",
+        "view.default",
+        "t.default",
+        "transpose.int",
+        "permute.default",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "squeeze.default",
+        "expand.default",
+        "slice.Tensor",
+        "select.int",
+        "unbind.int",
+        "split.Tensor",
+        "split_with_sizes.default",
+    ]
+) | {"mesh.slice"}
+"""Operators that run no kernel."""
+
+SMALL_BYTES = 2**18
+"""The tensors of a small operator, together: it leaves the caches of a processor as they were."""
+
+
+class Ref(NamedTuple):
+    """An argument of a node that is a tensor of the graph."""
+
+    name: str
+
+
+class Dtype(NamedTuple):
+    """An argument of a node that is a dtype, such as ``Dtype("float32")``."""
+
+    name: str
+
+
+# An argument: a tensor, a dtype, a plain value, or a nested tuple of arguments.
+Arg = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """Name, global shape (in elements) and dtype of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {self.name}: unknown dtype {self.dtype!r}")
+        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.numel * ITEM_BYTES[self.dtype])
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operator call: ``outputs = op(*args, **kwargs)``.
+
+    ``outputs`` holds one tensor name per result, ``None`` where nobody uses that result.
+    ``source`` is the user's line and ``module`` the path of the calling submodule, in the
+    backward those of the forward's operator; both only serve messages and take no part in the
+    graph's digest.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outputs: tuple[str | None, ...]
+    source: str = ""
+    module: str = ""
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The tensor arguments in order of appearance, repeated if used twice."""
+
+    def __post_init__(self) -> None:
+        refs = _refs((self.args, tuple(v for _, v in self.kwargs)))
+        object.__setattr__(self, "inputs", tuple(ref.name for ref in refs))
+
+    def __str__(self) -> str:
+        given = [_show(a) for a in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
+        return f"{', '.join(o or '_' for o in self.outputs)} = {self.op}({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A tensor that enters the step. ``target`` is the parameter's or the batch entry's name.
+
+    Roles: ``parameter``, ``buffer``, ``input`` (of the batch), ``constant``, ``tangent`` (the
+    gradient that arrives at the loss).
+    """
+
+    tensor: str
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A tensor that leaves the step. Roles: ``loss``, ``gradient`` (of ``target``), ``buffer``."""
+
+    tensor: str
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A checked single-assignment program; see the module's docstring.
+
+    ``rules`` holds what is known of operators without a rule in the table: see
+    :mod:`hap.synthesizer.rules.textual_rules`. It is no part of the program, nor of its digest.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless every tensor is defined once, and before its uses."""
+        defined = {i.tensor for i in self.inputs}
+        for node in self.nodes:
+            for name in node.inputs:
+                if name not in defined:
+                    raise ValueError(f"{node.name} uses {name!r} before it is defined")
+            for out in node.outputs:
+                if out in defined:
+                    raise ValueError(f"{node.name} defines {out!r} a second time")
+                if out is not None:
+                    defined.add(out)
+        for output in self.outputs:
+            if output.tensor not in defined:
+                raise ValueError(f"output {output.target!r} is never computed")
+        if missing := defined - self.tensors.keys():
+            raise ValueError(f"no shape is known for {sorted(missing)}")
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def alike(self) -> Mapping[str, int]:
+        """Node name -> number of its kind: same operator, flags, shapes, dtypes, :attr:`after_small`.
+
+        Layers repeat, so there are few kinds; what does not look at names is the same for all
+        the nodes of one.
+        """
+        kinds: dict[object, int] = {}
+        found = {}
+        for node in self.nodes:
+            looks = tuple(
+                None if name is None else (self.tensors[name].shape, self.tensors[name].dtype)
+                for name in (*node.inputs, *node.outputs)
+            )
+            flags = tuple(a for a in node.args if isinstance(a, bool))
+            repeats = tuple(node.inputs.index(name) for name in node.inputs)
+            key = node.op, flags, repeats, looks, node.name in self.after_small
+            found[node.name] = kinds.setdefault(key, len(kinds))
+        return found
+
+    @cached_property
+    def after_small(self) -> frozenset[str]:
+        """The nodes that run right after a small operator, whatever views are between.
+
+        By whole tensors: what is small on one device is so under any shares.
+        """
+        found, small = set(), False
+        for node in self.nodes:
+            if node.op in FREE:
+                continue
+            if small:
+                found.add(node.name)
+            names = {name for name in (*node.inputs, *node.outputs) if name is not None}
+            small = sum(self.tensors[name].nbytes for name in names) <= SMALL_BYTES
+        return frozenset(found)
+
+    @cached_property
+    def producer(self) -> Mapping[str, Node]:
+        return {out: node for node in self.nodes for out in node.outputs if out is not None}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[Node, ...]]:
+        found: dict[str, list[Node]] = {name: [] for name in self.tensors}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                found[name].append(node)
+        return {name: tuple(nodes) for name, nodes in found.items()}
+
+    @cached_property
+    def backward(self) -> frozenset[str]:
+        """Names of the nodes that run in the backward: all that the loss does not need.
+
+        Decided here, once for all ranks: a partition chosen from a rank's own sizes could
+        order its collectives unlike the others'.
+        """
+        needed: set[str] = {o.tensor for o in self.outputs if o.role != "gradient"}
+        forward = set()
+        for node in reversed(self.nodes):
+            if needed.intersection(node.outputs):
+                forward.add(node.name)
+                needed.update(node.inputs)
+        return frozenset(n.name for n in self.nodes if n.name not in forward)
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """Tensors that the forward makes and the backward reads: kept in memory in between."""
+        made = {o for n in self.nodes if n.name not in self.backward for o in n.outputs if o}
+        read = {i for n in self.nodes if n.name in self.backward for i in n.inputs}
+        return frozenset(made & read)
+
+    def role(self, role: str) -> tuple[Input, ...]:
+        return tuple(i for i in self.inputs if i.role == role)
+
+    @cached_property
+    def gradients(self) -> Mapping[str, str]:
+        """Parameter name -> tensor that holds its gradient."""
+        return {o.target: o.tensor for o in self.outputs if o.role == "gradient"}
+
+    @property
+    def loss(self) -> str:
+        return next(o.tensor for o in self.outputs if o.role == "loss")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the program without the source lines: what a plan is bound to."""
+        text = json.dumps(self.to_json(sources=False), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def lines(self) -> Iterator[str]:
+        """The program as text, a line each; also what two versions of a model differ by."""
+        for i in self.inputs:
+            yield f"{i.role} {i.target} -> {self.tensors[i.tensor]}"
+        for node in self.nodes:
+            shapes = ", ".join(str(self.tensors[o].shape) for o in node.outputs if o)
+            yield f"{node}  # {shapes}"
+        for o in self.outputs:
+            yield f"return {o.role} {o.target} = {o.tensor}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_json(self, *, sources: bool = True) -> dict[str, Any]:
+        def node(n: Node) -> list[Any]:
+            plain = [n.name, n.op, _pack(n.args), _pack(n.kwargs), list(n.outputs)]
+            return [*plain, n.source, n.module] if sources else plain
+
+        rules = {key: list(lines) for key, lines in self.rules.items()} if sources else {}
+        return ({"rules": rules} if rules else {}) | {
+            "inputs": [[i.tensor, i.role, i.target] for i in self.inputs],
+            "nodes": [node(n) for n in self.nodes],
+            "outputs": [[o.tensor, o.role, o.target] for o in self.outputs],
+            "tensors": {t.name: [list(t.shape), t.dtype] for t in self.tensors.values()},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Graph:
+        return Graph(
+            inputs=tuple(Input(tensor=t, role=r, target=g) for t, r, g in data["inputs"]),
+            nodes=tuple(
+                Node(name=name, op=op, args=_unpack(args), kwargs=_unpack(kwargs),
+                     outputs=tuple(outs), source=source, module=module)
+                for name, op, args, kwargs, outs, source, module in data["nodes"]
+            ),
+            outputs=tuple(Output(tensor=t, role=r, target=g) for t, r, g in data["outputs"]),
+            tensors={
+                name: Tensor(name=name, shape=tuple(shape), dtype=dtype)
+                for name, (shape, dtype) in data["tensors"].items()
+            },
+            rules={key: tuple(lines) for key, lines in data.get("rules", {}).items()},
+        )  # fmt: skip
+
+
+def substitute(arg: Arg, tensor: Any) -> Arg:
+    """``arg`` with ``tensor(ref)`` in place of every :class:`Ref`, tuples kept as tuples."""
+    if isinstance(arg, Ref):
+        return tensor(arg)
+    if isinstance(arg, tuple) and not isinstance(arg, Dtype):
+        return tuple(substitute(a, tensor) for a in arg)
+    return arg
+
+
+def renamed_in_backward(
+    graph: Graph, other: Callable[[str, list[Node]], str], tensors: Mapping[str, Tensor]
+) -> Graph:
+    """The graph whose backward reads other tensors.
+
+    Args:
+        other: the name that a tensor has in the backward; it may append the nodes that make it.
+        tensors: all that are then there; looked at last.
+    """
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in graph.backward:
+            node = reading(node, {name: other(name, nodes) for name in node.inputs})
+        nodes.append(node)
+    return Graph(inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors)
+
+
+def reading(
+    node: Node, names: Mapping[str, str], copy: str = "", outputs: tuple[str | None, ...] = ()
+) -> Node:
+    """The node with other inputs, old name -> new; with ``copy``, a second node of that name."""
+    if not copy and all(old == new for old, new in names.items()):
+        return node
+
+    def rename(ref: Ref) -> Ref:
+        return Ref(names.get(ref.name, ref.name))
+
+    return Node(
+        name=copy or node.name, op=node.op, args=substitute(node.args, rename),
+        kwargs=tuple((k, substitute(v, rename)) for k, v in node.kwargs),
+        outputs=outputs or node.outputs, source=node.source, module=node.module,
+    )  # fmt: skip
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple) and not isinstance(arg, Dtype):
+        for a in arg:
+            yield from _refs(a)
+
+
+def _show(arg: Arg) -> str:
+    if isinstance(arg, Ref | Dtype):
+        return arg.name
+    if isinstance(arg, tuple):
+        return f"[{', '.join(map(_show, arg))}]"
+    return repr(arg)
+
+
+def _pack(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return {"t": arg.name}
+    if isinstance(arg, Dtype):
+        return {"dtype": arg.name}
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    return [_pack(a) for a in arg] if isinstance(arg, tuple) else arg
+
+
+def _unpack(data: Any) -> Arg:
+    if isinstance(data, dict):
+        ((kind, value),) = data.items()
+        return {"t": Ref, "dtype": Dtype, "float": float}[kind](value)
+    return tuple(_unpack(a) for a in data) if isinstance(data, list) else data

@@ -1,0 +1,117 @@
+"""Builds a Graph node by node, leaving out what says the same thing twice.
+
+Autograd's traces are full of views of views, transposes undone at once, and values made
+again in the backward. Dropping them changes no result, and what is left plans faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hap.ir.graph import Arg, Graph, Input, Node, Output, Ref, Tensor
+
+# The graph mutates nothing and its views are made by reshape, so a copy is its original.
+ALIASES = {
+    "aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
+    "aten.lift_fresh.default", "aten.clone.default",
+}  # fmt: skip
+# All say: the same elements in the same order, in another shape.
+VIEWS = {
+    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
+    "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+}  # fmt: skip
+RANDOM = {
+    "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand.default",
+    "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",
+    "aten.randint.default", "aten.randint.low",
+}  # fmt: skip
+# Never merged: random values, and position numbers, which would tie the axes of all layers.
+DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.start_step"}
+
+
+class Builder:
+    """Collects nodes; ``node`` returns references that may be to an earlier, equal value."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._nodes: list[Node] = []
+        self._made: dict[str, Node] = {}  # tensor -> the node that makes it
+        self._seen: dict[object, tuple[Ref | None, ...]] = {}
+
+    def tensor(self, tensor: Tensor) -> str:
+        self._tensors[tensor.name] = tensor
+        return tensor.name
+
+    def node(
+        self, *, name: str, op: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...],
+        results: Sequence[Tensor | None], source: str, module: str,
+    ) -> tuple[Ref | None, ...]:  # fmt: skip
+        """Add ``results = op(*args)`` unless an equal value exists; returns the results."""
+        if op in ALIASES:
+            return (args[0],)
+        if op in VIEWS:
+            op, args = "aten.view.default", (self._through(args[0], VIEWS), results[0].shape)  # type: ignore[union-attr]
+        if op == "aten.cat.default":
+            args = (self._nonempty(args[0], results[0]), *args[1:])
+            if len(args[0]) == 1 and self._same(args[0][0], results[0]):
+                return (args[0][0],)
+        if op in ("aten.t.default", "aten.transpose.int") and (base := self._undone(op, args)):
+            return (base,)
+        whole = {"aten.view.default", "aten.slice.Tensor", "aten.expand.default"}
+        if op in whole and self._tensors[args[0].name].shape == results[0].shape:  # type: ignore[union-attr]
+            return (args[0],)
+        # repr tells 1 from True and 1.0, which compare equal.
+        key = (op, repr(args), repr(kwargs))
+        if op not in DISTINCT and key in self._seen:
+            return self._seen[key]
+        for result in results:
+            if result is not None:
+                self.tensor(result)
+        node = Node(
+            name=name, op=op, args=args, kwargs=kwargs, source=source, module=module,
+            outputs=tuple(None if r is None else r.name for r in results),
+        )  # fmt: skip
+        self._nodes.append(node)
+        self._made.update({r.name: node for r in results if r is not None})
+        refs = tuple(None if r is None else Ref(r.name) for r in results)
+        self._seen[key] = refs
+        return refs
+
+    def _nonempty(self, refs: tuple[Ref, ...], result: Tensor | None) -> tuple[Ref, ...]:
+        """The arguments of a concatenation without empty ones, which may have any rank."""
+        kept = tuple(ref for ref in refs if self._tensors[ref.name].numel)
+        dtypes = {self._tensors[ref.name].dtype for ref in kept}
+        return kept if result is not None and result.dtype in dtypes else refs
+
+    def _same(self, ref: Ref, result: Tensor | None) -> bool:
+        """Has ``ref`` the shape and dtype of ``result``?"""
+        own = self._tensors[ref.name]
+        return result is not None and (own.shape, own.dtype) == (result.shape, result.dtype)
+
+    def _through(self, ref: Ref, ops: set[str]) -> Ref:
+        node = self._made.get(ref.name)
+        return self._through(node.args[0], ops) if node and node.op in ops else ref
+
+    def _undone(self, op: str, args: tuple[Arg, ...]) -> Ref | None:
+        node = self._made.get(args[0].name)
+        same = node is not None and node.op == op and set(node.args[1:]) == set(args[1:])
+        return node.args[0] if same and node is not None else None
+
+    def graph(self, *, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Graph:
+        """The finished graph without what nobody uses."""
+        needed = {o.tensor for o in outputs}
+        kept: list[Node] = []
+        for node in reversed(self._nodes):
+            if needed.intersection(node.outputs):
+                needed.update(node.inputs)
+                kept.append(node)
+        # The second name of a tied parameter, and what the forward ignores, is no input.
+        inputs = tuple(i for i in inputs if i.tensor in needed or i.role in ("input", "tangent"))
+        used = needed | {i.tensor for i in inputs}
+        nodes = tuple(
+            Node(name=n.name, op=n.op, args=n.args, kwargs=n.kwargs, source=n.source,
+                 module=n.module, outputs=tuple(o if o in used else None for o in n.outputs))
+            for n in reversed(kept)
+        )  # fmt: skip
+        tensors = {name: t for name, t in self._tensors.items() if name in used}
+        return Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=tensors)

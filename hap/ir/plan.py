@@ -1,0 +1,356 @@
+"""A plan: program + shares + predictions, bound by digests to its model and its cluster.
+
+A plan file is canonical JSON: the same inputs give the same bytes. It holds the captured
+graph, so that a model that changed since can be told what differs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hap.cluster.topology import Cluster
+from hap.errors import PlanError
+from hap.files import write_whole
+from hap.ir.axes import Shares
+from hap.ir.batch import Form, each
+from hap.ir.graph import Graph
+from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
+from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.ir.program import Program, Value
+
+FORMAT = 3
+"""Version of the plan file; raised when an older reader would misunderstand a newer file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the model came from, for the commands that load it again: empty for the Python API."""
+
+    path: str = ""
+    function: str = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the graph was captured: what :func:`hap.capture.tracing.capture` is told to make it again.
+
+    Attributes:
+        batch: the batch's form, see :mod:`hap.ir.batch`; ``None`` in plans of older versions.
+        autocast: the dtype of the automatic mixed precision around the forward, or nothing.
+        recompute: which activations the backward makes again, see :mod:`hap.capture.recompute`, or nothing.
+    """
+
+    batch: Form = None
+    autocast: str = ""
+    recompute: str = ""
+
+
+class TensorCut(NamedTuple):
+    """One cut of a tensor: elements of every place along ``dim``; ``place`` is this rank's."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    place: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The pair that won, program and shares, and all that is needed to run and explain it.
+
+    With ``inside``, the ranks form a mesh of two axes (:mod:`hap.ir.mesh`): ``program`` and
+    ``shares`` are then those between machines, with an entry per machine.
+    """
+
+    source: Source
+    graph: Graph
+    cluster: Cluster
+    optimizer: str
+    program: Program
+    shares: Shares
+    idle: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
+    prediction: Prediction
+    inside: Inside | None = None
+    recipe: Recipe = Recipe()
+
+    def __post_init__(self) -> None:
+        places = len(self.mesh.machines) if self.mesh else self.world_size
+        for name, units in self.program.used_axes().items():
+            given = self.shares.get(name)
+            right = given is not None and sum(given) == units and min(given) >= 0
+            if given is None or not right or len(given) != places:
+                raise PlanError(
+                    f"the shares of axis {name!r} are {given}",
+                    hint=f"they must be {places} counts that sum to {units}; plan anew",
+                )
+        for name, given in self.inside.shares.items() if self.inside else ():
+            if len(given) != self.world_size or min(given) < 0:
+                raise PlanError(
+                    f"the shares of axis {name!r} inside the machines are {given}",
+                    hint=f"they must be {self.world_size} counts; plan anew",
+                )
+        for rank in range(self.world_size):
+            if self.program.used_axes() and rank not in self.idle and not self.part_of(rank):
+                raise PlanError(
+                    f"rank {rank} ({self.cluster.devices[rank].name}) has no share of any axis",
+                    hint="take the device out of the cluster file and plan anew",
+                )
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        """The ranks as machines by devices, if the plan has two mesh axes."""
+        return Mesh(self.cluster) if self.inside else None
+
+    @cached_property
+    def whole(self) -> tuple[Graph, Program]:
+        """All instructions that ranks run, and the graph that they are of."""
+        if self.inside is None:
+            return self.graph, self.program
+        return divide(self.graph, self.program, self.shares), self.inside.program
+
+    def part(self, rank: int) -> Part:
+        """What a rank runs, with the sizes of its own machine."""
+        if self.mesh is None:
+            return Part(self.graph, self.program, self.shares, rank, {})
+        machine, column = self.mesh.place(rank)
+        return self._machines[machine]._replace(rank=column)
+
+    @cached_property
+    def _machines(self) -> list[Part]:
+        """What the first rank of each machine runs."""
+        assert self.mesh is not None
+        assert self.inside is not None
+        found = []
+        for machine, ranks in enumerate(self.mesh.machines):
+            shares = {
+                name: tuple(units[r] for r in ranks) for name, units in self.inside.shares.items()
+            }
+            axes = {
+                dim: (name, sum(shares[name]))
+                for dim, (name, _) in self.inside.program.axes.items()
+            }
+            graph = divide(self.graph, self.program, self.shares, machine)
+            begin = offsets(self.graph, self.program, self.shares, machine, graph)
+            found.append(Part(graph, replace(self.inside.program, axes=axes), shares, 0, begin))
+        return found
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of its size that the optimizer keeps for a parameter."""
+        said = re.search(r"\((\d+) states per parameter\)$", self.optimizer)
+        if said is None:
+            raise PlanError(
+                f"the plan's optimizer, {self.optimizer!r}, has no number of states",
+                hint="plan anew",
+            )
+        return int(said[1])
+
+    def part_of(self, rank: int) -> int:
+        """Units of all used axes that a rank holds; 0 if it only waits."""
+        held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
+        return held + sum(u[rank] for u in self.inside.shares.values()) if self.inside else held
+
+    def _place(self, rank: int) -> int:
+        return self.mesh.place(rank)[0] if self.mesh else rank
+
+    def levels(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
+        """How an input is cut as it is stored, the coarsest cut first; ``None``: it is not.
+
+        There is one level, or with two mesh axes a cut between machines and one inside.
+        """
+        levels = [(Part(self.graph, self.program, self.shares, self._place(rank), {}), tensor)]
+        if self.inside is not None:
+            part = self.part(rank)
+            at = [i.tensor for i in self.graph.inputs].index(tensor)
+            levels.append((part, part.graph.inputs[at].tensor))
+        found: list[TensorCut | None] = []
+        for part, name in levels:
+            value = Value(name, part.program.inputs[name])
+            if not value.placement.sharded:
+                found.append(None)
+                continue
+            sizes = part.program.sizes(part.graph, value, part.shares)
+            found.append(TensorCut(value.placement.dim, sizes, part.rank))
+        return tuple(found)
+
+    def local_shape(self, tensor: str, rank: int) -> tuple[int, ...]:
+        """This rank's shape of an input, a parameter for example, as it is stored."""
+        shape = list(self.graph.tensors[tensor].shape)
+        for level in self.levels(tensor, rank):
+            if level:
+                shape[level.dim] = level.sizes[level.place]
+        return tuple(shape)
+
+    def local_batch(self, batch: Any, rank: int) -> Any:
+        """The part of a global batch that a rank reads, in the batch's own form.
+
+        Tensors that the program does not shard stay whole; see :mod:`hap.ir.batch` for the forms of a
+        batch.
+        """
+        names = {i.target: i.tensor for i in self.graph.role("input")}
+
+        def cut(name: str, entry: Any) -> Any:
+            if name not in names:
+                return entry
+            expected = self.graph.tensors[names[name]].shape
+            if tuple(entry.shape) != expected:
+                raise PlanError(
+                    f"batch entry {name!r} has shape {tuple(entry.shape)}, the plan {expected}",
+                    hint="give the global batch that the plan was made for, or plan anew",
+                )
+            for level in self.levels(names[name], rank):
+                if level:
+                    entry = entry.narrow(level.dim, level.start, level.sizes[level.place])
+            return entry
+
+        return each(batch, cut)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch: the first dim of its first tensor that has dims."""
+        return self.graph.tensors[self._first_input].shape[0]
+
+    @property
+    def _first_input(self) -> str:
+        names = [i.tensor for i in self.graph.role("input")]
+        return next((name for name in names if self.graph.tensors[name].shape), names[0])
+
+    def batch_rows(self, rank: int) -> tuple[int, int]:
+        """(start, stop) of the rows of the global batch that a rank reads; all if unsharded."""
+        start, stop = 0, self.batch_size
+        for level in self.levels(self._first_input, rank):
+            if level and level.dim == 0:
+                start += level.start
+                stop = start + level.sizes[level.place]
+        return start, stop
+
+    def check_model(self, graph: Graph) -> None:
+        """Raise ``PlanError`` if ``graph`` is not the graph that was planned."""
+        if graph.digest == self.graph.digest:
+            return
+        before, now = list(self.graph.lines()), list(graph.lines())
+        diff = difflib.unified_diff(before, now, n=0, lineterm="")
+        changed = [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+        first = [[x for x in changed if x.startswith(sign)][:3] for sign in "-+"]
+        shown = "\n    ".join(first[0] + first[1]) or "the order of equal lines"
+        rest = len(changed) - len(first[0] + first[1])
+        more = f"\n    ... and {rest} more lines" if rest > 0 else ""
+        raise PlanError(
+            f"the model is not the one that was planned; what differs:\n    {shown}{more}",
+            hint="plan anew, or go back to the model that the plan was made for",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "source": asdict(self.source),
+            "graph_digest": self.graph.digest,
+            "cluster_digest": self.cluster.digest,
+            "optimizer": self.optimizer,
+            "shares": {name: list(units) for name, units in self.shares.items()},
+            "idle": list(self.idle),
+            "left_out": list(self.left_out),
+            "prediction": asdict(self.prediction),
+            "recipe": asdict(self.recipe),
+            "cluster": self.cluster.to_dict(),
+            "program": self.program.to_json(),
+            "graph": self.graph.to_json(),
+        } | ({"inside": _pack_inside(self.inside)} if self.inside else {})
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file: whole, or not at all."""
+        text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
+        write_whole(path, [text])
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            PlanError: no such file, damaged, or written by a newer version.
+        """
+        where = str(path)
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"the plan file is damaged or cut off ({error})", where=where, hint="plan anew"
+            ) from None
+        if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+            raise PlanError("this is no plan file", where=where, hint="hap plan makes one")
+        if data["format"] > FORMAT:
+            raise PlanError(
+                f"the plan has format {data['format']}, this version reads up to {FORMAT}",
+                where=where, hint="update hap, or plan anew with this version",
+            )  # fmt: skip
+        try:
+            return Plan.from_json(data)
+        except PlanError as error:
+            raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise PlanError(
+                f"the plan file is damaged ({type(error).__name__}: {error})",
+                where=where, hint="plan anew",
+            ) from error  # fmt: skip
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`; raises what :meth:`load` turns into ``PlanError``."""
+        graph, cluster = Graph.from_json(data["graph"]), Cluster.from_dict(data["cluster"])
+        if graph.digest != data["graph_digest"] or cluster.digest != data["cluster_digest"]:
+            raise PlanError("the plan's contents don't match its digests", hint="plan anew")
+        p = data["prediction"]
+        prediction = Prediction(
+            step_s=p["step_s"],
+            communicate_s=p["communicate_s"],
+            hidden_s=p["hidden_s"],
+            ranks=tuple(RankPrediction(**r) for r in p["ranks"]),
+            collectives=tuple(Collective(**c) for c in p["collectives"]),
+            alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
+            bounds=tuple(Bound(**b) for b in p.get("bounds", ())),
+        )
+        program = Program.from_json(data["program"])
+        program.check(graph)
+        return Plan(
+            source=Source(**data["source"]),
+            graph=graph,
+            cluster=cluster,
+            optimizer=data["optimizer"],
+            program=program,
+            shares={name: tuple(units) for name, units in data["shares"].items()},
+            idle=tuple(data["idle"]),
+            left_out=tuple(data.get("left_out", ())),
+            prediction=prediction,
+            recipe=Recipe(**data.get("recipe", {})),
+            inside=_unpack_inside(data["inside"]) if "inside" in data else None,
+        )
+
+
+def _pack_inside(inside: Inside) -> dict[str, Any]:
+    shares = {name: list(units) for name, units in inside.shares.items()}
+    return {"program": inside.program.to_json(), "shares": shares}
+
+
+def _unpack_inside(data: Mapping[str, Any]) -> Inside:
+    return Inside(
+        program=Program.from_json(data["program"]),
+        shares={name: tuple(units) for name, units in data["shares"].items()},
+    )

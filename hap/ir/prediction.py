@@ -1,0 +1,82 @@
+"""What the cost model says of a plan: its step, ranks, collectives, what else was judged, proofs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """Predictions for one rank. ``work`` and ``stored`` are its parts of the cluster's sums."""
+
+    work: float
+    stored: float
+    compute_s: float
+    wait_s: float
+    peak_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Communication of ``tensor``, and of the next ``fused - 1`` with it, as one operation.
+
+    ``nbytes`` is the size of the whole tensors, ``runner_up`` the next best implementation.
+    """
+
+    tensor: str
+    fused: int = 1
+    kind: str
+    nbytes: int
+    implementation: str
+    seconds: float
+    runner_up: str
+    runner_up_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another way to train on the same cluster, judged by the same model.
+
+    Without a program that runs the model, ``step_s`` is 0 and ``note`` says why. ``peak_bytes``
+    and ``lacking_bytes`` are of the rank that has the highest peak, or lacks the most.
+    """
+
+    name: str
+    step_s: float
+    fits: bool
+    note: str = ""
+    communicate_s: float = 0.0
+    communicate_bytes: int = 0
+    peak_bytes: int = 0
+    lacking_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A proof that nothing among ``covers`` is faster than ``step_s``, in the cost model.
+
+    ``gap`` is the part of the plan's predicted step by which it may at most be too slow, and
+    ``searches`` what the proof took.
+    """
+
+    covers: str
+    step_s: float
+    gap: float
+    searches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the cost model says of a plan. Times are seconds of one training step.
+
+    ``hidden_s`` of communicating is beside computing of the busiest rank.
+    """
+
+    step_s: float
+    communicate_s: float
+    hidden_s: float
+    ranks: tuple[RankPrediction, ...]
+    collectives: tuple[Collective, ...]
+    alternatives: tuple[Alternative, ...]
+    bounds: tuple[Bound, ...] = ()

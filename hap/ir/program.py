@@ -1,0 +1,265 @@
+"""The distributed program: one list of instructions that all ranks run together.
+
+A *value* is a tensor in one placement, written ``name@S0``; a tensor may exist in several
+placements at once. :class:`Compute` runs an operator on local values, :class:`Convert`
+turns one placement into another, by a collective or by a local slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from hap.ir.axes import Axes, Axis, Shares, shard_sizes
+from hap.ir.graph import Graph
+from hap.ir.placement import LOCAL, Placement, R, conversion
+
+
+class Value(NamedTuple):
+    """A tensor of the graph in one placement."""
+
+    tensor: str
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.tensor}@{self.placement}"
+
+    @staticmethod
+    def parse(text: str) -> Value:
+        tensor, _, placement = text.rpartition("@")
+        return Value(tensor, Placement.parse(placement))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run one node of the graph on this rank's values."""
+
+    node: str
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement | None, ...]
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Turn ``tensor@src`` into ``tensor@dst``; ``implementation`` names how, where it matters.
+
+    A collective is issued where it stands and waited for by the first instruction that reads
+    its result. Neighbours run as one if their ``bucket`` is the same.
+    """
+
+    tensor: str
+    src: Placement
+    dst: Placement
+    implementation: str
+    backward: bool
+    bucket: int = 0
+
+    @property
+    def kind(self) -> str:
+        kind = conversion(self.src, self.dst)
+        assert kind is not None
+        return kind
+
+    @property
+    def local(self) -> bool:
+        return self.kind in LOCAL
+
+
+Instruction = Compute | Convert
+
+FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_lse"})
+"""Collectives that run on several tensors at once as on one long one."""
+
+BETWEEN = "mesh."
+"""Prefix of the operators that stand for collectives between machines; see :mod:`hap.ir.mesh`."""
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""Of groups of neighbouring instructions: the first one of each, and the one after its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Instructions in the order in which every rank runs them.
+
+    ``inputs`` holds the placement in which each input of the graph is given, a parameter's
+    being the one in which it is stored; ``outputs`` likewise, in the order of the graph's
+    outputs. ``axes`` maps ``tensor:dim`` of every sharded value to (axis, units).
+    """
+
+    inputs: Mapping[str, Placement]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Placement, ...]
+    axes: Mapping[str, tuple[str, int]]
+
+    def axis(self, tensor: str, dim: int) -> tuple[str, int]:
+        return self.axes[f"{tensor}:{dim}"]
+
+    def sizes(self, graph: Graph, value: Value, shares: Shares) -> tuple[int, ...]:
+        """Elements along the sharded dim of ``value``, one entry per rank."""
+        name, units = self.axis(value.tensor, value.placement.dim)
+        size = graph.tensors[value.tensor].shape[value.placement.dim]
+        return shard_sizes(size, units, shares[name])
+
+    def local_shape(self, graph: Graph, value: Value, shares: Shares, rank: int) -> tuple[int, ...]:
+        shape = graph.tensors[value.tensor].shape
+        if not value.placement.sharded:
+            return shape
+        d = value.placement.dim
+        return (*shape[:d], self.sizes(graph, value, shares)[rank], *shape[d + 1 :])
+
+    @cached_property
+    def collectives(self) -> tuple[Convert, ...]:
+        return tuple(i for i in self.instructions if isinstance(i, Convert) and not i.local)
+
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """What others have worked out of this program, which never changes."""
+        return {}
+
+    def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
+        """The instructions in order, neighbouring collectives of one kind and bucket run as one.
+
+        Fused collectives pay for one start instead of many. What is fused is decided here, by
+        the program alone, so that all ranks fuse alike.
+        """
+        for first, end in self.bounds(graph):
+            yield self.instructions[first:end]
+
+    def bounds(self, graph: Graph, *, named: bool = True) -> Bounds:
+        """Of each group, its first instruction and the one after its last.
+
+        ``named``: collectives by unlike implementations run apart; else these are not chosen yet.
+        """
+
+        def key(step: Instruction) -> object:
+            if isinstance(step, Compute):
+                node = graph.by_name[step.node]
+                if node.op.removeprefix(BETWEEN) not in FUSIBLE:
+                    return object()  # alone
+                dtype = graph.tensors[node.inputs[0]].dtype
+                return node.op, node.args[-1], step.backward, dtype
+            if step.kind not in FUSIBLE:
+                return object()
+            dtype = graph.tensors[step.tensor].dtype
+            how = step.implementation if named else ""
+            return step.kind, how, step.backward, dtype, step.bucket
+
+        lengths = [len(list(group)) for _, group in itertools.groupby(self.instructions, key)]
+        ends = list(itertools.accumulate(lengths))
+        return tuple(zip([0, *ends], ends, strict=False))
+
+    def own_axes(self) -> Axes:
+        """The axes of all sharded values, as the program cuts them."""
+        of = {}
+        for place, (axis, _) in self.axes.items():
+            tensor, _, dim = place.rpartition(":")
+            of[tensor, int(dim)] = axis
+        named = {name: Axis(name=name, units=units) for name, units in self.used_axes().items()}
+        return Axes(axes=named, of=of)
+
+    def used_axes(self) -> dict[str, int]:
+        """Axis -> units, for the axes that some value is sharded on."""
+        return dict(self.axes.values())
+
+    def check(self, graph: Graph) -> None:
+        """Raise ``ValueError`` unless every value exists when it is used."""
+        nodes = {n.name: n for n in graph.nodes}
+        held = {Value(tensor, p) for tensor, p in self.inputs.items()}
+        done: set[str] = set()
+
+        def need(value: Value, user: str) -> None:
+            if value not in held:
+                raise ValueError(f"{user} uses {value}, which does not exist yet")
+            if value.placement.sharded and f"{value.tensor}:{value.placement.dim}" not in self.axes:
+                raise ValueError(f"{value} is sharded on no axis")
+
+        for step in self.instructions:
+            if isinstance(step, Convert):
+                need(Value(step.tensor, step.src), step.kind)
+                held.add(Value(step.tensor, step.dst))
+                continue
+            node = nodes[step.node]
+            for name, p in zip(node.inputs, step.ins, strict=True):
+                need(Value(name, p), node.name)
+            for out, p_out in zip(node.outputs, step.outs, strict=True):
+                if out is not None and p_out is not None:
+                    held.add(Value(out, p_out))
+            done.add(node.name)
+        if missing := nodes.keys() - done:
+            raise ValueError(f"the program never computes {sorted(missing)}")
+        for output, p in zip(graph.outputs, self.outputs, strict=True):
+            need(Value(output.tensor, p), f"the output {output.target}")
+        if self.outputs[[o.role for o in graph.outputs].index("loss")] != R:
+            raise ValueError("the loss must end replicated")
+
+    def lines(self, graph: Graph) -> Iterator[str]:
+        nodes = {n.name: n for n in graph.nodes}
+        for i in graph.inputs:
+            yield f"{i.role:<10} {Value(i.tensor, self.inputs[i.tensor])} = {i.target}"
+        for step in self.instructions:
+            side = "bwd" if step.backward else "fwd"
+            if isinstance(step, Convert):
+                how = f" by {step.implementation}" if step.implementation else ""
+                yield f"{side}  {Value(step.tensor, step.dst)} = {step.kind}({Value(step.tensor, step.src)}){how}"
+                continue
+            node = nodes[step.node]
+            ins = [str(Value(n, p)) for n, p in zip(node.inputs, step.ins, strict=True)]
+            outs = [
+                str(Value(n, p)) for n, p in zip(node.outputs, step.outs, strict=True) if n and p
+            ]
+            yield f"{side}  {', '.join(outs)} = {node.op}({', '.join(ins)})"
+        for output, p in zip(graph.outputs, self.outputs, strict=True):
+            yield f"return     {output.role} {output.target} = {Value(output.tensor, p)}"
+
+    @cached_property
+    def schedule_digest(self) -> str:
+        """SHA-256 of the collectives in order: ranks compare it before they start."""
+        text = json.dumps([_pack(c) for c in self.collectives], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "inputs": {k: str(p) for k, p in self.inputs.items()},
+            "instructions": [_pack(i) for i in self.instructions],
+            "outputs": [str(p) for p in self.outputs],
+            "axes": {k: list(v) for k, v in self.axes.items()},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Program:
+        return Program(
+            inputs={k: Placement.parse(p) for k, p in data["inputs"].items()},
+            instructions=tuple(_unpack(i) for i in data["instructions"]),
+            outputs=tuple(Placement.parse(p) for p in data["outputs"]),
+            axes={k: (str(v[0]), int(v[1])) for k, v in data["axes"].items()},
+        )
+
+
+def _pack(step: Instruction) -> list[Any]:
+    if isinstance(step, Convert):
+        sides = [str(step.src), str(step.dst)]
+        return ["convert", step.tensor, *sides, step.implementation, step.backward, step.bucket]
+    outs = [None if p is None else str(p) for p in step.outs]
+    return ["compute", step.node, [str(p) for p in step.ins], outs, step.backward]
+
+
+def _unpack(data: list[Any]) -> Instruction:
+    match data:
+        case ["convert", tensor, src, dst, implementation, backward, bucket]:
+            return Convert(
+                tensor=tensor, src=Placement.parse(src), dst=Placement.parse(dst),
+                implementation=implementation, backward=backward, bucket=bucket,
+            )  # fmt: skip
+        case ["compute", node, ins, outs, backward]:
+            return Compute(
+                node=node, ins=tuple(Placement.parse(p) for p in ins), backward=backward,
+                outs=tuple(None if p is None else Placement.parse(p) for p in outs),
+            )  # fmt: skip
+    raise ValueError(f"not an instruction: {data!r}")

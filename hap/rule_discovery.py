@@ -1,0 +1,401 @@
+"""Rules of operators that the table lacks, found by running the operators on split inputs.
+
+A call is run on small random tensors, whole and in parts: every tensor replicated, cut along
+each of its dims, or a sum of terms. The placements in which the parts make up the whole are its
+rows. They are kept if they hold for all samples of the call, other sizes and other values among
+them. What no sample shows, such as a branch on values that are never drawn, is not known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hap.capture import torch_private
+from hap.errors import ModelError, UnsupportedOpError
+from hap.ir.graph import Dtype, Graph, Ref
+from hap.ir.graph import Tensor as Described
+from hap.rule_check import Case, Sample, cuts, gives, true_rows
+from hap.runtime.emit import resolve
+from hap.synthesizer.rules import RULES, Call, Row
+from hap.synthesizer.rules.textual_rules import kind, read, written_rows
+
+Progress = Callable[[str], None]
+
+LARGEST = 1 << 20
+"""Elements of the largest tensor of a sample."""
+
+PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
+"""What to compute in, the first that the operator takes, and up to what results are equal."""
+
+_PRIMES = ((5, 3, 7, 11, 13, 17, 19, 23), (7, 11, 5, 3, 19, 13, 23, 17))
+_VALUES = 2
+"""Random values per choice of sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """The rows of one kind of call, and on what evidence.
+
+    ``kind``: see :func:`hap.synthesizer.rules.textual_rules.kind`. ``shapes``: of the tensors of each
+    sample. ``trials``: how often each row was tried, over samples and cuts.
+    """
+
+    kind: str
+    where: str
+    rows: tuple[Row, ...]
+    shapes: tuple[str, ...]
+    trials: int
+    tolerance: float
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The rows as a rule is written."""
+        return (f"# {self.evidence}", *(_text(row) for row in self.rows))
+
+    @property
+    def evidence(self) -> str:
+        return (
+            f"each row holds in {self.trials} trials to {self.tolerance:.0e}: "
+            f"sizes {'; '.join(self.shapes)}; 2 and 3 ranks, uneven and empty parts"
+        )
+
+
+def with_rules(
+    graph: Graph, rules: Mapping[str, Sequence[str]], *, discover: bool, progress: Progress
+) -> Graph:
+    """The graph with the rules that its operators need beside the table.
+
+    Args:
+        rules: a user's own, operator -> lines; each is tried on the calls of the graph first.
+        discover: find the rows of operators that have no rule at all.
+
+    Raises:
+        ModelError: a rule can't be read, or does not hold.
+        UnsupportedOpError: an operator can't be split, or its rows can't be found.
+    """
+    given = {full_name(op): tuple(lines) for op, lines in rules.items()}
+    for op, lines in given.items():
+        try:
+            read(lines)
+        except ValueError as error:
+            raise ModelError(f"the rule of {op}: {error}", hint="see docs/rules.md") from error
+    needed: dict[str, tuple[str, ...]] = {}
+    seen: set[str] = set()
+    for node in graph.nodes:
+        call = Call(node=node, tensors=graph.tensors)
+        if kind(call) in seen:
+            continue
+        seen.add(kind(call))
+        if node.op in given:
+            progress(f"trying the rule of {node.op}")
+            _try(call, given[node.op])
+            needed[node.op] = given[node.op]
+        elif discover and node.op not in RULES:
+            progress(f"discovering the rows of {node.op}")
+            needed[kind(call)] = discovered(call).lines
+    return replace(graph, rules=needed) if needed else graph
+
+
+def full_name(op: str) -> str:
+    """``mine.scale`` -> ``mine.scale.default``."""
+    name = op.replace("::", ".")
+    return name if name.count(".") > 1 else f"{name}.default"
+
+
+def _try(call: Call, lines: Sequence[str]) -> None:
+    """Raise unless a user's rule holds for samples of a call."""
+    node = call.node
+    try:
+        written_rows(call, lines)
+    except ValueError as error:
+        raise ModelError(str(error), where=node.source, hint="see docs/rules.md") from error
+    samples, tolerance = _samples(call)
+    for case in (Case(sample, tolerance) for sample in samples):
+        for row in written_rows(Call(node=case.node, tensors=case.graph.tensors), lines):
+            if wrong := case.wrong(row):
+                raise ModelError(
+                    f"the rule of {node.op} does not hold for {case.sample}: {wrong}",
+                    where=node.source,
+                    hint=f"hap rules discover {node.op} --model FILE shows the rows that do",
+                )
+
+
+def discovered(call: Call) -> Discovery:
+    """The rows of a call.
+
+    Raises:
+        UnsupportedOpError: the operator draws numbers, writes into its inputs, or makes shapes of
+            data, so that no row can describe it; or it runs on no sample.
+    """
+    samples, tolerance = _samples(call)
+    cases = [Case(sample, tolerance) for sample in samples]
+    first = cases[0]
+    rows = [row for row in true_rows(first, every=True) if not first.wrong(row)]
+    rows = [
+        row for row in rows
+        if row.units == 0 or row in written_rows(_call(first), [_text(row)])  # whole blocks
+    ]  # fmt: skip
+    for case in cases[1:]:
+        rows = [row for row in rows if _holds(case, row)]
+    rows = [row for k, row in enumerate(rows) if not _implied(row, rows, k)]
+    return Discovery(
+        kind=kind(call), where=call.node.source, rows=tuple(rows),
+        shapes=tuple(dict.fromkeys(_shapes(case) for case in cases)),
+        trials=len(cases) * len(cuts(6)), tolerance=tolerance,
+    )  # fmt: skip
+
+
+def _call(case: Case) -> Call:
+    return Call(node=case.node, tensors=case.graph.tensors)
+
+
+def _text(row: Row) -> str:
+    ins, outs = (", ".join(str(p) if p else "-" for p in side) for side in (row.ins, row.outs))
+    return f"{ins} -> {outs}"
+
+
+def _shapes(case: Case) -> str:
+    return ", ".join("x".join(map(str, t.shape)) or "scalar" for t in case.given.values())
+
+
+def _holds(case: Case, row: Row) -> bool:
+    (_, *same) = written_rows(_call(case), [_text(row)]) if row.units else (None, row)
+    return all(not case.wrong(r) for r in same)
+
+
+def _implied(row: Row, rows: Sequence[Row], at: int) -> bool:
+    """Does another row, with free slices and masks, do the same? Of two alike the first stays."""
+    return any(
+        gives(other, row) and (not gives(row, other) or k < at)
+        for k, other in enumerate(rows) if k != at
+    )  # fmt: skip
+
+
+# --- samples ---
+
+
+def _samples(call: Call) -> tuple[list[Sample], float]:
+    """Small calls of one kind with random values, and up to what their results are equal."""
+    op = call.node.op
+    _refuse(op, call.node.source)
+    error: Exception | None = None
+    for dtype, tolerance in PRECISION:
+        samples = []
+        for sizes in _sizes(call):
+            try:
+                made = [_sample(call, sizes, dtype, seed) for seed in range(_VALUES)]
+                shown = [_steady(sample, call.node.source) for sample in made]
+            except UnsupportedOpError:
+                raise
+            except Exception as raised:  # whatever a kernel says of sizes that it does not take
+                error = raised
+                continue
+            if shown[0] != shown[1]:
+                raise _unfit(op, call.node.source, "the shapes of its results depend on the data")
+            if all(kind(_call(Case(sample))) == _widened(kind(call), dtype) for sample in made):
+                samples += made
+            if len(samples) >= 2 * _VALUES:
+                break
+        if samples:
+            return samples, tolerance
+    raise UnsupportedOpError(
+        f"operator {op} runs on no sample of its call: {error}",
+        where=call.node.source,
+        hint="it must run on the CPU, on tensors of any size; or write its rule in the model "
+        "file: see docs/rules.md",
+    )
+
+
+def _widened(kind: str, dtype: torch.dtype) -> str:
+    wide = str(dtype).removeprefix("torch.")
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        kind = kind.replace(name, wide)
+    return kind
+
+
+def _sizes(call: Call) -> Iterator[dict[int, int]]:
+    """Sizes of dims -> small ones, unlike where they are unlike; at last those of the call."""
+    given = list(dict.fromkeys(s for t in call.ins for s in t.shape if s > 1))
+    plain = [abs(a) for a in _integers((call.node.args, tuple(call.node.kwargs))) if abs(a) > 1]
+    common = [math.gcd(s, math.lcm(*plain)) if plain else 1 for s in given]
+    fixed = {0: 0, 1: 1}
+    for primes in _PRIMES:
+        if len(given) <= len(primes):
+            yield fixed | dict(zip(given, primes, strict=False))
+            if any(c > 1 for c in common):
+                yield fixed | {s: c * p for s, c, p in zip(given, common, primes, strict=False)}
+    if all(t.numel <= LARGEST for t in call.ins):
+        yield fixed | {s: s for s in given}
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, tuple) and not isinstance(value, Ref | Dtype):
+        for inner in value:
+            yield from _integers(inner)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int) -> Sample:
+    random = torch.Generator().manual_seed(seed)
+    cut = [sizes[s] for t in call.ins if "float" in t.dtype for s in t.shape if s > 1]
+    high = min(cut, default=3)
+    made: dict[str, torch.Tensor] = {}
+
+    def tensor(t: Described) -> torch.Tensor:
+        shape = [sizes[s] for s in t.shape]
+        if "float" in t.dtype:
+            return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
+        numbers = torch.randint(2 if t.dtype == "bool" else high, shape, generator=random)
+        return numbers.to(getattr(torch, t.dtype))
+
+    def arg(value: Any) -> Any:
+        match value:
+            case Ref():
+                if value.name not in made:
+                    made[value.name] = tensor(call.tensors[value.name])
+                return made[value.name]
+            case Dtype():
+                return dtype if "float" in value.name else getattr(torch, value.name)
+            case tuple():
+                return [arg(v) for v in value]
+            case str() if value.endswith("_format"):
+                return getattr(torch, value)
+        return value
+
+    args = tuple(arg(a) for a in call.node.args)
+    return Sample(call.node.op, args, {name: arg(a) for name, a in call.node.kwargs})
+
+
+def _refuse(op: str, where: str) -> None:
+    """Raise for operators that say of themselves that no row can describe them."""
+    try:
+        reason = torch_private.unsplittable(resolve(op))
+    except (AttributeError, ValueError):
+        raise UnsupportedOpError(
+            f"there is no operator {op}",
+            where=where,
+            hint="write namespace.name.overload, as in aten.mm.default; a model's own operators "
+            "are known with --model FILE",
+        ) from None
+    if reason:
+        raise _unfit(op, where, reason)
+
+
+def _steady(sample: Sample, where: str) -> list[tuple[int, ...] | None]:
+    """The shapes of a sample's results; raises if it does not repeat, or changes its inputs."""
+    before = [t.clone() for t in sample.tensors.values()]
+    torch.manual_seed(1)
+    first = sample.run()
+    if not all(map(torch.equal, before, sample.tensors.values())):
+        raise _unfit(sample.op, where, "it writes into its inputs")
+    kept = [t.clone() if isinstance(t, torch.Tensor) else t for t in first]
+    torch.manual_seed(2)
+    again = sample.run()
+    if not all(t is None or isinstance(t, torch.Tensor) for t in first):
+        raise _unfit(sample.op, where, "it returns something else than tensors")
+    same = len(kept) == len(again) and all(
+        (a is None and b is None)
+        or (a is not None and b is not None and a.shape == b.shape
+            and torch.allclose(a, b, equal_nan=True))
+        for a, b in zip(kept, again, strict=True)
+    )  # fmt: skip
+    if not same:
+        raise _unfit(sample.op, where, "it draws random numbers or keeps a state")
+    return [None if t is None else tuple(t.shape) for t in kept]
+
+
+def _unfit(op: str, where: str, reason: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"operator {op} can't be split: {reason}",
+        where=where,
+        hint="its parts would not make up the whole; compute it outside of the planned step, or "
+        "with operators whose results depend on their inputs alone",
+    )
+
+
+# --- calls without a model ---
+
+
+def calls_of(op: str) -> list[Call]:
+    """Calls of an operator, made up from its schema: for each rank that it takes, small sizes.
+
+    Raises:
+        UnsupportedOpError: as :func:`discovered`, or no sizes are found that it takes.
+    """
+    _refuse(op, "")
+    target = resolve(op)
+    count = sum(torch_private.takes_tensor(a) for a in target._schema.arguments)
+    found: list[Call] = []
+    for ranks in sorted(itertools.product((2, 3, 1), repeat=count), key=sum):
+        for whole in itertools.product((False, True), repeat=count):
+            for pattern in _patterns(sum(ranks)):
+                sample = _made_up(op, ranks, whole, pattern)
+                try:
+                    sample.run()
+                    graph = sample.graph()
+                except Exception:
+                    continue  # sizes or types that the operator does not take
+                (node,) = graph.nodes
+                found.append(Call(node=node, tensors=graph.tensors))
+                break
+            else:
+                continue
+            break
+        if len(found) >= 3:
+            break
+    if not found:
+        raise UnsupportedOpError(
+            f"no arguments were found that operator {op} takes",
+            hint=f"hap rules discover {op} --model FILE takes those of a model's calls",
+        )
+    return found
+
+
+def _patterns(dims: int) -> list[tuple[int, ...]]:
+    """Which of some dims are equal: all ways, those with the most unlike ones first."""
+    found: list[tuple[int, ...]] = [()] if dims <= 7 else []
+    for _ in range(dims):
+        found = [(*p, k) for p in found for k in range(max(p, default=-1) + 2)]
+    return sorted(found, key=lambda p: -len(set(p)))[:300]
+
+
+def _made_up(
+    op: str, ranks: Sequence[int], whole: Sequence[bool], pattern: Sequence[int]
+) -> Sample:
+    random = torch.Generator().manual_seed(0)
+    sizes, given = iter([_PRIMES[0][k] for k in pattern]), iter(zip(ranks, whole, strict=True))
+
+    def tensor() -> torch.Tensor:
+        rank, numbers = next(given)
+        shape = [next(sizes) for _ in range(rank)]
+        if numbers:
+            return torch.randint(3, shape, generator=random)
+        return torch.randn(shape, dtype=torch.float64, generator=random)
+
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    for a in resolve(op)._schema.arguments:
+        if torch_private.takes_tensor(a):
+            value: Any = tensor()
+        elif a.has_default_value():
+            continue
+        else:
+            value = torch_private.plain_example(a)
+        if a.kwarg_only:
+            named[a.name] = value
+        else:
+            args.append(value)
+    return Sample(op, tuple(args), named)
+
+
+def calls_in(graph: Graph, op: str) -> list[Call]:
+    """The calls of an operator in a graph, one of each kind."""
+    calls = [Call(node=node, tensors=graph.tensors) for node in graph.nodes if node.op == op]
+    return list({kind(call): call for call in reversed(calls)}.values())[::-1]

@@ -1,0 +1,422 @@
+"""Times the collectives of a program, each implementation by itself, and messages between ranks.
+
+All ranks go through the same list in the same order. What decides how far it goes (a size that
+would take too long is left out) is the time of the last rank, which all ranks know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hap.cluster.link import IMPLEMENTATIONS
+from hap.ir.hierarchical import exists, regular
+from hap.profiler.samples import MESSAGE, ExchangeRecord, exchange_key
+from hap.units import format_bytes
+
+WIDTH = 64
+"""Elements of a row; shards are whole rows."""
+
+_SHORT_S, _MANY = 0.02, 16
+_BRIEF_S, _OFTEN = 0.08, 3  # a collective that is over so soon is repeated so many times as often
+_SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
+_COMPUTE_S = 0.012
+_LEAST_S = 1e-7  # of a measured difference
+_BOOT, _TIME = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+_PATIENT = 4
+_VAGUE, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
+_LONG = 4  # parts of the longest: what takes more than one is repeated but twice
+
+
+class BenchComm(Protocol):
+    """What is measured: a rank's end of the collectives (:class:`hap.runtime.collectives.Comm`)."""
+
+    rank: int
+    world_size: int
+
+    def __hash__(self) -> int: ...
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> BenchComm: ...
+    def all_gather_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
+    ) -> list[Tensor]: ...
+    def reduce_scatter_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sequence[int]], how: str
+    ) -> list[Tensor]: ...
+    def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]: ...
+    def all_reduce_lse_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]: ...
+    def all_to_all(
+        self, x: Tensor, src: int, dst: int, src_sizes: Sequence[int], dst_sizes: Sequence[int],
+        how: str,
+    ) -> Tensor: ...  # fmt: skip
+    def all_reduce_max(self, x: Tensor) -> Tensor: ...
+
+
+def everyones(mine: Any) -> list[Any]:
+    """What each rank gives, known to all."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Bytes of whole tensors to try, repeats of each, and the longest that one may take."""
+
+    sizes: tuple[int, ...]
+    rounds: int
+    longest_s: float
+
+
+FULL = Range(sizes=(2**12, 2**16, 2**19, 2**22, 2**25), rounds=4, longest_s=0.5)
+QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Ranks that exchange, this rank's end of it, and all the rings that do so side by side."""
+
+    comm: BenchComm
+    groups: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+    """Ranks of each machine; one entry if the ring is inside of machines."""
+
+
+def total(rings: Sequence[Ring], ranks: int, limits: Range) -> int:
+    """The number of records, if no size is left out."""
+    of_rings = sum(len(_sizes(case, limits)) for ring in rings for case in _cases(ring))
+    return of_rings + len(_pairs(ranks)) * len(limits.sizes)
+
+
+def measure(
+    rings: Sequence[Ring],
+    ranks: int,
+    limits: Range,
+    device: torch.device,
+    known: dict[str, ExchangeRecord],
+    whole: BenchComm,
+) -> Iterator[str | ExchangeRecord | None]:
+    """In a fixed order, on all ranks: what comes next, and then its record.
+
+    None stands for the record of a size that was left out.
+
+    Args:
+        known: by key, records of an earlier run, which are not measured again.
+        whole: the communicator of all the ranks.
+    """
+    for pair in _pairs(ranks):
+        one = partial(_message, pair, limits, device, known, whole)
+        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits.sizes, limits)
+    for ring in rings:
+        for case in _cases(ring):
+            one = partial(_collective, ring, *case, limits, device, known, whole)
+            yield from _grow(" ".join(case), one, _sizes(case, limits), limits)
+
+
+def _grow(
+    what: str, one: Callable[[int], ExchangeRecord], sizes: Sequence[int], limits: Range
+) -> Iterator[str | ExchangeRecord | None]:
+    """Sizes from the smallest on, until the next would take too long.
+
+    That is four times as long where starts are all that was seen: the bandwidth would be a guess.
+    """
+    made: list[ExchangeRecord] = []
+    for nbytes in sizes:
+        patience = 1 if _tells_bandwidth(made) else _PATIENT
+        if _expected_s(made, nbytes) > patience * limits.longest_s:
+            yield None
+            continue
+        yield f"{what}, {format_bytes(nbytes)}"
+        made.append(one(nbytes))
+        yield made[-1]
+
+
+def _tells_bandwidth(made: Sequence[ExchangeRecord]) -> bool:
+    """Do bytes take as long as the start, in the largest that was measured?"""
+    return len(made) > 1 and median(made[-1].seconds) > 2 * median(made[0].seconds)
+
+
+def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
+    """Seconds of a size by the line through the last two; one alone may be all start."""
+    if len(made) < 2:
+        return median(made[0].seconds) if made else 0.0
+    (x, s), (y, t) = ((r.nbytes, median(r.seconds)) for r in made[-2:])
+    return t + max(0.0, t - s) / (y - x) * (nbytes - y)
+
+
+def _pairs(ranks: int) -> list[tuple[int, int]]:
+    """Each rank and the next one: every link of the ring in rank order. 16 of them at most."""
+    if ranks < 2:
+        return []
+    every = [(r, (r + 1) % ranks) for r in range(ranks if ranks > 2 else 1)]
+    return every[:16]
+
+
+def _cases(ring: Ring) -> Iterator[tuple[str, str, str]]:
+    """(collective, implementation, skew of the shards)."""
+    stages = exists(ring.counts)
+    for kind, ways in IMPLEMENTATIONS.items():
+        for how in ways:
+            possible = stages and (kind != "all_to_all" or regular(ring.counts))
+            if how == "hierarchical" and not possible:
+                continue
+            yield kind, how, "even"
+            if not kind.startswith("all_reduce"):
+                yield kind, how, "half on the first"
+
+
+def _sizes(case: tuple[str, str, str], limits: Range) -> list[int]:
+    skewed = case[2] != "even"
+    return [nbytes for nbytes in limits.sizes if nbytes >= _SKEWED_BYTES or not skewed]
+
+
+def parts(rows: int, ranks: int, skew: str) -> list[int]:
+    """Rows of each rank: even ones, or half of all on the first rank."""
+    first = rows // 2 if skew != "even" and ranks > 1 else -1
+    if first < 0:
+        return [rows // ranks + (k < rows % ranks) for k in range(ranks)]
+    rest = rows - first
+    return [first, *(rest // (ranks - 1) + (k < rest % (ranks - 1)) for k in range(ranks - 1))]
+
+
+def among(
+    comm: BenchComm, ranks: tuple[int, ...], kind: str, sizes: Sequence[int], limits: Range,
+    device: torch.device, whole: BenchComm,
+) -> list[ExchangeRecord]:  # fmt: skip
+    """A collective of some ranks, while the others idle; up to the size that would take too long.
+
+    Args:
+        comm: the ranks' communicator; not used by the others.
+    """
+    one = partial(_among, comm, ranks, kind, limits, device, whole)
+    return [found for found in _grow(kind, one, sizes, limits) if isinstance(found, ExchangeRecord)]
+
+
+def _among(
+    comm: BenchComm, ranks: tuple[int, ...], kind: str, limits: Range, device: torch.device, whole: BenchComm,
+    nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
+    n, how = len(ranks), IMPLEMENTATIONS[kind][0]
+    rows = _rows(kind, nbytes, n)
+    half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")
+    call = small(comm, kind, nbytes, device) if whole.rank in ranks else None
+    seconds = _seconds(call, limits, device, whole, _OFTEN)
+    src, dst = _ends(kind, half, even)
+    return ExchangeRecord(
+        kind=kind, how=how, nbytes=rows * WIDTH * 4, groups=(ranks,), skew="even", seconds=seconds,
+        src=src, dst=dst,
+    )  # fmt: skip
+
+
+def small(comm: BenchComm, kind: str, nbytes: int, device: torch.device) -> Callable[[], object]:
+    """A collective of about so many bytes, in even shards, by its first implementation."""
+    n, how = comm.world_size, IMPLEMENTATIONS[kind][0]
+    half, even = parts(_rows(kind, nbytes, n) // 2, n, "even"), parts(WIDTH, n, "even")
+    return _call(comm, kind, how, half, even, device)
+
+
+def in_a_row(
+    call: Callable[[], object], count: int, device: torch.device, whole: BenchComm
+) -> float:
+    """Seconds of each of so many calls, as in the records of collectives; known to all."""
+    return _last([_one(call, count, device, whole)], count, device, whole)[0]
+
+
+def _collective(
+    ring: Ring, kind: str, how: str, skew: str, limits: Range, device: torch.device,
+    known: dict[str, ExchangeRecord], whole: BenchComm, nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
+    n = len(ring.groups[0])
+    rows = _rows(kind, nbytes, n)
+    nbytes = rows * WIDTH * 4
+    key = exchange_key(kind, how, nbytes, ring.groups, skew)
+    if key in known:
+        return known[key]
+    half, even = parts(rows // 2, n, skew), parts(WIDTH, n, "even")
+    call = _call(ring.comm, kind, how, half, even, device)
+    seconds = _seconds(call, limits, device, whole, _OFTEN)
+    src, dst = _ends(kind, half, even)
+    return ExchangeRecord(
+        kind=kind, how=how, nbytes=nbytes, groups=ring.groups, skew=skew, seconds=seconds,
+        src=src, dst=dst,
+    )  # fmt: skip
+
+
+def _rows(kind: str, nbytes: int, ranks: int) -> int:
+    """Of two tensors together, about so many bytes: enough for each rank to have some."""
+    rows = max(2 * ranks, nbytes // (WIDTH * 4 * 2)) * 2
+    return max(4 * ranks, rows) if kind == "all_to_all" else rows
+
+
+def _ends(
+    kind: str, half: Sequence[int], even: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The ranks' parts before and after."""
+    split, other = (tuple((np.array(x) / sum(x)).tolist()) for x in (half, even))
+    ones = (1.0,) * len(half)
+    return {
+        "all_gather": (split, ones), "reduce_scatter": (ones, split), "all_to_all": (split, other)
+    }.get(kind, (ones, ones))  # fmt: skip
+
+
+def _call(
+    comm: BenchComm, kind: str, how: str, half: list[int], even: list[int], device: torch.device
+) -> Callable[[], object]:
+    """A collective of two tensors as one, as programs fuse them; an all-to-all of one."""
+    n, rank = comm.world_size, comm.rank
+    if n == 1:
+        return lambda: None
+    sizes = half[:n] if len(half) == n else parts(sum(half), n, "even")
+    rows = sum(sizes)
+    if kind == "all_gather":
+        mine = [torch.ones(sizes[rank], WIDTH, device=device) for _ in range(2)]
+        return lambda: comm.all_gather_many(mine, [0, 0], [sizes, sizes], how)
+    if kind == "all_to_all":
+        wide = torch.ones(2 * sizes[rank], WIDTH, device=device)
+        doubled = [2 * size for size in sizes]
+        return lambda: comm.all_to_all(wide, 0, 1, doubled, even, how)
+    terms = [torch.ones(rows, WIDTH, device=device) for _ in range(2)]
+    if kind == "reduce_scatter":
+        return lambda: comm.reduce_scatter_many(terms, [0, 0], [sizes, sizes], how)
+    if kind == "all_reduce":
+        return lambda: comm.all_reduce_many(terms, how)
+    return lambda: comm.all_reduce_lse_many(terms, how)
+
+
+def _message(
+    pair: tuple[int, int], limits: Range, device: torch.device,
+    known: dict[str, ExchangeRecord], whole: BenchComm, nbytes: int,
+) -> ExchangeRecord:  # fmt: skip
+    """There and back again, so that one clock sees it; half of that is one way."""
+    key = exchange_key(MESSAGE, "", nbytes, [pair], "")
+    if key in known:
+        return known[key]
+    a, b = pair
+    x = torch.ones(nbytes // 4, device=device)
+
+    def call() -> None:
+        if whole.rank == a:
+            dist.send(x, b)
+            dist.recv(x, b)
+        elif whole.rank == b:
+            dist.recv(x, a)
+            dist.send(x, a)
+
+    seconds = _seconds(call, limits, device, whole, 1)
+    return ExchangeRecord(
+        kind=MESSAGE, how="", nbytes=nbytes, groups=(pair,), skew="",
+        seconds=tuple(s / 2 for s in seconds), src=(1.0, 1.0), dst=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def _seconds(
+    call: Callable[[], object] | None,
+    limits: Range,
+    device: torch.device,
+    whole: BenchComm,
+    often: int,
+) -> tuple[float, ...]:
+    """Seconds of a call until the last rank has its result, per round; None on ranks that idle."""
+    if call is not None:
+        call()  # makes connections, and memory
+    once = _last([_one(call, 1, device, whole)], 1, device, whole)[0]
+    # Short ones in a row: a throttled rank may sleep through a whole one.
+    count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
+    long = once > limits.longest_s / _LONG
+    rounds = 2 if long else limits.rounds * (often if once < _BRIEF_S else 1)
+    found = [once] if long else []
+    for _ in range(1 + _AGAIN):
+        mine = [_one(call, count, device, whole) for _ in range(rounds)]
+        found += _last(mine, count, device, whole)
+        if not vague(found):
+            break
+    return tuple(found)
+
+
+def vague(seconds: Sequence[float]) -> bool:
+    """Do repeats differ so much that a few more would move their mean, as where packets were lost?"""
+    return len(seconds) > 1 and stdev(seconds) > _VAGUE * fmean(seconds) * len(seconds) ** 0.5
+
+
+def _one(
+    call: Callable[[], object] | None, count: int, device: torch.device, whole: BenchComm
+) -> tuple[float, float]:
+    """(when this rank would have computed, had it only done that; when it had its last result).
+
+    On a CPU each call comes after some computing, as in a step: a rank comes to it with the
+    caches full of something else and, where it is throttled, little processor time left.
+    On one machine these are times of its clock. On several they count from when this rank began:
+    one that is late to begin is then part of what the others measure.
+    """
+    busy = _busy() if device.type == "cpu" and call is not None else None
+    one_clock = _one_clock(device, whole)
+    whole.all_reduce_max(torch.zeros((), device=device))  # all start together
+    _synchronize(device)
+    if call is None:
+        return 0.0, 0.0
+    start, computed = time.perf_counter(), 0.0
+    for _ in range(count):
+        if busy is not None:
+            begun = time.perf_counter()
+            busy()
+            computed += time.perf_counter() - begun
+        call()
+    _synchronize(device)
+    origin = 0.0 if one_clock else start
+    return start - origin + computed, time.perf_counter() - origin
+
+
+@cache
+def _one_clock(device: torch.device, whole: BenchComm) -> bool:
+    """Do all ranks read the same clock? Those of one machine do, unless namespaces set it apart."""
+    try:
+        name = _BOOT.read_text() + _TIME.readlink().name
+    except OSError:  # not Linux, or one that hides it: only this process's own is sure to be
+        name = str(whole.rank)
+    number = float(crc32(name.encode()))
+    both = torch.tensor([number, -number], dtype=torch.float64, device=device)
+    largest, least = whole.all_reduce_max(both).tolist()
+    return bool(largest == -least)
+
+
+@cache
+def _busy() -> Callable[[], object]:
+    """Products that take this rank about :data:`_COMPUTE_S`."""
+    a = torch.randn(256, 256)
+    torch.mm(a, a)
+    begun, count = time.perf_counter(), 0
+    while time.perf_counter() - begun < 10 * _COMPUTE_S:
+        torch.mm(a, a)
+        count += 1
+    each = range(max(1, round(count / 10)))
+
+    def products() -> None:
+        for _ in each:
+            torch.mm(a, a)
+
+    return products
+
+
+def _last(
+    rounds: list[tuple[float, float]], count: int, device: torch.device, whole: BenchComm
+) -> list[float]:
+    """Seconds of each of so many calls, from when the last rank had computed until the last had
+    its result, known to all.
+    """
+    found = whole.all_reduce_max(torch.tensor(rounds, dtype=torch.float64, device=device)).tolist()
+    return [max((ended - computed) / count, _LEAST_S) for computed, ended in found]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

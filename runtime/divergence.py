@@ -1,0 +1,131 @@
+"""Where a program goes wrong: every value of every rank against one device's.
+
+Slow and memory-hungry; only run when a verification has failed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hap.ir.batch import Batch, flatten
+from hap.ir.graph import Graph
+from hap.ir.mesh import origin
+from hap.ir.placement import L, P, R
+from hap.ir.plan import Plan
+from hap.ir.program import Compute, Program, Value
+from hap.runtime.collectives import Comm, LocalComm
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+from hap.runtime.emulate import run_ranks
+from hap.runtime.shards import cut
+from hap.runtime.two_level_comm import along_axes
+
+
+def first_difference(
+    plan: Plan, model: nn.Module, batch: Batch, *, widen: bool, tolerance: float
+) -> str | None:
+    """The first tensor in program order whose recombined value differs, or ``None``."""
+    whole = _inputs(plan.graph, model, batch)
+    names = [i.tensor for i in plan.graph.inputs]
+
+    def run(comm: Comm) -> dict[Value, Tensor]:
+        part = plan.part(comm.rank)
+        given = {
+            inner.tensor: cut(plan, name, whole[name], comm.rank)
+            for name, inner in zip(names, part.graph.inputs, strict=True)
+            if name in whole
+        }
+        emitter = Emitter(graph=part.graph, program=part.program, shares=part.shares,
+                          rank=part.rank, device=torch.device("cpu"), widen=widen,
+                          offsets=part.offsets)  # fmt: skip
+        comms = along_axes(plan, comm)
+        return trace(emitter, given, Context(comms[-1], across=comms[0]))
+
+    ranks = run_ranks(plan.world_size, run)
+    single = Emitter(graph=plan.graph, program=undivided(plan.graph), shares={}, rank=0,
+                     device=torch.device("cpu"), widen=widen)  # fmt: skip
+    reference = trace(single, whole, Context(LocalComm()))
+    for value in ranks[0]:
+        between = origin(value.tensor) if plan.mesh else value
+        expected = reference.get(Value(between.tensor, R))
+        if expected is None or not expected.is_floating_point():
+            continue
+        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-3)
+        parts = [seen[value] for seen in ranks]
+        if plan.mesh:
+            machines = [
+                _recombined(value, [parts[r] for r in beside]) for beside in plan.mesh.machines
+            ]
+            wholes = [
+                w for column in zip(*machines, strict=True)
+                for w in _recombined(between, list(column))
+            ]  # fmt: skip
+        else:
+            wholes = _recombined(value, parts)
+        for found in wholes:
+            if found.shape != expected.shape or not _close(found, expected, 10 * tolerance * scale):
+                return str(value)
+    return None
+
+
+def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
+    """The whole tensor that the ranks' parts stand for; of a replica, each rank's."""
+    if value.placement.sharded:
+        return [torch.cat(parts, value.placement.dim)]
+    if value.placement == L:
+        return [torch.stack(parts).logsumexp(0)]
+    return [torch.stack(parts).sum(0)] if value.placement == P else parts
+
+
+def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Value, Tensor]:
+    """Run a rank's forward and backward and keep every value."""
+    emitted = emitter.emit()
+    ctx.dropping = False
+    seen: dict[Value, Tensor] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if "value" in n.meta and isinstance(result, Tensor):
+                seen[n.meta["value"]] = result.detach().clone()
+            return result
+
+    with torch.no_grad():
+        results = Recorder(emitted.forward).run(ctx, *(given[t] for t in emitted.inputs))
+        saved = results[1 + len(emitted.buffers) :]
+        Recorder(emitted.backward).run(ctx, *saved, torch.ones_like(results[0]))
+    return seen
+
+
+def undivided(graph: Graph) -> Program:
+    """The program of one device: everything replicated."""
+    steps = tuple(
+        Compute(node=n.name, ins=(R,) * len(n.inputs), backward=n.name in graph.backward,
+                outs=tuple(R if o else None for o in n.outputs))
+        for n in graph.nodes
+    )  # fmt: skip
+    return Program(
+        inputs={i.tensor: R for i in graph.inputs},
+        instructions=tuple(sorted(steps, key=lambda s: s.backward)),
+        outputs=(R,) * len(graph.outputs),
+        axes={},
+    )
+
+
+def _inputs(graph: Graph, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    entries = flatten(batch)
+    found = {}
+    for i in graph.inputs:
+        if i.role == "input":
+            found[i.tensor] = entries[i.target]
+        elif i.role != "tangent":
+            path, _, leaf = i.target.rpartition(".")
+            found[i.tensor] = getattr(model.get_submodule(path), leaf).detach()
+    return found
+
+
+def _close(a: Tensor, b: Tensor, limit: float) -> bool:
+    return bool(((a - b).abs() <= limit).all())

@@ -1,0 +1,307 @@
+"""What the user trains: an ``nn.Module`` whose parameters are this rank's shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap import optim
+from hap.capture import torch_private
+from hap.errors import PlanError
+from hap.ir.batch import given
+from hap.ir.plan import Plan
+from hap.runtime.collectives import Comm
+from hap.runtime.compiled import Runnable, check_backend, runnable
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitted, Emitter
+from hap.runtime.lanes import lane_of
+from hap.runtime.shards import cut, gather
+from hap.runtime.two_level_comm import along_axes
+
+
+class HapModule(nn.Module):
+    """This rank's part of a planned model; ``module(*local_batch)`` is the global loss.
+
+    Parameters keep their names and are the local shards, so that any elementwise optimizer
+    of torch.optim works on them. ``loss.backward()`` leaves each shard's gradient, reduced
+    over all ranks.
+
+    Args:
+        plan: the plan; its graph must be the model's (see :meth:`hap.ir.plan.Plan.check_model`).
+        model: the whole model, real; its tensors are cut and not kept.
+        comm: this rank's end of the collectives.
+        device: where the shards live.
+        widen: run all floats as float64 (for verification).
+        backend: what runs the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
+
+    Raises:
+        PlanError: another world size, or the ranks hold different programs.
+        InputError: there is no such backend, or what it needs is not installed.
+    """
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, comm: Comm, device: torch.device, *,
+        seed: int = 0, widen: bool = False, backend: str = "eager",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_backend(backend, device)
+        if comm.world_size != plan.world_size:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
+                hint="start as many processes as the cluster file has devices, or plan anew",
+            )
+        digest = f"{plan.graph.digest}/{plan.program.schedule_digest}/{sorted(plan.shares.items())}"
+        if plan.inside:
+            inner = plan.inside
+            digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
+        if not comm.agree(digest):
+            raise PlanError(
+                "the ranks hold different programs", hint="give every rank the same plan file"
+            )
+        self._plan, self._comm, self._device = plan, comm, device
+        self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
+        self._comms = along_axes(plan, comm)
+        lane = lane_of(comm, device)
+        self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
+        self._same = {}  # every name of a tied tensor -> the first
+        for tensors in (
+            dict(model.named_parameters(remove_duplicate=False)),
+            dict(model.named_buffers(remove_duplicate=False)),
+        ):
+            first: dict[int, str] = {}
+            for name, tensor in tensors.items():
+                self._same[name] = first.setdefault(id(tensor), name)
+        self._persistent = set(model.state_dict(keep_vars=True))
+        roles = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
+        self._inputs = roles
+        for name, parameter in model.named_parameters():
+            shard = self._cut(name, parameter)
+            mine = nn.Parameter(shard, parameter.requires_grad)
+            optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
+            self._put(name, mine)
+        for name, buffer in _tensors(model).items():
+            self._put(name, self._cut(name, buffer))
+        self.train(model.training)
+        self._planned_in_training = model.training
+        wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
+        self._order = [(i.role, i.target, i.tensor) for i in wanted]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss over the *global* batch, the same on every rank.
+
+        Args: this rank's part of the batch, in the form that the model takes, as
+            :meth:`hap.ir.plan.Plan.local_batch` cuts it.
+        """
+        batch = given(args, kwargs)
+        state = self._state()
+        tensors = []
+        for role, target, tensor in self._order:
+            value = self._entry(batch, target, tensor) if role == "input" else state[target]
+            tensors.append(value)
+        self._ctx.training = self.training
+        loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        if self.training or not self._planned_in_training:
+            with torch.no_grad():
+                for target, new in zip(self._code.buffers, buffers, strict=True):
+                    state[target].copy_(new)
+        self._ctx.step += 1
+        return loss  # type: ignore[no-any-return]
+
+    def without_dropout(self) -> None:
+        """Train without dropout from now on, to compare with a run on one device."""
+        self._ctx.dropping = False
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Meanwhile computing waits for each collective where it is issued: to debug or trace.
+
+        All ranks must enter it together, between two steps.
+        """
+        with self._ctx.in_turn():
+            yield
+
+    def _entry(self, batch: Mapping[str, Tensor], target: str, tensor: str) -> Tensor:
+        expected = self._plan.local_shape(tensor, self._comm.rank)
+        name = "the batch" if target == "*" else f"batch entry {target!r}"
+        if target not in batch:
+            raise PlanError(f"{name} is missing", hint="pass plan.local_batch(batch, rank)")
+        if tuple(batch[target].shape) != expected:
+            raise PlanError(
+                f"{name} has shape {tuple(batch[target].shape)}, "
+                f"rank {self._comm.rank}'s part is {expected}",
+                hint="cut the global batch with plan.local_batch(batch, rank)",
+            )
+        return batch[target].to(self._device)
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        tensor = self._inputs.get(name)
+        if tensor is None:  # unused by the step: kept whole
+            return whole.detach().clone().to(self._device)
+        return cut(self._plan, tensor, whole, self._comm.rank).to(self._device)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        """Register under a dotted name, in bare submodules like the model's."""
+        owner: nn.Module = self
+        *path, leaf = name.split(".")
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(leaf, tensor)
+        else:
+            owner.register_buffer(leaf, tensor, persistent=name in self._persistent)
+
+    def _state(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters()) | dict(self.named_buffers())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's ordinary state dict, whole tensors on every rank; all ranks must call it."""
+        state = self._state()
+        whole = {}
+        for name in self._same:
+            if name not in self._persistent:
+                continue
+            first = self._same[name]
+            if first not in whole:
+                tensor = self._inputs.get(first)
+                shard = state[first].detach()
+                if tensor:
+                    shard = gather(self._plan, tensor, shard, self._comms, self._comm.rank)
+                whole[first] = shard
+            whole[name] = whole[first]
+        return whole
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Cut an ordinary state dict of the model into this rank's shards.
+
+        Raises:
+            PlanError: a name is missing or unknown, or a tensor has another shape.
+        """
+        missing = self._persistent - state_dict.keys()
+        unknown = state_dict.keys() - self._persistent
+        if missing or unknown:
+            raise PlanError(
+                f"the state dict lacks {sorted(missing)[:3]} and has unknown {sorted(unknown)[:3]}",
+                hint="pass the state dict of the model that was planned",
+            )
+        state = self._state()
+        for name, whole in state_dict.items():
+            first = self._same[name]
+            tensor = self._inputs.get(first)
+            expected = self._plan.graph.tensors[tensor].shape if tensor else state[first].shape
+            if tuple(whole.shape) != tuple(expected):
+                raise PlanError(
+                    f"{name} has shape {tuple(whole.shape)} in the state dict, "
+                    f"{tuple(expected)} in the plan",
+                    hint="pass the state dict of the model that was planned",
+                )
+            with torch.no_grad():
+                state[first].copy_(self._cut(first, whole))
+
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same elements of a parameter as this one."""
+        tensor = self._inputs.get(name)
+        copies = self._comm.world_size
+        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
+            copies //= len(level.sizes) if level else 1
+        return copies
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                continue
+            total += parameter.grad.double().square().sum() / self._copies(name)
+        return self._comm.all_reduce(total, "one shot").sqrt()
+
+
+def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
+    """Scale all gradients so that their *global* 2-norm is at most ``max_norm``.
+
+    Every rank must call it. Returns the norm before scaling, as
+    ``torch.nn.utils.clip_grad_norm_`` does on one device.
+    """
+    norm = module.grad_norm()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm
+
+
+class GradScaler(torch_private.AgreeingGradScaler):
+    """``torch.amp.GradScaler`` for a module in shards: all ranks skip a step, or none does.
+
+    An infinity that one rank finds in its shards counts for all of them, so that the scale stays
+    the same everywhere. Every rank must call its methods alike.
+
+    Args:
+        module: what is trained.
+        options: as torch's, but for the device, which is the module's.
+    """
+
+    def __init__(self, module: HapModule, **options: Any) -> None:
+        super().__init__(module._device.type, **options)
+        self._comm = module._comm
+
+    def agreed(self, found: Tensor) -> Tensor:
+        """The sum of all ranks' findings, each 0 or 1."""
+        return self._comm.all_reduce(found, "one shot")
+
+
+def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
+    """The two graphs of one rank of a plan."""
+    part = plan.part(rank)
+    return Emitter(
+        graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
+        widen=widen, offsets=part.offsets, alone=plan.world_size == 1,
+    ).emit()  # fmt: skip
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors kept as plain attributes, by dotted name."""
+    found = dict(model.named_buffers())
+    for path, sub in model.named_modules():
+        for key, value in vars(sub).items():
+            if isinstance(value, Tensor):
+                found[f"{path}.{key}" if path else key] = value
+    return found
+
+
+class _Step(torch.autograd.Function):
+    """The emitted forward and backward as one autograd node.
+
+    What the forward made for the backward is kept in a list, from which the backward takes each
+    tensor to free it after its last use. Inputs, results and views of them are kept by autograd,
+    which knows when they change in place, and that they may lead back to this node.
+    """
+
+    @staticmethod
+    def forward(fn: Any, code: Runnable, ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = code.forward(ctx, list(tensors))
+        count = 1 + len(code.buffers)
+        ends, saved = tuple(results[:count]), results[count:]
+        known = {id(tensor) for tensor in (*tensors, *ends)}
+        ours = [id(x) not in known and id(x._base) not in known for x in saved]
+        fn.save_for_backward(*(x for x, mine in zip(saved, ours, strict=True) if not mine))
+        fn.kept = [x if mine else None for x, mine in zip(saved, ours, strict=True)]
+        fn.code, fn.rank_ctx = code, ctx
+        fn.mark_non_differentiable(*ends[1:])
+        return ends
+
+    @staticmethod
+    def backward(fn: Any, *grads: Tensor) -> Any:
+        others = iter(fn.saved_tensors)  # raises if this has run before and may not again
+        saved = [next(others) if x is None else x for x in fn.kept]
+        saved.append(grads[0])
+        if not torch_private.keeps_graph():
+            fn.kept = []
+        results = fn.code.backward(fn.rank_ctx, saved)
+        places = fn.code.gradient_of
+        return None, None, *(None if k is None else results[k] for k in places)

@@ -1,0 +1,47 @@
+"""Whole tensors <-> the shards that a plan stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hap.ir.plan import Plan
+from hap.runtime.collectives import Comm
+
+
+def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
+    """This rank's part of a whole input, as a tensor of its own."""
+    part = whole.detach()
+    for level in plan.levels(tensor, rank):
+        if level:
+            part = part.narrow(level.dim, level.start, level.sizes[level.place])
+    return part.clone()
+
+
+def gather(plan: Plan, tensor: str, shard: Tensor, comms: Sequence[Comm], rank: int) -> Tensor:
+    """The whole input from all the ranks' parts; every rank must call it.
+
+    Args:
+        comms: the ranks along each mesh axis, in the order of :meth:`hap.ir.plan.Plan.levels`.
+    """
+    part = shard.detach()
+    for level, comm in reversed(list(zip(plan.levels(tensor, rank), comms, strict=True))):
+        if level:
+            part = comm.all_gather(part, level.dim, level.sizes, "padded")
+    return part.clone()
+
+
+def join(plan: Plan, tensor: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The whole inputs that all ranks' parts stand for: one for each replica."""
+    dims = [level.dim if level else None for level in plan.levels(tensor, 0)]
+    if plan.mesh is None:
+        return _join(parts, dims[0])
+    between, inside = dims
+    machines = [_join([parts[r] for r in ranks], inside) for ranks in plan.mesh.machines]
+    return [whole for column in zip(*machines, strict=True) for whole in _join(column, between)]
+
+
+def _join(parts: Sequence[Tensor], dim: int | None) -> list[Tensor]:
+    return list(parts) if dim is None else [torch.cat(list(parts), dim)]

@@ -1,0 +1,100 @@
+"""How a cluster's figures become those of this machine: everything is slower by one factor.
+
+A second on the cluster of the file lasts ``1 / scale`` seconds in the testbed. So rates of
+arithmetic, memory and links go down by the factor, launches and latencies up, and flops per
+byte stay what they are; a plan that is best for the one is best for the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from dataclasses import replace
+from typing import Literal
+
+from hap.cluster.device import Device
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.errors import InputError
+
+Links = Literal["scaled", "as written", "unlimited"]
+
+_SIDE = 1024  # of the matrices that are multiplied: large enough for the full rate
+_REPEAT = 20
+
+
+@functools.cache
+def core_flops_per_s() -> float:
+    """Float32 rate of matrix products on one core of this machine; takes half a second.
+
+    By the clock of the processor, and the best of several, so that other work on the machine
+    does not count.
+    """
+    import torch  # here: a testbed that is told the rate runs without
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a = torch.rand(_SIDE, _SIDE)
+        rates = []
+        for _ in range(_REPEAT):
+            start_s = time.thread_time()
+            a @ a
+            rates.append(2 * _SIDE**3 / (time.thread_time() - start_s))
+    finally:
+        torch.set_num_threads(threads)
+    return max(rates)
+
+
+def choose_scale(cluster: Cluster, cores: float | None, one_core_flops_per_s: float) -> float:
+    """The largest factor <= 1 with which no rank needs more than a core, and all fit in cores.
+
+    Raises:
+        InputError: More cores than this process may use, or not a positive number.
+    """
+    available = len(os.sched_getaffinity(0))
+    cores = available if cores is None else cores
+    if not 0 < cores <= available:
+        what = f"{cores:g} cores asked for, and this process may use {available}"
+        raise InputError(what, hint="only the ratio of speeds matters: give at most those")
+    needed = [rank.flops_per_s["float32"] / one_core_flops_per_s for rank in cluster.devices]
+    return min(1.0, cores / sum(needed), 1 / max(needed))
+
+
+def scaled(cluster: Cluster, scale: float, links: Links) -> Cluster:
+    """The cluster as it is emulated."""
+
+    def device(one: Device) -> Device:
+        rates = {dtype: rate * scale for dtype, rate in one.flops_per_s.items()}
+        changed = ["memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates)]
+        changed += ["operand_bytes_per_s"] * (one.operand_bytes_per_s < math.inf)
+        notes = {name: _note(one.source.get(name, "assumed"), scale) for name in changed}
+        return replace(
+            one,
+            flops_per_s=rates,
+            memory_bytes_per_s=one.memory_bytes_per_s * scale,
+            operand_bytes_per_s=one.operand_bytes_per_s * scale,
+            launch_s=one.launch_s / scale,
+            source={**one.source, **notes},
+        )
+
+    def link(one: Link) -> Link:
+        if links == "as written":
+            return one
+        source = _note(one.source, scale) + ("; not limited" if links == "unlimited" else "")
+        return Link(one.bandwidth_bytes_per_s * scale, one.latency_s / scale, source)
+
+    if scale == 1 and links != "unlimited":
+        return cluster
+    return replace(
+        cluster,
+        devices=tuple(map(device, cluster.devices)),
+        intra={node: link(one) for node, one in cluster.intra.items()},
+        inter=link(cluster.inter),
+    )
+
+
+def _note(source: str, scale: float) -> str:
+    return f"{source}; emulated, slower by {1 / scale:.4g}" if scale < 1 else source

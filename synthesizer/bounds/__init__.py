@@ -1,0 +1,4 @@
+"""Lower bounds of the step time, and the branching that tightens them.
+
+Imports ``search``, ``cost`` and ``rules``.
+"""

@@ -1,0 +1,312 @@
+"""A tighter lower bound over all shares: the shares of one axis are cut into boxes.
+
+What :class:`hap.synthesizer.bounds.lower_bound.AnyShares` gives away is mostly one thing: it lets a single
+rank have all of an axis, which then needs no all-to-all and starts each operator once. A
+:class:`Box` says of one axis, the one on which most of the arithmetic is split, in which range
+the units of each type of devices lie, and those of the most loaded rank of each type; the other
+axes stay free. The boxes cover everything, so that the lowest bound of them all holds for all
+programs and all shares. The box with the lowest bound is cut in two, again and again (branch
+and bound; Land and Doig, 1960), until the searches are spent or no box is below the plan.
+
+Prices in a box, for ``u`` units and ``n[k]`` devices of type ``k``. Each type has two weights,
+one for its most loaded rank and one for the mean of all its ranks: (1) of
+:mod:`hap.synthesizer.bounds.lower_bound` holds for any weights of ranks. An operator that is split on the
+axis takes (:meth:`BoxPrices._ways_inside`)
+
+* the most loaded rank of a type at least ``t[k](p)``, ``p`` being its least part;
+* a rank with part ``p > 0`` at least ``launch[k] + slope[k] p``, where
+  ``slope[k] = (t[k](h) - launch[k]) / h`` and ``h`` is the largest part: what does not grow with
+  the part weighs least there. Where ranks may have no part at all, ``t[k](h) / h p``. Each type
+  has its least total, and what is left of the axis goes where it is cheapest.
+
+An all-to-all from or to the axis crosses links whatever the parts on its other side
+(:meth:`hap.synthesizer.cost.collective_cost.NetworkModel.crossing_s`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hap.ir.graph import Node, Tensor
+from hap.ir.placement import Placement
+from hap.ir.program import FUSIBLE, Compute, Program
+from hap.synthesizer.bounds.lower_bound import AnyShares, Floats, Hiding, Relaxation, Weights
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.search.cost_tables import Allowed
+from hap.synthesizer.search.program_space import Space
+
+Range = tuple[int, int]
+"""Units from, and up to and with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A set of shares of an axis: per type of ``sizes`` devices, ranges of units.
+
+    ``total`` of all its ranks together, ``most`` of the one that has most.
+    """
+
+    axis: str
+    units: int
+    sizes: tuple[int, ...]
+    total: tuple[Range, ...]
+    most: tuple[Range, ...]
+
+    @staticmethod
+    def whole(axis: str, units: int, sizes: tuple[int, ...]) -> Box:
+        """All shares of an axis."""
+        everything = ((0, units),) * len(sizes)
+        box = Box(axis=axis, units=units, sizes=sizes, total=everything, most=everything)
+        tight = box.tightened()
+        assert tight is not None, "an axis has shares"
+        return tight
+
+    def tightened(self) -> Box | None:
+        """The same shares in smaller ranges; ``None`` if there are none in them."""
+        total, most = self.total, self.most
+        for _ in range(2):
+            total = tuple(
+                (max(lo, least), min(hi, n * largest))
+                for (lo, hi), (least, largest), n in zip(total, most, self.sizes, strict=True)
+            )
+            lows, highs = sum(lo for lo, _ in total), sum(hi for _, hi in total)
+            total = tuple(
+                (max(lo, self.units - highs + hi), min(hi, self.units - lows + lo))
+                for lo, hi in total
+            )
+            most = tuple(
+                (max(least, -(-lo // n)), min(largest, hi))
+                for (least, largest), (lo, hi), n in zip(most, total, self.sizes, strict=True)
+            )
+        if any(lo > hi for lo, hi in (*total, *most)):
+            return None
+        return replace(self, total=total, most=most)
+
+    def split(self) -> tuple[Box, Box] | None:
+        """Two boxes, cut where the range is widest; ``None`` if the box is a point.
+
+        Totals are measured by differences, as links carry them; loads by factors.
+        """
+        wide = [
+            (_TOTALS * (hi - lo) / self.units, "total", k) for k, (lo, hi) in enumerate(self.total)
+        ]
+        wide += [
+            (math.log((hi + 1) / (lo + 1)) if hi > lo else 0.0, "most", k)
+            for k, (lo, hi) in enumerate(self.most)
+        ]
+        width, which, k = max(wide, key=lambda entry: (entry[0], -entry[2]))
+        if not width:
+            return None
+        lo, hi = (self.total if which == "total" else self.most)[k]
+        cut = (lo + hi) // 2 if which == "total" else math.isqrt((lo + 1) * (hi + 1)) - 1
+        cut = min(max(cut, lo), hi - 1)
+        return self._changed(which, k, (lo, cut)), self._changed(which, k, (cut + 1, hi))
+
+    def _changed(self, which: str, k: int, to: Range) -> Box:
+        ranges = list(self.total if which == "total" else self.most)
+        ranges[k] = to
+        if which == "total":
+            return replace(self, total=tuple(ranges))
+        return replace(self, most=tuple(ranges))
+
+
+_TOTALS = 8.0
+"""How much a type's total counts against a factor between loads when ranges are compared."""
+
+
+class _At(CostModel):
+    """Times of every rank with a given part of one axis and all of the others."""
+
+    def __init__(
+        self, space: Space, machine: Machine, states: int, axis: str, part: PerRank
+    ) -> None:
+        super().__init__(space.graph, space.axes, machine, {}, states)
+        self._axis, self._part = axis, part
+
+    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
+        on = placement.sharded and self.axes.of[tensor.name, placement.dim] == self._axis
+        return self._part if on else self._one
+
+
+class BoxPrices(AnyShares):
+    """Prices below those of all shares in a box. Two classes per type: most loaded, mean."""
+
+    def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
+        super().__init__(space, machine, states)
+        self._box = box
+        types = machine.cluster.types()
+        low, high, start, again = (np.zeros_like(self._one) for _ in range(4))
+        for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
+            low[ranks], high[ranks] = np.array(box.most[k]) / box.units
+            # Has each of its ranks a unit at least, though all others have the most?
+            if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
+                start[ranks] = machine.cluster.devices[ranks[0]].launch_s
+            again[ranks] = machine.cluster.devices[ranks[0]].relaunch
+        self._low = _At(space, machine, states, box.axis, low)
+        self._high = _At(space, machine, states, box.axis, high)
+        self._part = np.maximum(high[self._ranks], 1e-300)
+        self._launch = start[self._ranks]
+        self._relaunch = (start * again)[self._ranks]
+        self._least = np.array([lo for lo, _ in box.total]) / box.units / self._sizes
+        self._parts_between = _per_machine(box, types, machine)
+        self._boxed: dict[object, Floats] = {}
+
+    @property
+    def hiding(self) -> Hiding:
+        own = super().hiding
+        return replace(own, lost=np.tile(own.lost, 2))
+
+    def alike(self, tensor: str) -> object:
+        rank = len(self.graph.tensors[tensor].shape)
+        inside = tuple(d for d in range(rank) if self.axes.of.get((tensor, d)) == self._box.axis)
+        return super().alike(tensor), inside
+
+    def lies(self, axis: str) -> Hashable:
+        return axis == self._box.axis
+
+    def compute(self, node: Node, row: Row) -> Floats:
+        names = (*node.inputs, *node.outputs)
+        placed = zip(names, (*row.ins, *row.outs), strict=True)
+        if any(n and p and self._inside(n, p) for n, p in placed):
+            low_s, high_s = (model.compute(node, row) for model in (self._low, self._high))
+            start = self._relaunch if node.name in self.graph.after_small else self._launch
+            return self._ways_inside(low_s, high_s, start)
+        return self._doubled(super().compute(node, row))
+
+    def update(self, parameter: Tensor, stored: Placement) -> Floats:
+        if self._inside(parameter.name, stored):
+            low_s, high_s = (model.update(parameter, stored) for model in (self._low, self._high))
+            return self._ways_inside(low_s, high_s, self._relaunch)
+        return self._doubled(super().update(parameter, stored))
+
+    def _inside(self, tensor: str, p: Placement) -> bool:
+        return p.sharded and self.axes.of[tensor, p.dim] == self._box.axis
+
+    def _doubled(self, ways: Floats) -> Floats:
+        """Times outside of the axis: the most loaded rank may have no part of others."""
+        key = id(ways)
+        if key not in self._boxed:
+            most = ways if ways.ndim == 1 else np.zeros_like(ways)
+            self._boxed[key] = np.concatenate([most, ways], axis=-1)
+        return self._boxed[key]
+
+    def _ways_inside(self, low_s: PerRank, high_s: PerRank, launch_s: Floats) -> Floats:
+        """Times on the axis: one row per type that may have what is left of it."""
+        most, whole = low_s[self._ranks], high_s[self._ranks]
+        start = np.where(whole > 0, launch_s, 0.0)
+        slope = (whole - start) / self._part
+        left = max(0.0, 1.0 - float(self._sizes @ self._least))
+        mean = start + slope * self._least + np.diag(left * slope / self._sizes)
+        return np.concatenate([np.broadcast_to(most, mean.shape), mean], axis=1)
+
+    def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
+        start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
+        crossing = 0.0
+        if any(self._inside(tensor.name, p) for p in (src, dst)):
+            crossing = self.network.crossing_s(tensor.nbytes, *self._parts_between)
+        return self.network.floor_s(kind, tensor.nbytes, start=start, crossing=crossing)
+
+
+def _per_machine(
+    box: Box, types: tuple[tuple[int, ...], ...], machine: Machine
+) -> tuple[Floats, Floats]:
+    """The least and the largest part of the axis that each machine of a cluster may have."""
+    cluster = machine.cluster
+    low, high = [], []
+    for node in cluster.nodes:
+        here = [sum(cluster.devices[r].node == node for r in ranks) for ranks in types]
+        rows = list(zip(here, box.sizes, box.total, box.most, strict=True))
+        low.append(sum(max(0, lo - (n - m) * most) for m, n, (lo, _), (_, most) in rows))
+        high.append(sum(min(hi, m * most) for m, _, (_, hi), (_, most) in rows))
+    return np.array(low) / box.units, np.minimum(np.array(high) / box.units, 1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Leaf:
+    box: Box
+    bound_s: float
+    hope_s: float
+    """What other weights could still raise the bound to, as far as is known."""
+
+
+class Branching:
+    """The bound over all shares, box by box.
+
+    Args:
+        root: the bound without boxes, and the programs behind it.
+        prices: of ``root``.
+        axis: the one whose shares are cut.
+    """
+
+    def __init__(
+        self, space: Space, machine: Machine, states: int, allowed: Allowed | None,
+        root: Relaxation, axis: str,
+    ) -> None:  # fmt: skip
+        self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
+        self._known = [f.labelling for f in root.found]
+        units = space.axes.axes[axis].units
+        sizes = tuple(len(ranks) for ranks in machine.cluster.types())
+        whole = Box.whole(axis, units, sizes)
+        self._leaves = [_Leaf(box=whole, bound_s=root.bound_s, hope_s=root.bound_s)]
+        self.searches = 0
+
+    @property
+    def bound_s(self) -> float:
+        return min(leaf.bound_s for leaf in self._leaves)
+
+    def run(self, searches: int, step_s: float) -> None:
+        """Cut the lowest box until the searches are spent or no box is below ``step_s``."""
+        while self.searches < searches:
+            leaf = min(self._leaves, key=lambda leaf: leaf.bound_s)
+            if leaf.bound_s >= step_s:
+                return
+            if leaf.hope_s > leaf.bound_s * (1 + 1e-3):
+                self._search(leaf)
+                continue
+            halves = leaf.box.split()
+            if halves is None:
+                return
+            self._leaves.remove(leaf)
+            for half in halves:
+                box = half.tightened()
+                if box is not None:
+                    child = _Leaf(box=box, bound_s=leaf.bound_s, hope_s=leaf.bound_s)
+                    self._search(child)
+                    self._leaves.append(child)
+
+    def _search(self, leaf: _Leaf) -> None:
+        prices = BoxPrices(self._space, self._machine, self._states, leaf.box)
+        relaxation = Relaxation(self._space, prices, self._allowed)
+        for labelling in self._known:
+            relaxation.adopt(labelling)
+        weights: Weights = relaxation.weights()
+        found = relaxation.search(weights)
+        self.searches += 1
+        leaf.bound_s = max(leaf.bound_s, relaxation.bound_s)
+        if found is None:
+            leaf.bound_s = leaf.hope_s = np.inf
+            return
+        self._known.append(found.labelling)
+        weights = relaxation.weights()
+        leaf.hope_s = min(f.at(weights) for f in relaxation.found)
+
+
+def busiest_axis(space: Space, machine: Machine, states: int, program: Program) -> str | None:
+    """The axis on which most of a program's time, if done whole, is split; or ``None``."""
+    prices = AnyShares(space, machine, states)
+    total: dict[str, float] = {}
+    for step in program.instructions:
+        if not isinstance(step, Compute):
+            continue
+        node = space.graph.by_name[step.node]
+        placed = zip((*node.inputs, *node.outputs), (*step.ins, *step.outs), strict=True)
+        axis = next((space.axes.of[n, p.dim] for n, p in placed if n and p and p.sharded), None)
+        if axis is not None:
+            seconds = float(prices.compute(node, Row(step.outs, step.ins)).sum())
+            total[axis] = total.get(axis, 0.0) + seconds
+    return max(total, key=lambda name: total[name], default=None)

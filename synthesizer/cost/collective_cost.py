@@ -1,0 +1,251 @@
+"""What a conversion between placements costs on the cluster's links, by implementation.
+
+Flat collectives take no notice of machines. Their ranks form a ring in rank order, which
+crosses every machine's adapter once each way, so that the slowest link of the ring bounds all
+its traffic (alpha-beta model; Thakur et al., "Optimization of collective communication
+operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tree or of recursive doubling
+in rank order, ``ceil(log2 machines)`` have the latency between machines. Shards may be uneven:
+a *padded* collective moves the largest shard for everyone, a *grouped* one sends each shard
+with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.cost.hierarchical_cost`.
+
+Where an implementation has measured figures of its own (``Cluster.collectives``), the same
+formulas run on the links as it sees them: they say how often it starts and what it moves, and
+the figures what a start and a byte cost it, packing included, and how long it takes at least.
+Starts are cheaper where only devices take part that answer soon (``Device.start``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hap.cluster.link import IMPLEMENTATIONS, Link
+from hap.cluster.topology import Cluster
+from hap.ir.hierarchical import exists
+from hap.synthesizer.cost.hierarchical_cost import Stages, all_reduce, leaving, steps
+
+Fractions = npt.NDArray[np.float64]
+"""Per rank, its part of a sharded dim; sums to 1."""
+
+
+class ImplementationCost(NamedTuple):
+    """One implementation of a conversion and its predicted time."""
+
+    implementation: str
+    seconds: float
+
+
+class Links:
+    """The figures of the ring and of each machine's adapter, as one implementation sees them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.world_size = cluster.world_size
+        nodes = [d.node for d in cluster.devices]
+        hops = [
+            cluster.intra[a] if a == b else cluster.inter
+            for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)
+        ]
+        self.latency_s = max(h.latency_s for h in hops)
+        self.bytes_per_s = min(h.bandwidth_bytes_per_s for h in hops)
+        self.adapter = cluster.inter.bandwidth_bytes_per_s
+        self.inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
+        sizes = {node: (nodes.count(node), cluster.intra[node].latency_s) for node in cluster.nodes}
+        inner_s = max((a for n, a in sizes.values() if n > 1), default=0.0)
+        outer = steps(len(sizes))
+        self.tree_s = outer * cluster.inter.latency_s + (steps(self.world_size) - outer) * inner_s
+        self.peers_s = max(
+            (n - 1) * a + (self.world_size - n) * cluster.inter.latency_s for n, a in sizes.values()
+        )
+
+    def padded(self, nbytes: float, parts: Fractions, on: float) -> float:
+        """A gather, or reduce-scatter, that moves the largest part for everyone."""
+        largest = nbytes * float(parts.max())
+        return on * self.tree_s + (self.world_size - 1) * largest / self.bytes_per_s
+
+
+class NetworkModel:
+    """Prices of collectives over all ranks of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.world_size = cluster.world_size
+        nodes = [d.node for d in cluster.devices]
+        plain = Links(cluster)
+        self.latency_s, self.bytes_per_s = plain.latency_s, plain.bytes_per_s
+        self._many = len(cluster.nodes) > 1
+        self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+        staged = exists(cluster.counts)
+        self._links: dict[tuple[str, str], Links] = {}
+        self._stages: dict[str, Stages] = {}
+        self._least_s: dict[tuple[str, str], float] = {}
+        for kind, ways in IMPLEMENTATIONS.items():
+            for how in ways:
+                own = cluster.measured(kind, how)
+                seen = cluster.seen_by(kind, how) if own else cluster
+                used = [link for level, link in own.items() if level == "inside" or self._many]
+                if least_s := max((link.least_s for link in used), default=0.0):
+                    self._least_s[kind, how] = least_s
+                if how == "hierarchical":
+                    if staged:
+                        self._stages[kind] = Stages(seen)
+                else:
+                    self._links[kind, how] = Links(seen) if own else plain
+        exchanges = [self._links["all_to_all", "exact"].adapter]
+        if "all_to_all" in self._stages:
+            exchanges.append(
+                cluster.seen_by("all_to_all", "hierarchical").inter.bandwidth_bytes_per_s
+            )
+        self._exchange_bytes_per_s = max(exchanges)
+
+    def choices(
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
+    ) -> list[ImplementationCost]:
+        """All implementations of a collective, the fastest first.
+
+        Args:
+            kind: as :func:`hap.ir.placement.conversion` names it.
+            nbytes: size of the whole tensor.
+            src, dst: parts of the ranks before and after, where that side is sharded.
+            start: which part of the latency to count: 0 for the traffic alone. The least that
+                an implementation takes counts with all of it.
+        """
+        found = self._added(kind, nbytes, src, dst, start)
+        if self._least_s and start == 1:
+            found = [
+                ImplementationCost(how, max(s, self._least_s.get((kind, how), 0.0)))
+                for how, s in found
+            ]
+        return sorted(found, key=lambda choice: choice.seconds)
+
+    def _added(
+        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, start: float
+    ) -> list[ImplementationCost]:
+        """What starts and bytes add up to."""
+        found: list[ImplementationCost] = getattr(self, f"_{kind}")(
+            float(nbytes), src, dst, float(start)
+        )
+        return found
+
+    def floor_s(
+        self, kind: str, nbytes: int, *, start: float = 1.0, crossing: float = 0.0
+    ) -> float:
+        """The least seconds of a collective, whatever the parts; linear in bytes and start.
+
+        What is padded is least for equal parts, what has a sender per part for one sender. So
+        is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
+        """
+        n = self.world_size
+        even, alone = np.full(n, 1 / n), np.eye(n)[0]
+        moved = kind == "all_to_all"
+        found = [
+            c.seconds + crossing * (c.implementation == "exact")
+            for p in (even, alone)
+            for c in self._added(kind, nbytes, p, p, start)
+            if c.implementation != "hierarchical"
+        ]
+        stages = self._stages.get(kind)
+        if stages and (stages.regular or not moved):
+            found.append(stages.floor_s(kind, nbytes, start) + crossing * moved)
+        return min(found)
+
+    def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
+        """The least seconds of an exact all-to-all's traffic between machines.
+
+        ``low`` and ``high`` hold the least and largest part of each machine on one side; the
+        other side may have any. A machine with ``s`` before and ``d`` after sends
+        ``s (1 - d)`` and receives ``d (1 - s)``; the larger is least at ``d = s``:
+        ``s (1 - s)``. That is concave, so that its least value over a range is at an end.
+        """
+        if not self._many:
+            return 0.0
+
+        def least(lows: Fractions, highs: Fractions) -> Fractions:
+            return np.minimum(lows * (1 - lows), highs * (1 - highs))
+
+        n = len(low)
+        one = float(least(low, high).max())
+        # The machine with most has at least 1 / n, and at most the largest of all.
+        largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
+        return nbytes * max(0.0, one, largest) / self._exchange_bytes_per_s
+
+    def _gather(
+        self, kind: str, nbytes: float, parts: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        found = [
+            ImplementationCost("padded", self._links[kind, "padded"].padded(nbytes, parts, on)),
+            ImplementationCost(
+                "grouped", self._grouped(self._links[kind, "grouped"], nbytes, parts, on)
+            ),
+        ]
+        if stages := self._stages.get(kind):
+            seconds = stages.gather(nbytes, parts, on, scatter=kind == "reduce_scatter")
+            found.append(ImplementationCost("hierarchical", seconds))
+        return found
+
+    def _grouped(self, links: Links, nbytes: float, parts: Fractions, on: float) -> float:
+        senders = int(np.count_nonzero(parts))
+        # One after another, but even a lone one goes down a tree.
+        latency_s = max(senders * links.latency_s, links.tree_s)
+        return on * latency_s + nbytes / links.bytes_per_s
+
+    def _all_gather(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        return self._gather("all_gather", nbytes, src, on)
+
+    def _reduce_scatter(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        return self._gather("reduce_scatter", nbytes, dst, on)
+
+    def _all_reduce(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        n = self.world_size
+        one, two = self._links["all_reduce", "one shot"], self._links["all_reduce", "two step"]
+        slowest = Link(one.bytes_per_s, one.latency_s)
+        around = 2 * (n - 1) / n * nbytes / two.bytes_per_s
+        found = [
+            ImplementationCost("one shot", all_reduce(n, nbytes, on * one.tree_s, slowest)),
+            ImplementationCost("two step", 2 * on * (two.tree_s + two.latency_s) + around),
+        ]
+        if stages := self._stages.get("all_reduce"):
+            found.append(ImplementationCost("hierarchical", stages.all_reduce(nbytes, on)))
+        return found
+
+    def _all_reduce_lse(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        # The largest term is found first, then the exponentials less it are summed.
+        links = self._links["all_reduce_lse", "two reductions"]
+        slowest = Link(links.bytes_per_s, links.latency_s)
+        reduced = 2 * all_reduce(self.world_size, nbytes, on * links.tree_s, slowest)
+        n = self.world_size
+        # Or every rank gets all the terms: a whole tensor from each.
+        links = self._links["all_reduce_lse", "terms gathered"]
+        gathered = links.padded(n * nbytes, np.full(n, 1 / n), on)
+        return [
+            ImplementationCost("terms gathered", gathered),
+            ImplementationCost("two reductions", reduced),
+        ]
+
+    def _all_to_all(
+        self, nbytes: float, src: Fractions, dst: Fractions, on: float
+    ) -> list[ImplementationCost]:
+        links = self._links["all_to_all", "exact"]
+        sent, received = src * (1 - dst), dst * (1 - src)
+        busiest = float((nbytes * np.maximum(sent, received) / links.inner).max())
+        if self._many:
+            between = leaving(self._member @ src, self._member @ dst)
+            busiest = max(busiest, nbytes * between / links.adapter)
+        gathered = self._links["all_to_all", "gathered"]
+        found = [
+            ImplementationCost("exact", on * links.peers_s + busiest),
+            ImplementationCost("gathered", gathered.padded(nbytes, src, on)),
+        ]
+        stages = self._stages.get("all_to_all")
+        if stages and stages.regular:
+            seconds = stages.all_to_all(nbytes, src, dst, on)
+            found.append(ImplementationCost("hierarchical", seconds))
+        return found

@@ -1,0 +1,157 @@
+"""The two streams of every rank, computing and communicating, and how they slow each other.
+
+Operators and collectives are given to the streams in program order. A collective starts once it
+was issued on all ranks and those before it have ended, and ends on all ranks at once. Where ranks
+compute beside it, both take longer (:class:`hap.cluster.Device`): a collective takes ``drag`` times
+as long and ``delay_s`` more for each of its messages, as the worst of the ranks that compute has it,
+and takes ``interference`` of its own undisturbed seconds from what is computed meanwhile. Where ranks
+wait for it, it takes its own time. Messages go one after the other: what is beside computing for a
+part of its time is delayed by that part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.synthesizer.cost.cost_model import Machine, PerRank
+
+
+@dataclass(slots=True)
+class Job:
+    """A collective. Starts and ends are known once computing has come to them."""
+
+    issued_s: PerRank
+    messages: int
+    """One after the other."""
+    left_s: float
+    """What is still to be communicated, in seconds of its own."""
+    free_s: float = 0.0
+    """When those before it had ended."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+
+class Streams:
+    """When each rank's streams are free; advances as work is given to them.
+
+    Attributes:
+        clock_s: per rank, when its computing has come to an end.
+        now_s: the last of these.
+        jobs: all collectives so far, in order.
+    """
+
+    def __init__(self, machine: Machine, *, overlap: bool = True) -> None:
+        self.clock_s: PerRank = np.zeros(machine.cluster.world_size)
+        self.now_s = 0.0
+        self.jobs: list[Job] = []
+        self._overlap = overlap
+        self._lost = machine.interference
+        self._disturbed = bool(machine.interference.any())
+        self._drag, self._delay_s = machine.drag, machine.delay_s
+        self._delayed = bool(machine.delay_s.any())
+        self._slow(0.0)
+        self._computed_s: PerRank = np.zeros_like(self.clock_s)
+        self._communicated_s = 0.0
+        self._open = 0  # the first job that has not ended
+        self._at_s = 0.0  # how far it has come
+
+    def ended(self, number: int) -> bool:
+        """Has a collective ended by now? A negative number is none."""
+        return number < self._open
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing being communicated now?"""
+        return self._open == len(self.jobs)
+
+    @property
+    def least_s(self) -> PerRank:
+        """What no rank ends before: its computing, and what all that is communicated takes of it.
+
+        What a rank that is behind the others loses is charged by how far the collective has come
+        for the first of them, which may be too little.
+        """
+        least: PerRank = self._computed_s + self._lost * self._communicated_s
+        return least
+
+    def compute(self, seconds: PerRank) -> tuple[PerRank, PerRank]:
+        """(start, end) of an operator that can start at once."""
+        start = self.clock_s
+        self._computed_s = self._computed_s + seconds
+        if self._disturbed and not self.idle:
+            left_s = sum(job.left_s for job in self.jobs[self._open :])
+            seconds = np.minimum(seconds * self._slowed, seconds + self._lost * left_s)
+        self.clock_s = end = start + seconds
+        self.now_s = float(end.max())
+        while not self.idle and self._advance():
+            pass
+        return start, end
+
+    def issue(self, seconds: float, messages: int) -> int:
+        """The number of a collective that is given to the streams."""
+        self._communicated_s += seconds
+        self.jobs.append(Job(self.clock_s, messages, seconds))
+        number = len(self.jobs) - 1
+        if self._open == number:
+            self._begin()
+        if not self._overlap:
+            self.wait(number)
+        return number
+
+    def wait(self, number: int) -> None:
+        """Compute no more until a collective has ended."""
+        if number < 0:
+            return
+        while not self.ended(number):
+            self._end(self._at_s + self.jobs[self._open].left_s)
+        end_s = self.jobs[number].end_s
+        self.clock_s = np.maximum(self.clock_s, end_s)
+        self.now_s = max(self.now_s, end_s)
+
+    def drain(self) -> None:
+        """Compute no more until all collectives have ended."""
+        self.wait(len(self.jobs) - 1)
+
+    def _begin(self) -> None:
+        job = self.jobs[self._open]
+        if self._delayed:
+            self._slow(job.messages / job.left_s if job.left_s else 0.0)
+        job.free_s = self.jobs[self._open - 1].end_s if self._open else 0.0
+        job.start_s = self._at_s = max(job.free_s, float(job.issued_s.max()))
+
+    def _slow(self, messages_per_s: float) -> None:
+        """How the open job and computing slow each other."""
+        drag = self._drag + self._delay_s * messages_per_s
+        worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
+        # How many times as long it takes while such ranks compute, the worst first; and they.
+        self._drags = [(d, np.flatnonzero(drag == d)) for d in worst]
+        self._slowed: PerRank = 1 / (1 - self._lost / drag)
+
+    def _end(self, at_s: float) -> None:
+        job = self.jobs[self._open]
+        job.end_s, job.left_s = at_s, 0.0
+        self._open += 1
+        if not self.idle:
+            self._begin()
+
+    def _advance(self) -> bool:
+        """Communicate until now; or, and it is true then, until the first collective ends."""
+        job = self.jobs[self._open]
+        for drag, ranks in self._drags:  # while the worst of them compute, then the others
+            until_s = float(self.clock_s[ranks].max())
+            if until_s > self._at_s:
+                done_s = (until_s - self._at_s) / drag
+                if done_s >= job.left_s:
+                    self._end(self._at_s + job.left_s * drag)
+                    return True
+                job.left_s -= done_s
+                self._at_s = until_s
+        if self.now_s - self._at_s >= job.left_s:
+            self._end(self._at_s + job.left_s)
+            return True
+        if self.now_s > self._at_s:
+            job.left_s -= self.now_s - self._at_s
+            self._at_s = self.now_s
+        return False

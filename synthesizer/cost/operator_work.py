@@ -1,0 +1,115 @@
+"""How much arithmetic and memory traffic each operator is: one row per op that has any.
+
+Everything not named here is memory traffic: it reads its inputs and writes its outputs. Only
+the operators in :data:`hap.ir.graph.FREE` cost nothing, because they run no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hap.cluster.device import Work
+from hap.ir.graph import FREE, Graph, Node
+from hap.synthesizer.rules.rule_table import Call, numel
+from hap.synthesizer.rules.textual_rules import lines_of, written_flops
+
+
+def _mm(call: Call) -> float:
+    a, b = call.ins[-2:]
+    return 2.0 * numel(a.shape) * b.shape[-1]
+
+
+def _convolution(call: Call) -> float:
+    weight = call.ins[1]
+    return 2.0 * call.out.numel * numel(weight.shape[1:])
+
+
+def _convolution_backward(call: Call) -> float:
+    grad, _, weight = call.ins
+    products = sum(o is not None for o in call.node.outputs[:2])
+    return 2.0 * grad.numel * numel(weight.shape[1:]) * products
+
+
+def _attention(products: int, first: int) -> Callable[[Call], float]:
+    def flops(call: Call) -> float:
+        q, k, v = call.ins[first : first + 3]
+        causal = next(a for a in call.node.args if isinstance(a, bool))
+        scores = numel(q.shape[:-1]) * k.shape[-2] * (0.5 if causal else 1.0)
+        return products * scores * (q.shape[-1] + v.shape[-1])
+
+    return flops
+
+
+FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
+    "aten.mm.default": ("matmul", _mm),
+    "aten.bmm.default": ("matmul", _mm),
+    "aten.addmm.default": ("matmul", _mm),
+    "aten.convolution.default": ("conv", _convolution),
+    "aten.convolution_backward.default": ("conv_backward", _convolution_backward),
+    "hap.sdpa.default": ("attention", _attention(2, 0)),
+    "hap.sdpa_backward.default": ("attention_backward", _attention(5, 1)),
+}
+"""Op -> (kind of work, floating-point operations of the whole call)."""
+
+ELEMENTS: dict[str, str] = {
+    f"{'' if op.startswith('hap.') else 'aten.'}{op}": kind
+    for kind, ops in {
+        "math": [
+            "gelu.default", "gelu_backward.default", "silu.default", "silu_backward.default",
+            "sigmoid.default", "exp.default", "log.default", "erf.default", "logsumexp.default",
+            "_softmax.default", "_log_softmax.default", "_log_softmax_backward_data.default",
+        ],
+        "tanh": ["tanh.default"],
+        "loss": ["hap.cross_entropy.default", "hap.cross_entropy_backward.default"],
+        "reduce": [
+            "sum.dim_IntList", "sum.default", "amax.default", "mean.dim", "var.correction",
+            "native_layer_norm.default", "native_layer_norm_backward.default",
+            "_fused_rms_norm.default", "_fused_rms_norm_backward.default",
+            "_softmax_backward_data.default",
+        ],
+        "pool": [
+            "max_pool2d_with_indices.default", "avg_pool2d.default",
+            "_adaptive_avg_pool2d.default", "_adaptive_avg_pool2d_backward.default",
+        ],
+        "random": ["native_dropout.default"],
+    }.items()
+    for op in ops
+}  # fmt: skip
+"""Op -> kind of work that may be slower than its traffic; one operation per element of the
+largest tensor. Whether it is, a device's ``efficiency`` says."""
+
+FUNCTIONS = {"aten.gelu_backward.default": 2}
+"""Op -> operations per element, where they are not one: here the normal law and its density."""
+
+
+def node_work(node: Node, graph: Graph) -> Work:
+    """The work of the undivided operator; both figures are 0 if it runs no kernel."""
+    call = Call(node=node, tensors=graph.tensors)
+    tensors = [*dict.fromkeys(call.ins), *(o for o in call.outs if o is not None)]
+    dtype = call.out.dtype
+    if node.op in FREE:
+        return Work("memory", dtype, 0.0, 0.0)
+    traffic = float(sum(t.nbytes for t in tensors))
+    if node.op in FLOPS:
+        kind, flops = FLOPS[node.op]
+        return Work(kind, dtype, flops(call), traffic)
+    said = written_flops(call, lines_of(call, graph.rules) or ())
+    if said is not None:
+        return Work("matmul", dtype, said, traffic)
+    kind = ELEMENTS.get(node.op, "memory")
+    count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)
+    return Work(kind, dtype, float(count), traffic)
+
+
+_UPDATE_KERNELS = (1, 3, 9)
+
+
+def update_work(dtype: str, states: int) -> Work:
+    """The optimizer's step for one element of one byte; to be multiplied by both.
+
+    Reads parameter, gradient and states, and writes parameter and states: the least that an
+    optimizer that is one kernel must do. SGD, SGD with momentum and Adam as torch has them by
+    default run 1, 3 and 9 elementwise kernels, which are counted as operations.
+    """
+    kernels = _UPDATE_KERNELS[min(states, len(_UPDATE_KERNELS) - 1)]
+    return Work("update", dtype, float(kernels), float(3 + 2 * states))

@@ -1,0 +1,166 @@
+"""What lies in each device's memory during a step, and what it is at the fullest moment.
+
+Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
+are fused, all that goes in and all that comes out exists at once, from where it is issued to
+where it has ended (``until`` of :class:`hap.synthesizer.cost.liveness.Lives`). Collectives run one after
+the other, so that of those under way the largest buffers count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hap.ir.graph import Graph
+from hap.ir.loss_chunks import CHUNKS
+from hap.ir.program import Convert, Instruction, Program, Value
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.liveness import Indices, Lives, Script, script_of
+
+KINDS = (
+    "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
+    "saved activations", "temporary values", "workspace", "communication buffers",
+)  # fmt: skip
+
+
+Floats = npt.NDArray[np.float64]
+
+
+Until = Sequence[int] | None
+
+Buffers = Callable[[Sequence[Instruction]], PerRank]
+"""Bytes that a collective takes beside its tensors; :func:`communication_buffers` mostly."""
+
+
+def memory(
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None = None,
+    until: Until = None,
+) -> tuple[PerRank, PerRank]:  # fmt: skip
+    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
+
+    Args:
+        buffers: what collectives take, which depends on all ranks' parts at once, where the
+            ranks of ``cost`` are none that work together.
+        until: when collectives have ended; none overlaps with anything if it isn't given.
+    """
+    script = script_of(graph, program, cost)
+    stored = _given(graph, script, cost)
+    alive, own, between = _moments(graph, program, cost, buffers, script, _lives(script, until))
+    peak: PerRank = (alive + own + between).max(axis=0)
+    return stored["parameters"] + stored["optimizer states"], peak
+
+
+def at_peak(
+    graph: Graph, program: Program, cost: CostModel, until: Until = None
+) -> dict[str, PerRank]:
+    """By kind, the bytes that each rank holds at its fullest moment."""
+    script = script_of(graph, program, cost)
+    lives = _lives(script, until)
+    alive, own, between = _moments(graph, program, cost, None, script, lives)
+    moments = (alive + own + between).argmax(axis=0)
+    fullest = moments - 1
+    found = {kind: np.zeros(len(fullest)) for kind in KINDS}
+    for kind, nbytes in _given(graph, script, cost).items():
+        found[kind] = found[kind] + nbytes
+    for value, (first, last) in lives.spans.items():
+        there = (first <= fullest) & (fullest <= last)
+        nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
+        found[lives.kind[value]] += np.where(there, nbytes, 0.0)
+    here = moments, np.arange(len(moments))
+    found["workspace"], found["communication buffers"] = own[here], between[here]
+    return found
+
+
+def _lives(script: Script, until: Until) -> Lives:
+    return script.lives if until is None else script.lives_until(until)
+
+
+def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
+    """What lies there from the start to the end."""
+    local = _local_bytes(graph, script, cost, script.inputs, script.part_of_input)
+    roles = np.array([i.role == "parameter" for i in graph.inputs])
+    trained = np.array([i.target in graph.gradients for i in graph.inputs])
+    return {
+        "parameters": local[roles].sum(axis=0),
+        "optimizer states": (cost.optimizer_states * local[roles & trained]).sum(axis=0),
+        "batch and buffers": local[~roles].sum(axis=0),
+    }
+
+
+def _moments(
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script,
+    lives: Lives,
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    """Bytes alive, of workspace, and in buffers; dims moment, rank.
+
+    The first moment is before the step.
+    """
+    end = len(script.bounds)
+    change = np.zeros((end + 2, cost.machine.cluster.world_size))
+    change[0] = sum(_given(graph, script, cost).values())
+    values = list(lives.spans)
+    local = _local_bytes(graph, script, cost, values, script.part_of_value)
+    both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
+    np.add.at(change, lives.changes, both)
+    alive: Floats = np.cumsum(change, axis=0)[: end + 1]
+    known: dict[object, PerRank] = {}
+    own, between = np.zeros_like(alive), np.zeros_like(alive)
+    for at, moved in enumerate(script.moved):
+        if moved < 0:
+            for node, row in script.nodes[at]:
+                if node.op in CHUNKS:
+                    own[at + 1] = cost.workspace(node, row)
+            continue
+        group = program.instructions[slice(*script.bounds[at])]
+        key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
+        if key not in known:
+            known[key] = buffers(group) if buffers else communication_buffers(group, cost)
+        under_way = slice(at + 1, lives.until[at] + 2)
+        between[under_way] = np.maximum(between[under_way], known[key])
+    return alive, own, between
+
+
+def _local_bytes(
+    graph: Graph, script: Script, cost: CostModel, values: Sequence[Value], part_of: Indices
+) -> Floats:
+    """Dims value, rank; ``part_of`` are classes in ``script.parts``."""
+    parts = [cost.parts(graph.tensors[v.tensor], v.placement) for v in script.parts.first]
+    nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
+    if not parts:
+        return np.zeros((0, cost.machine.cluster.world_size))
+    found: Floats = nbytes[:, None] * np.array(parts)[part_of]
+    return found
+
+
+def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerRank:
+    """Bytes that the runtime holds during a collective beside what it reads and what it makes.
+
+    Padded collectives pass through a tensor of ``world size`` largest parts; fused ones lay
+    their tensors end to end before or after (``hap.runtime.collectives``).
+    """
+    converts = [s for s in group if isinstance(s, Convert)]
+    nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
+    if not converts or len(converts) < len(group) or converts[0].local:
+        return nothing
+    tensors = [cost.graph.tensors[c.tensor] for c in converts]
+    src = sum((cost.local_bytes(t, c.src) for t, c in zip(tensors, converts, strict=True)), nothing)
+    dst = sum((cost.local_bytes(t, c.dst) for t, c in zip(tensors, converts, strict=True)), nothing)
+    whole = sum((cost.whole_bytes(t) for t in tensors), nothing)
+    joined = whole if len(converts) > 1 else nothing
+    kind, how = converts[0].kind, converts[0].implementation
+    if kind == "all_to_all":
+        return src + dst if how == "exact" else whole + _padded(src, cost)
+    if kind == "all_reduce":
+        return joined + (whole if how == "two step" else 0.0)
+    parts = src if kind == "all_gather" else dst
+    if kind == "all_gather":  # what comes out of a fused one replaces what was padded
+        return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
+    return joined + (_padded(parts, cost) if how == "padded" else whole)
+
+
+def _padded(parts: PerRank, cost: CostModel) -> PerRank:
+    """As many of the largest part as there are ranks in a ring."""
+    rings = parts.reshape(-1, cost.ring_size)
+    return np.repeat(rings.max(axis=1) * cost.ring_size, cost.ring_size)

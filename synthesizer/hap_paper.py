@@ -1,0 +1,227 @@
+"""The original HAP (Zhang et al., EuroSys'24), planned its way and judged ours.
+
+Reproduced from the paper:
+
+* Space. A tensor is held replicated or in *one* sharded placement. A parameter that is stored
+  in shards and gathered has its gradient reduce-scattered, one that is replicated has it
+  all-reduced, one that is used in shards needs neither. Gathering the factors of a gradient
+  (sufficient factor broadcasting) is in it. No activation of the forward is partial: no weight
+  is split along the dim that its product sums over.
+* Costs. Computing takes flops / speed, with one speed per device. Communication takes latency
+  + bytes / bandwidth. A step is the sum over supersteps of the slowest device's computing, plus the
+  communication. Nothing else costs: no launch, no memory traffic, no optimizer, no memory limit.
+* Search. From ratios in proportion to speed: the cheapest program for the ratios, then the
+  ratios of the linear program, in turn, until the cost stops falling. *One* vector of ratios
+  for all axes; rounded to whole units at the end. Padded or grouped collectives, by cost; none
+  that goes by machines.
+
+Where it deviates, mostly in the original's favour:
+
+* The program is found exactly, and over ATen operators, where the original runs A* over layers
+  of the forward. The backward is searched, too, within the space above, so that mixtures which
+  the original's duals rule out are possible (a gradient that is made in the shards in which
+  its gathered parameter is stored).
+* Partial tensors of the backward are allowed: they are the duals of the forward's gathers.
+* Latency and bandwidth of a collective are those of our network model, where the original has
+  a measured bandwidth per collective. What is local (a slice, a mask) costs nothing.
+* An all-to-all counts as a constant in the linear program, being bilinear in the ratios.
+* The pair that comes out is simulated like every other: with launches, memory traffic and the
+  optimizer, with neighbouring collectives fused, and the implementations chosen anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pulp
+
+from hap.cluster.topology import Cluster
+from hap.errors import HapError
+from hap.ir.axes import Axes
+from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.placement import LOCAL, L, P, Placement, conversion
+from hap.ir.program import Convert, Program
+from hap.synthesizer.axis_roles import batch_axis
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.operator_work import node_work
+from hap.synthesizer.cost.serial_cost import supersteps
+from hap.synthesizer.rules import Row
+from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.synthesize import Synthesizer, spread
+
+TERMS = (P, L)
+"""What every rank has a term of."""
+
+ROUNDS = 8
+"""Alternations at most; the original stops when the cost no longer falls."""
+
+
+class PaperCost(CostModel):
+    """The original's prices under one vector of ratios for all axes."""
+
+    def __init__(self, graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> None:
+        super().__init__(graph, axes, machine, {}, 0)
+        self._ratios = ratios
+        devices = machine.cluster.devices
+        self._rate = np.array([d.rate("matmul", "float32") for d in devices])
+
+    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
+        return self._ratios if placement.sharded else self._one
+
+    def lies(self, axis: str) -> Hashable:
+        return None
+
+    def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
+        part = self._ratios if any(p.sharded for _, p in placed) else self._one
+        seconds: PerRank = node_work(node, self.graph).flops * part / self._rate
+        return seconds
+
+    def update(self, parameter: Tensor, stored: Placement) -> PerRank:
+        return np.zeros_like(self._one)
+
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
+    ) -> list[ImplementationCost]:
+        if conversion(src, dst) in (None, *LOCAL):
+            return [ImplementationCost("", 0.0)]
+        choices = super().convert(tensor, src, dst)
+        return [c for c in choices if c.implementation != "hierarchical"]
+
+    def convert_group(self, group: Sequence[Convert]) -> list[ImplementationCost]:
+        how = group[0].implementation
+        return [ImplementationCost(how, sum(self.seconds(step) for step in group))]
+
+    def seconds(self, step: Convert) -> float:
+        choices = self.convert(self.graph.tensors[step.tensor], step.src, step.dst)
+        return next(c.seconds for c in choices if c.implementation == step.implementation)
+
+    def step_s(self, program: Program) -> float:
+        found = supersteps(self.graph, program, self)
+        return sum(float(s.compute_s.max()) + s.communicate_s for s in found)
+
+
+def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
+    """The original's program and shares for a graph, under our predictions.
+
+    Raises:
+        HapError: the inputs have no common batch dim, or the space holds no program.
+    """
+    judge = Synthesizer(space, cluster, optimizer_states)
+    _, program, ratios = alternate(space, judge.machine)
+    found = judge.judge(program, spread(space.axes, ratios))
+    return replace(found, overlap=False)  # it waits for each collective where it stands
+
+
+def alternate(
+    space: Space, machine: Machine, prices: type[PaperCost] = PaperCost
+) -> tuple[float, Program, PerRank]:
+    """(step in the original's own prices, its program, its ratios).
+
+    Raises:
+        HapError: the inputs have no common batch dim, or the space holds no program.
+    """
+    part, ratios = paper_space(space), machine.speed
+    best: tuple[float, Program, PerRank] | None = None
+    for _ in range(ROUNDS):
+        program = _search(part, prices(space.graph, space.axes, machine, ratios))
+        ratios = best_ratios(space, program, machine, ratios, prices)
+        seconds = prices(space.graph, space.axes, machine, ratios).step_s(program)
+        if best and seconds >= best[0]:
+            break
+        best = (seconds, program, ratios)
+    assert best is not None
+    return best
+
+
+def paper_space(space: Space) -> Space:
+    """The original's part of a space: one placement per tensor, no partial activation.
+
+    A tensor of the forward is partial only if it has no batch dim (a loss, a statistic).
+    """
+    axis = batch_axis(space)
+    if axis is None:
+        raise HapError("the inputs have no common batch dim")
+    graph = space.graph
+    made = {o for n in graph.nodes if n.name not in graph.backward for o in n.outputs if o}
+    made |= {i.tensor for i in graph.inputs}
+    whole = {i.tensor for i in graph.role("parameter")}
+    whole |= {tensor for (tensor, _), name in space.axes.of.items() if name == axis} & made
+
+    def kept(node: Node, row: Row) -> bool:
+        placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+        return not any(p in TERMS and name in whole for name, p in placed)
+
+    return replace(
+        space,
+        rows={
+            node.name: tuple(row for row in space.rows[node.name] if kept(node, row))
+            for node in graph.nodes
+        },
+        holdings={
+            name: tuple(
+                h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole)
+            )
+            for name, found in space.holdings.items()
+        },
+    )
+
+
+def _search(space: Space, cost: PaperCost) -> Program:
+    labelling = (problem := Problem(space, cost, Aims())).solve()
+    if labelling is None:
+        raise HapError("no program exists in the restricted space")
+    return problem.program(labelling)
+
+
+def best_ratios(
+    space: Space,
+    program: Program,
+    machine: Machine,
+    now: PerRank,
+    prices: type[PaperCost] = PaperCost,
+) -> PerRank:
+    """The original's linear program: sum of stage maxima plus padded traffic, least.
+
+    Alike devices have one variable ``b[k]``. Every price is linear in it, so that two runs of
+    the cost model, without any part and with all of it, give all coefficients.
+    """
+    types = machine.cluster.types()
+    first = [ranks[0] for ranks in types]
+    none, whole = (
+        prices(space.graph, space.axes, machine, np.full_like(now, part)) for part in (0.0, 1.0)
+    )
+    ends = [
+        np.array([s.compute_s[first] for s in supersteps(space.graph, program, cost)])
+        for cost in (none, whole)
+    ]
+    found, times = np.unique(np.stack(ends, axis=1), axis=0, return_counts=True)
+    padded = sum(
+        whole.seconds(c) - none.seconds(c)
+        for c in program.collectives if c.implementation == "padded"
+    )  # fmt: skip
+    scale = 1.0 / prices(space.graph, space.axes, machine, now).step_s(program)
+    problem = pulp.LpProblem("ratios", pulp.LpMinimize)
+    b = [pulp.LpVariable(f"b_{k}", 0, 1) for k in range(len(types))]
+    largest = pulp.LpVariable("largest", 0)
+    objective = [(largest, scale * padded)]
+    problem += pulp.lpSum(len(ranks) * b[k] for k, ranks in enumerate(types)) == 1
+    for share in b:
+        problem += share <= largest
+    for s, (least, most) in enumerate(found * scale):
+        t = pulp.LpVariable(f"t_{s}", 0)
+        objective.append((t, float(times[s])))
+        for k, share in enumerate(b):
+            problem += t >= float(least[k]) + float(most[k] - least[k]) * share
+    problem += pulp.LpAffineExpression(objective)
+    problem.solve(pulp.PULP_CBC_CMD(msg=False))
+    assert problem.sol_status == pulp.LpSolutionOptimal, "ratios in proportion are a solution"
+    ratios = np.zeros_like(now)
+    for share, ranks in zip(b, types, strict=True):
+        ratios[list(ranks)] = max(share.value(), 0.0)
+    normal: PerRank = ratios / ratios.sum()
+    return normal

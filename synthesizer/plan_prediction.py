@@ -1,0 +1,183 @@
+"""What a plan says of itself: the figures of a candidate, its baselines, its largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hap.ir.axes import Axes
+from hap.ir.graph import Graph, Tensor
+from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.ir.program import BETWEEN, Compute, Convert
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.cost.peak_memory import at_peak, memory
+from hap.synthesizer.rules import Row
+from hap.synthesizer.shares.share_solver import proportional
+from hap.synthesizer.synthesize import Synthesizer
+
+
+def predict(
+    graph: Graph,
+    candidate: Candidate,
+    cost: CostModel,
+    alternatives: tuple[Alternative, ...],
+    bounds: tuple[Bound, ...] = (),
+) -> Prediction:
+    """The predictions that a plan file carries."""
+    line = candidate.timeline
+    work = _work(graph, candidate, cost)
+    ranks = tuple(
+        RankPrediction(
+            work=float(work[r] / max(work.sum(), 1.0)),
+            stored=float(line.stored_bytes[r] / max(line.stored_bytes.sum(), 1.0)),
+            compute_s=float(line.compute_s[r]),
+            wait_s=float(line.wait_s[r]),
+            peak_bytes=round(float(line.peak_bytes[r])),
+            memory_bytes=device.memory_bytes,
+        )
+        for r, device in enumerate(cost.machine.cluster.devices)
+    )
+    return Prediction(
+        step_s=line.step_s, communicate_s=line.communicate_s, hidden_s=line.hidden_s, ranks=ranks,
+        collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
+        bounds=bounds,
+    )  # fmt: skip
+
+
+def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
+    """What is proved of a candidate: how much faster another pair or program could be at most.
+
+    Args:
+        prove: searches to spend on the bound over all shares, beyond those already made.
+    """
+    step_s = candidate.timeline.step_s
+    everything = synthesizer.proved(step_s, prove)
+    here = synthesizer.fixed(candidate.shares)
+    proofs = (
+        ("all programs, any shares of every axis", *everything),
+        # What holds for all shares holds for these.
+        ("all programs with these shares", max(here.bound_s, everything[0]), here.searches),
+    )
+    found = []
+    for covers, bound_s, searches in proofs:
+        assert bound_s <= step_s * (1 + 1e-9), f"{covers}: the bound is above the plan"
+        gap = max(0.0, 1 - bound_s / step_s) if step_s else 0.0
+        found.append(Bound(covers=covers, step_s=bound_s, gap=gap, searches=searches))
+    return tuple(found)
+
+
+def alternatives(
+    graph: Graph,
+    found: Mapping[str, Candidate | str],
+    fewer: Mapping[str, tuple[str, Candidate]],
+    notes: Mapping[str, str],
+) -> tuple[Alternative, ...]:
+    """The rows that the plan's predicted step is shown beside; ``notes`` by the rows' names."""
+    rows = []
+    for name, candidate in found.items():
+        if isinstance(candidate, str):
+            rows.append(Alternative(name=name, step_s=0.0, fits=False, note=candidate))
+        else:
+            rows.append(_alternative(graph, name, candidate, notes.get(name, "")))
+    return (*rows, *(_alternative(graph, name, c, which) for name, (which, c) in fewer.items()))
+
+
+def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Alternative:
+    line, moved = candidate.timeline, candidate.program.collectives
+    return Alternative(
+        name=name,
+        step_s=line.step_s,
+        fits=candidate.fits,
+        note=note,
+        communicate_s=line.communicate_s,
+        communicate_bytes=sum(graph.tensors[c.tensor].nbytes for c in moved),
+        peak_bytes=round(float(line.peak_bytes.max())),
+        lacking_bytes=round(float(candidate.lacking_bytes.max())),
+    )
+
+
+def peak_kinds(
+    graph: Graph, candidate: Candidate, cost: CostModel, rank: int
+) -> list[tuple[str, int]]:
+    """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
+    run = candidate.scheduled
+    peak = at_peak(graph, run.program, cost, run.until)
+    found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
+    return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
+
+
+def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
+    """About the largest global batch with which the candidate's program would fit; may be 0."""
+    graph, axes, machine = cost.graph, cost.axes, cost.machine
+    limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
+    low, high = 0, axes.axes[axis].units
+    while high - low > 1:
+        units = (low + high) // 2
+        smaller = _resized(graph, axes, axis, units)
+        parts = np.array(candidate.shares[axis], dtype=np.float64)
+        shares = {**candidate.shares, axis: proportional(units, parts)}
+        resized = CostModel(smaller, axes, machine, shares, cost.optimizer_states)
+        fits = (memory(smaller, candidate.program, resized)[1] <= limit).all()
+        low, high = (units, high) if fits else (low, units)
+    return low
+
+
+def _resized(graph: Graph, axes: Axes, axis: str, units: int) -> Graph:
+    """The graph with another number of units on one axis; its operators are not touched."""
+
+    def resize(t: Tensor) -> Tensor:
+        shape = tuple(
+            size // axes.axes[axis].units * units if axes.of.get((t.name, d)) == axis else size
+            for d, size in enumerate(t.shape)
+        )
+        return replace(t, shape=shape)
+
+    return replace(graph, tensors={name: resize(t) for name, t in graph.tensors.items()})
+
+
+def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
+    """Floating-point operations of each rank in products, replicated ones counted each time."""
+    total: PerRank = np.zeros(cost.machine.cluster.world_size)
+    for step in candidate.program.instructions:
+        if isinstance(step, Compute) and graph.by_name[step.node].op in FLOPS:
+            total = total + cost.flops(graph.by_name[step.node], Row(step.outs, step.ins))
+    return total
+
+
+def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
+    found = []
+    for group in candidate.scheduled.program.groups(graph):
+        nodes = computed(graph, group)
+        crossing = cost.cross(nodes) if nodes else None
+        if crossing is not None:
+            node = nodes[0][0]
+            found.append(
+                Collective(
+                    tensor=node.inputs[0], fused=len(nodes),
+                    kind=f"{node.op.removeprefix(BETWEEN)} between machines",
+                    nbytes=sum(graph.tensors[n.inputs[0]].nbytes for n, _ in nodes),
+                    implementation=str(node.args[-1]), seconds=crossing,
+                    runner_up="", runner_up_s=0.0,
+                )
+            )  # fmt: skip
+        converts = [s for s in group if isinstance(s, Convert) and not s.local]
+        if not converts:
+            continue
+        choices = cost.convert_group(converts)
+        step = converts[0]
+        first = next(c for c in choices if c.implementation == step.implementation)
+        other = next(c for c in choices if c is not first)
+        found.append(
+            Collective(
+                tensor=step.tensor, fused=len(converts), kind=step.kind,
+                nbytes=sum(graph.tensors[s.tensor].nbytes for s in converts),
+                implementation=first.implementation, seconds=first.seconds,
+                runner_up=other.implementation, runner_up_s=other.seconds,
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda c: -c.seconds))

@@ -1,0 +1,212 @@
+"""Rules as text, for operators that the table lacks: a user's own, and rows that were discovered.
+
+A rule is a few lines, of which every one that fits a call adds rows to it:
+
+* ``bmk, kn -> bmn``: an equation, with a letter per dim. A letter that is dropped is summed over,
+  ``_`` stands for a dim that can't be split, and nothing for a scalar;
+* ``P, R -> P``: one row, with a placement per tensor. Its dims are cut alike;
+* ``flops 2 b m k n``: a product of numbers and of the first fitting equation's sizes;
+* ``# ...``: a remark.
+
+They are kept in :attr:`hap.ir.graph.Graph.rules`, by operator or by :func:`kind` of call, so that a
+plan file holds all that its figures were made from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hap.ir.graph import Arg, Dtype, Graph, Node, Ref
+from hap.ir.placement import Placement
+from hap.synthesizer.rules.rule_table import RULES, Call, Letters, Row, equation, possible
+
+_PLACEMENT = re.compile(r"R|P|L|S\d+|-")
+_LETTERS = re.compile(r"[a-z_]*")
+
+
+class Line(NamedTuple):
+    """One line of a rule, read: what stands left and right of its arrow."""
+
+    text: str
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+
+    @property
+    def is_row(self) -> bool:
+        return all(_PLACEMENT.fullmatch(word) for word in (*self.ins, *self.outs))
+
+
+def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
+    """The rows and equations of a rule, and the factors of its ``flops``.
+
+    Raises:
+        ValueError: a line is none of what :mod:`hap.synthesizer.rules.textual_rules` lists.
+    """
+    found: list[Line] = []
+    factors: list[str] = []
+    for text in lines:
+        said = text.partition("#")[0].strip()
+        if said.startswith("flops "):
+            factors = said.split()[1:]
+            if not all(re.fullmatch(r"[a-z]|\d+(\.\d+)?", word) for word in factors):
+                raise ValueError(f"{text!r}: flops are numbers and single letters, as in 2 m k n")
+            continue
+        if not said:
+            continue
+        left, arrow, right = said.partition("->")
+        ins, outs = (tuple(w.strip() for w in side.split(",")) for side in (left, right))
+        line = Line(said, ins if left.strip() or len(ins) > 1 else (), outs)
+        words = (*line.ins, *line.outs)
+        if not arrow or not (line.is_row or all(_LETTERS.fullmatch(word) for word in words)):
+            raise ValueError(f"{text!r} is neither an equation, mk, kn -> mn, nor a row, P, R -> P")
+        found.append(line)
+    return found, factors
+
+
+def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
+    """The rows of a call by the lines of a rule, and the one in which all is replicated.
+
+    Raises:
+        ValueError: no line fits the call.
+    """
+    read_lines, _ = read(lines)
+    rows = equation(call, [[None] * len(t.shape) for t in call.ins], _whole(call))
+    fits = 0
+    for line in read_lines:
+        if line.is_row:
+            row = _row(call, line)
+            made = possible(call, [row]) if row else []
+            fits += _counts_fit(call, line)
+        else:
+            made = _equation(call, line)
+            fits += bool(made)
+        rows += [row for row in made if row not in rows]
+    if read_lines and not fits:
+        shapes = ", ".join(str(t.shape) for t in call.ins)
+        raise ValueError(f"no line of its rule fits {call.node.op} of {shapes}")
+    return rows
+
+
+def written_flops(call: Call, lines: Sequence[str]) -> float | None:
+    """What a rule says of a call's arithmetic; None if it says nothing."""
+    read_lines, factors = read(lines)
+    for line in read_lines if factors else ():
+        sizes = None if line.is_row else _sizes(call, line)
+        if sizes is not None:
+            known = [float(sizes[w][0]) if w in sizes else w for w in factors]
+            return math.prod(map(float, known))
+    return None
+
+
+def _whole(call: Call) -> list[Letters]:
+    return [[None] * len(t.shape) if t else [] for t in call.outs]
+
+
+def _counts_fit(call: Call, line: Line) -> bool:
+    return len(line.ins) == len(call.ins) and len(line.outs) == len(call.outs)
+
+
+def _row(call: Call, line: Line) -> Row | None:
+    """The row, if the dims that it cuts exist and have blocks in common."""
+    if not _counts_fit(call, line):
+        return None
+    sizes = []
+    for tensor, word in zip((*call.ins, *call.outs), (*line.ins, *line.outs), strict=True):
+        if tensor is None or not word.startswith("S"):
+            continue
+        dim = int(word[1:])
+        if dim >= len(tensor.shape) or tensor.shape[dim] < 2:
+            return None
+        sizes.append(tensor.shape[dim])
+    units = math.gcd(*sizes)
+    if sizes and units < 2:
+        return None
+    outs = tuple(
+        None if t is None or word == "-" else Placement.parse(word)
+        for t, word in zip(call.outs, line.outs, strict=True)
+    )
+    return Row(outs, tuple(map(Placement.parse, line.ins)), units if sizes else 0)
+
+
+def _sizes(call: Call, line: Line) -> dict[str, list[int]] | None:
+    """Letter -> the sizes of its dims; None if ranks differ."""
+    if not _counts_fit(call, line):
+        return None
+    found: dict[str, list[int]] = {}
+    for tensor, word in zip((*call.ins, *call.outs), (*line.ins, *line.outs), strict=True):
+        if tensor is None:
+            continue
+        if len(word) != len(tensor.shape):
+            return None
+        for letter, size in zip(word, tensor.shape, strict=True):
+            found.setdefault(letter, []).append(size)
+    return found
+
+
+def _equation(call: Call, line: Line) -> list[Row]:
+    sizes = _sizes(call, line)
+    if sizes is None:
+        return []
+    units = {letter: math.gcd(*found) for letter, found in sizes.items()}
+    ins, outs = (
+        [
+            [None if x == "_" or units[x] < 2 or s < 2 else x for x, s in zip(word, t.shape, strict=True)]
+            if t else []
+            for t, word in zip(tensors, words, strict=True)
+        ]
+        for tensors, words in ((call.ins, line.ins), (call.outs, line.outs))
+    )  # fmt: skip
+    return equation(call, ins, outs, units=units)
+
+
+def kind(call: Call) -> str:
+    """The call without its sizes: which dims are equal, which are 1, and the plain arguments."""
+    letters: dict[int, str] = {}
+    repeated: dict[str, int] = {}
+
+    def show(arg: Arg) -> str:
+        match arg:
+            case Ref():
+                t = call.tensors[arg.name]
+                dims = [
+                    "1" if s == 1 else letters.setdefault(s, chr(97 + len(letters)))
+                    for s in t.shape
+                ]
+                again = repeated.setdefault(arg.name, len(repeated))
+                return f"{t.dtype}#{again}[{' '.join(dims)}]"
+            case Dtype():
+                return arg.name
+            case tuple():
+                return f"[{', '.join(map(show, arg))}]"
+        return repr(arg)
+
+    named = [f"{name}={show(arg)}" for name, arg in call.node.kwargs]
+    return f"{call.node.op}({', '.join([*map(show, call.node.args), *named])})"
+
+
+def lines_of(call: Call, rules: Mapping[str, Sequence[str]]) -> Sequence[str] | None:
+    """The lines that hold for a call: those of its kind, or of its operator; None if there are none.
+
+    Rows that were discovered hold for one kind of call. For others of the operator, which come
+    up where sizes are divided between machines, no line holds but that all is replicated.
+    """
+    if not rules:
+        return None
+    found = rules.get(kind(call), rules.get(call.node.op))
+    if found is None and any(key.startswith(f"{call.node.op}(") for key in rules):
+        return ()
+    return found
+
+
+def rows_of(node: Node, graph: Graph) -> list[Row]:
+    """The rows of one node.
+
+    Raises:
+        KeyError: no rule for ``node.op``; callers turn it into an error for people.
+    """
+    call = Call(node=node, tensors=graph.tensors)
+    lines = lines_of(call, graph.rules)
+    return RULES[node.op](call) if lines is None else written_rows(call, lines)

@@ -1,0 +1,220 @@
+"""A discrete-event simulation of one training step: two streams per rank, compute and communication.
+
+The instructions are given to the streams in program order, which is the order in which every
+rank issues them, as :mod:`hap.runtime.lanes` runs them:
+
+* an operator starts when its rank's compute stream is free and its inputs are there, a view as
+  well, though it takes no time;
+* a collective (neighbours that are fused run as one) is issued when the compute stream comes to
+  it. It starts when it was issued on all ranks, its inputs are there and their communication
+  streams are free, and ends on all ranks at once;
+* the forward ends, and the backward, when all its collectives have ended;
+* the optimizer's step is last;
+* no rank ends before it has computed all that it has to, and what all communicating takes of that.
+
+Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
+:func:`hap.synthesizer.cost.serial_cost.supersteps`. Starts are maxima and ends are sums of what came before,
+so overlapping can delay nothing but for one thing: computing and communicating side by side slow
+each other (:mod:`hap.synthesizer.cost.contention`).
+
+Times are vectors over ranks, so that the number of ranks hardly counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.ir.graph import Graph, Input
+from hap.ir.program import Convert, Instruction, Program, Value
+from hap.synthesizer.cost.contention import Job, Streams
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.serial_cost import convert_seconds
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+"""The streams of a rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """One operator, fused collective, or update of a parameter, on all ranks.
+
+    ``ready_s`` is when a rank's inputs were there and its stream free; a collective starts
+    with the last rank. On ranks where nothing runs, the span is empty.
+    """
+
+    stream: str
+    at: int
+    """Index of the (first) instruction; for an update, the number of instructions."""
+    what: tuple[Instruction, ...] | Input
+    ready_s: PerRank
+    start_s: PerRank
+    end_s: PerRank
+
+    @property
+    def part(self) -> str:
+        """``forward``, ``backward`` or ``update``."""
+        if isinstance(self.what, Input):
+            return "update"
+        return "backward" if self.what[0].backward else "forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Schedule:
+    """A step on the streams of all ranks.
+
+    ``begin_s`` and ``done_s`` have one vector per instruction, those without a kernel
+    included: when a rank's compute stream came to it, and when its results were there.
+    """
+
+    overlap: bool
+    step_s: float
+    spans: tuple[Span, ...]
+    begin_s: tuple[PerRank, ...]
+    done_s: tuple[PerRank, ...]
+    backward_done_s: PerRank
+    """When a rank has all that leaves the graph, and its optimizer starts."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.backward_done_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Usage:
+    """How each rank spends the step.
+
+    ``compute_s + waiting_s + communicate_s - overlapped_s + idle_s`` is the step. Waiting is
+    time with nothing to run, inside a collective that other ranks have not come to; idle is
+    all other time with nothing to run, such as after a rank's last update.
+    """
+
+    compute_s: PerRank
+    waiting_s: PerRank
+    communicate_s: PerRank
+    overlapped_s: PerRank
+    idle_s: PerRank
+
+
+def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = True) -> Schedule:
+    """Run a program on the streams of the cost model's cluster, under its shares."""
+    streams = Streams(cost.machine, overlap=overlap)
+    numbers: dict[Value, int] = {}  # of what collectives make
+    spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or of a collective
+    begin: list[PerRank] = []
+    done: list[PerRank | int] = []
+    backward = False
+    for group in program.groups(graph):
+        ins, outs = ends(graph, group)
+        seconds, messages = priced(graph, group, cost)
+        if group[0].backward and not backward:
+            backward = True
+            streams.drain()
+        if messages:  # what other collectives make is there when these have ended
+            number = streams.issue(float(seconds.max()), messages)
+            numbers.update(dict.fromkeys(outs, number))
+            spans.append((len(begin), group, number))
+            begin += [streams.jobs[number].issued_s] * len(group)
+            done += [number] * len(group)
+            continue
+        streams.wait(max((numbers[v] for v in ins if v in numbers), default=-1))
+        start, made = streams.compute(seconds)
+        if seconds.any():
+            spans.append(Span(COMPUTE, len(begin), group, start, start, made))
+        begin.append(start)
+        done.append(made)
+    streams.drain()
+    finished = streams.clock_s
+    for i in graph.role("parameter"):
+        if i.target in graph.gradients:
+            start, end = streams.compute(
+                cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
+            )
+            spans.append(Span(COMPUTE, len(begin), i, start, start, end))
+    jobs = streams.jobs
+
+    def ended(number: int) -> PerRank:
+        return np.full_like(finished, jobs[number].end_s)
+
+    return Schedule(
+        overlap=overlap, step_s=max(streams.now_s, float(streams.least_s.max())),
+        spans=tuple(s if isinstance(s, Span) else _collective(*s, jobs[s[-1]]) for s in spans),
+        begin_s=tuple(begin), done_s=tuple(ended(d) if isinstance(d, int) else d for d in done),
+        backward_done_s=finished,
+    )  # fmt: skip
+
+
+def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) -> Span:
+    ready = np.maximum(job.issued_s, job.free_s)
+    start, end = (np.full_like(ready, s) for s in (job.start_s, job.end_s))
+    return Span(COMMUNICATION, at, group, ready, start, end)
+
+
+def ends(graph: Graph, group: Sequence[Instruction]) -> tuple[list[Value], list[Value]]:
+    """The values that an instruction, or a fused group of them, reads and makes."""
+    ins: list[Value] = []
+    outs: list[Value] = []
+    for step in group:
+        if isinstance(step, Convert):
+            ins.append(Value(step.tensor, step.src))
+            outs.append(Value(step.tensor, step.dst))
+            continue
+        node = graph.by_name[step.node]
+        ins += [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
+        outs += [Value(o, p) for o, p in zip(node.outputs, step.outs, strict=True) if o and p]
+    return ins, outs
+
+
+def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, int]:
+    """(seconds per rank, messages one after the other) of instructions that run as one.
+
+    What computes has no messages; what has some runs on all ranks at once.
+    """
+    world = cost.machine.cluster.world_size
+    nodes = computed(graph, group)
+    if not nodes:
+        converts = [s for s in group if isinstance(s, Convert)]
+        messages = 0 if converts[0].local else cost.messages(converts[0].kind)
+        return np.full(world, convert_seconds(converts, cost)), messages
+    crossing_s = cost.cross(nodes)
+    if crossing_s is not None:
+        return np.full(world, crossing_s), cost.crossing_messages(nodes)
+    ((node, row),) = nodes
+    return cost.compute(node, row), 0
+
+
+def usage(run: Schedule) -> Usage:
+    """How each rank spends the step."""
+    collectives = [s for s in run.spans if s.stream == COMMUNICATION]
+    ready, start, end = (
+        np.array([getattr(s, at) for s in collectives]).reshape(-1, run.world_size)
+        for at in ("ready_s", "start_s", "end_s")
+    )
+    compute, waiting, overlapped = (np.zeros(run.world_size) for _ in range(3))
+    for rank in range(run.world_size):
+        edges, computed = _computed(run, rank)
+        compute[rank] = computed[-1]
+        before, first, last = (np.interp(t[:, rank], edges, computed) for t in (ready, start, end))
+        waiting[rank] = (start - ready)[:, rank].sum() - (first - before).sum()
+        overlapped[rank] = (last - first).sum()
+    communicate = (end - start).sum(axis=0)
+    waiting = np.maximum(waiting, 0.0)  # rounding
+    idle = np.maximum(run.step_s - (compute + waiting + communicate - overlapped), 0.0)
+    return Usage(
+        compute_s=compute, waiting_s=waiting, communicate_s=communicate,
+        overlapped_s=overlapped, idle_s=idle,
+    )  # fmt: skip
+
+
+def _computed(run: Schedule, rank: int) -> tuple[list[float], list[float]]:
+    """(times, seconds that a rank has computed until then); linear in between."""
+    times, total = [0.0], [0.0]
+    for s in run.spans:
+        first, last = float(s.start_s[rank]), float(s.end_s[rank])
+        if s.stream == COMPUTE and last > first:
+            times += [first, last]
+            total += [total[-1], total[-1] + last - first]
+    return times, total

@@ -1,0 +1,343 @@
+"""When each collective is issued: the same program, in an order that hides communication.
+
+The search says what is communicated, and puts each collective right before what reads it;
+parameters are gathered together at the start, gradients reduced together at the end. Here the
+instructions get the order in which all ranks run them:
+
+* what is gathered of parameters, or reduced into gradients, is cut into *buckets* of about equal
+  bytes, by the order in which they are needed or ready. PyTorch's DDP does so with gradients
+  (Li et al., "PyTorch Distributed", VLDB 2020), FSDP with parameters;
+* list scheduling (Graham, 1966) against predicted times: while a collective runs, operators that
+  do not need it go first, such as those of weights' gradients while activations' are reduced;
+* collectives for which computing waits at once go before those that are needed later.
+
+How many buckets, and whether what is needed later leaves the link to the others while it is
+busy, is tried out: the predicted step decides. All is decided here, in the plan, so that all
+ranks do alike. :func:`hap.synthesizer.schedule.event_simulator.schedule` states what overlaps with what.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.ir.graph import Graph
+from hap.ir.program import Compute, Convert, Instruction, Program, Value
+from hap.synthesizer.cost.contention import Streams
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.schedule.event_simulator import ends, priced
+
+BUCKETS = (1, 3, 8, 24)
+"""Into how many parts is cut what the search lets be gathered or reduced together."""
+
+
+_TYPICAL = 3
+
+
+class Order(NamedTuple):
+    """A schedule: a program in the order in which it runs, and how long that takes."""
+
+    program: Program
+    step_s: float
+    communicate_s: float
+    """Of all collectives together, hidden or not."""
+    until: tuple[int, ...]
+    """Per group of the program, the last that begins before it has ended, on the last rank."""
+
+
+def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
+    """Schedules of a program. The first leaves all in its place; others have more and more buckets.
+
+    Of the fastest of these, one more holds back what is needed later.
+    """
+    flow = _Flow(graph, program, cost)
+    yield _Run(flow, flow.steps).in_place(program)
+    if not any(step.lane for step in flow.steps):
+        return
+    found: list[tuple[float, list[_Step]]] = []
+    for buckets in BUCKETS:
+        steps, most = flow.cut(buckets)
+        order = flow.listed(program, steps, hold=False)
+        found.append((order.step_s, steps))
+        yield order
+        if most <= buckets:
+            break  # each is in one of its own
+    _, steps = min(found, key=lambda entry: entry[0])
+    if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
+        yield flow.listed(program, steps, hold=True)
+
+
+def estimate_s(graph: Graph, program: Program, cost: CostModel) -> float:
+    """About how long the fastest of :func:`orders` takes, by two of them."""
+    flow = _Flow(graph, program, cost)
+    in_place = _Run(flow, flow.steps).in_place(program).step_s
+    if not any(step.lane for step in flow.steps):
+        return in_place
+    steps, _ = flow.cut(_TYPICAL)
+    return min(in_place, flow.listed(program, steps, hold=False).step_s)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Step:
+    """What runs as one. ``seconds`` are those of all ranks together if it communicates."""
+
+    what: tuple[Instruction, ...]
+    seconds: PerRank | float
+    messages: int
+    """One after the other; 0 if it computes."""
+    ins: list[int]
+    outs: list[int]
+    """Values, by their numbers in the flow."""
+    urgent: bool = True
+    """Does computing in the same half of the step wait for it?"""
+    source: bool = False
+    """Does it communicate what is there from the start?"""
+    need: int = 0
+    """Order among collectives: for a source, who reads it; for others, who makes its input."""
+    readers: list[_Step] = field(default_factory=list)
+    missing: int = 0
+
+    @property
+    def lane(self) -> bool:
+        """Does it communicate?"""
+        return self.messages > 0
+
+    @property
+    def backward(self) -> bool:
+        return self.what[0].backward
+
+    @property
+    def loose(self) -> bool:
+        """Can it run much later than it may, or much earlier than it must?"""
+        return self.lane and (self.source or not self.urgent)
+
+
+class _Flow:
+    """The steps of a program as the search wrote it."""
+
+    def __init__(self, graph: Graph, program: Program, cost: CostModel) -> None:
+        self._graph, self._cost = graph, cost
+        self._values: dict[Value, int] = {}
+        self._given = {*self._numbers(Value(t, p) for t, p in program.inputs.items())}
+        self.steps = [self._step(group) for group in program.groups(graph)]
+        self._made: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+        for place, step in enumerate(self.steps):
+            for value in step.ins:
+                self._read.setdefault(value, place)
+            for value in step.outs:
+                self._made[value] = place
+        _connect(self.steps)
+        for step in reversed(self.steps):
+            # Views take no time: what waits for nothing but them can wait as well.
+            if step.lane or not np.any(step.seconds):
+                step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
+            self._place(step)
+        self.machine = cost.machine
+        world = np.zeros(cost.machine.cluster.world_size)
+        self.updates_s: PerRank = sum(
+            (cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
+             for i in graph.role("parameter") if i.target in graph.gradients), world,
+        )  # fmt: skip
+
+    def _numbers(self, values: Iterable[Value]) -> list[int]:
+        numbers = self._values
+        return [numbers.setdefault(value, len(numbers)) for value in values]
+
+    def _step(self, group: tuple[Instruction, ...]) -> _Step:
+        ins, outs = map(self._numbers, ends(self._graph, group))
+        seconds, messages = priced(self._graph, group, self._cost)
+        return _Step(
+            what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
+            ins=ins, outs=outs,
+        )  # fmt: skip
+
+    def _place(self, step: _Step) -> None:
+        step.source = step.lane and self._given.issuperset(step.ins)
+        if step.source:
+            step.need = min((self._read[v] for v in step.outs if v in self._read), default=0)
+        else:
+            step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
+
+    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
+        """The program in an order found by list scheduling of its steps."""
+        order = _Run(self, steps).listed(program, hold=hold)
+        if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
+            return order
+        # What crosses between machines has no buckets: neighbours run as one.
+        again = _Flow(self._graph, order.program, self._cost)
+        return _Run(again, again.steps).in_place(order.program)
+
+    def cut(self, buckets: int) -> tuple[list[_Step], int]:
+        """The steps with what is loose in buckets; and how many instructions one of them had."""
+        found: list[_Step] = []
+        most = 1
+        for step in self.steps:
+            if not step.loose or len(step.what) == 1:
+                found.append(step)
+                continue
+            most = max(most, len(step.what))
+            found += [self._bucket(step, part) for part in self._parts(step, buckets)]
+        return found, most
+
+    def _parts(self, step: _Step, buckets: int) -> list[list[Instruction]]:
+        """The members of a loose step in the order of their need, in parts of like bytes."""
+        alone = []
+        for k, what in enumerate(step.what):
+            one = replace(step, what=(what,))
+            one.ins, one.outs = map(self._numbers, ends(self._graph, (what,)))
+            self._place(one)
+            alone.append((one.need, k, what))
+        alone.sort(key=lambda entry: entry[:2])
+        sizes = np.array([self._nbytes(what) for _, _, what in alone], dtype=np.float64)
+        middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+        numbers = np.minimum(middle * buckets, buckets - 1).astype(int).tolist()
+        parts: dict[int, list[Instruction]] = {}
+        for number, (_, _, what) in zip(numbers, alone, strict=True):
+            parts.setdefault(number, []).append(what)
+        return list(parts.values())
+
+    def _nbytes(self, what: Instruction) -> int:
+        (value,) = ends(self._graph, (what,))[0]
+        return max(self._graph.tensors[value.tensor].nbytes, 1)
+
+    def _bucket(self, whole: _Step, part: list[Instruction]) -> _Step:
+        group = tuple(part)
+        converts = [s for s in group if isinstance(s, Convert)]
+        if converts:
+            how = self._cost.convert_group(converts)[0].implementation
+            group = tuple(replace(s, implementation=how) for s in converts)
+        made = self._step(group)
+        made.urgent = whole.urgent
+        self._place(made)
+        return made
+
+
+def _connect(steps: Sequence[_Step]) -> None:
+    """Who reads whom."""
+    maker: dict[int, _Step] = {}
+    for step in steps:
+        step.readers, step.missing = [], 0
+        for other in {id(m): m for v in step.ins if (m := maker.get(v))}.values():
+            other.readers.append(step)
+            step.missing += 1
+        maker.update(dict.fromkeys(step.outs, step))
+
+
+class _Run:
+    """Steps given to the streams one by one, which decides their order."""
+
+    def __init__(self, flow: _Flow, steps: Sequence[_Step]) -> None:
+        _connect(steps)
+        self._steps = steps
+        self._updates_s = flow.updates_s
+        self._streams = Streams(flow.machine)
+        self._numbers: dict[int, int] = {}  # values that collectives make -> which of them
+        self._order: list[Instruction] = []
+        self._begin: list[float] = []  # of each step, on the last rank
+        self._issued: list[int] = []  # the steps that communicate
+        self._middle = 0  # the first step of the backward
+
+    def in_place(self, program: Program) -> Order:
+        """The program in the order that it has."""
+        for backward in (False, True):
+            for step in self._steps:
+                if step.backward is backward:
+                    self._issue(step) if step.lane else self._compute(step)
+            self._end_half(backward)
+        return self._made(program)
+
+    def listed(self, program: Program, *, hold: bool) -> Order:
+        """The program in an order found by list scheduling.
+
+        Args:
+            hold: loose collectives are issued when the link is idle, or if nothing else can run.
+        """
+        place = {id(step): k for k, step in enumerate(self._steps)}
+        missing = {id(step): step.missing for step in self._steps}
+        for backward in (False, True):
+            half = [step for step in self._steps if step.backward is backward]
+            waiting = _Waiting()
+            new = [step for step in half if not missing[id(step)]]
+            for _ in half:
+                for step in new:
+                    waiting.add(step, place[id(step)], self._after(step))
+                step = waiting.next(self._streams, self._streams.idle or not hold)
+                self._issue(step) if step.lane else self._compute(step)
+                new = []
+                for reader in step.readers:
+                    missing[id(reader)] -= 1
+                    if not missing[id(reader)] and reader.backward is backward:
+                        new.append(reader)
+            self._end_half(backward)
+        return self._made(replace(program, instructions=tuple(self._order)))
+
+    def _after(self, step: _Step) -> int:
+        """The last collective whose result a step reads."""
+        return max((self._numbers.get(v, -1) for v in step.ins), default=-1)
+
+    def _compute(self, step: _Step) -> None:
+        self._order += step.what
+        self._streams.wait(self._after(step))
+        self._begin.append(self._streams.now_s)
+        self._streams.compute(np.asarray(step.seconds))
+
+    def _issue(self, step: _Step) -> None:
+        for s in step.what:  # a bucket of its own keeps it from running as one with the next
+            own = replace(s, bucket=len(self._issued) + 1) if isinstance(s, Convert) else s
+            self._order.append(own)
+        self._issued.append(len(self._begin))
+        self._begin.append(self._streams.now_s)
+        number = self._streams.issue(float(np.max(step.seconds)), step.messages)
+        self._numbers.update(dict.fromkeys(step.outs, number))
+
+    def _end_half(self, backward: bool) -> None:
+        self._streams.drain()
+        if not backward:
+            self._middle = len(self._begin)
+
+    def _made(self, program: Program) -> Order:
+        until = list(range(len(self._begin)))
+        for at, job in zip(self._issued, self._streams.jobs, strict=True):
+            last = bisect.bisect_left(self._begin, job.end_s) - 1
+            until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
+        ends_s = np.maximum(self._streams.clock_s, self._streams.least_s)
+        return Order(
+            program=program, step_s=float((ends_s + self._updates_s).max()),
+            communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
+            until=tuple(until),
+        )  # fmt: skip
+
+
+class _Waiting:
+    """Steps that could be given to the streams, by what they wait for."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, _Step]] = []
+        """Computing whose inputs are there, in program order."""
+        self._later: list[tuple[int, int, _Step]] = []
+        """Computing whose inputs are being communicated, by the last of these collectives."""
+        self._urgent: list[tuple[int, int, _Step]] = []
+        self._loose: list[tuple[int, int, _Step]] = []
+
+    def add(self, step: _Step, place: int, after: int) -> None:
+        if step.lane:
+            heapq.heappush(self._loose if step.loose else self._urgent, (step.need, place, step))
+        else:
+            heapq.heappush(self._later, (after, place, step))
+
+    def next(self, streams: Streams, loose: bool) -> _Step:
+        """What goes next: collectives first, the loose ones if they may or nothing else can."""
+        while self._later and streams.ended(self._later[0][0]):
+            _, place, step = heapq.heappop(self._later)
+            heapq.heappush(self._free, (place, step))
+        if self._urgent:
+            return heapq.heappop(self._urgent)[-1]
+        if self._loose and (loose or not (self._free or self._later)):
+            return heapq.heappop(self._loose)[-1]
+        return heapq.heappop(self._free)[-1] if self._free else heapq.heappop(self._later)[-1]

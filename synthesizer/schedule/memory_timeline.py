@@ -1,0 +1,149 @@
+"""Memory over time: the bytes that are alive on each rank at every instant of a step.
+
+The rules are those of :func:`hap.synthesizer.cost.serial_cost.memory`, placed on the streams of
+:mod:`hap.synthesizer.schedule.event_simulator`. A storage is there from the start of the instruction that makes
+it to the end of the last that reads it. Views share the storage of what they look at; what leaves
+the graph stays.
+Without overlap the largest value is that function's peak. With overlap it can be larger: what
+a collective reads stays until it has ended, while computing goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hap.ir.graph import FREE, Graph
+from hap.ir.program import Compute, Program, Value
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.peak_memory import communication_buffers
+from hap.synthesizer.schedule.event_simulator import Schedule, ends
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Curve:
+    """Bytes alive on one rank: ``bytes[k]`` from ``times_s[k]`` until ``times_s[k + 1]``.
+
+    ``at[k]`` is the index of the instruction that made or last read what changed, -1 before
+    the first. Several changes may have one time.
+    """
+
+    times_s: Floats
+    bytes: Floats
+    at: npt.NDArray[np.int64]
+
+    @property
+    def peak(self) -> int:
+        """Index of the largest value; the first of equals."""
+        return int(self.bytes.argmax())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Storage:
+    """Where one or more values lie: made at ``born``, read until ``last``; -1 for inputs."""
+
+    value: Value
+    born: int
+    last: int
+    until_s: PerRank
+
+
+def memory_over_time(
+    graph: Graph, program: Program, cost: CostModel, run: Schedule
+) -> tuple[Curve, ...]:
+    """One curve per rank; it begins with the inputs, parameters and optimizer states."""
+    changes = list(_changes(graph, program, cost, run))
+    world = cost.machine.cluster.world_size
+    at = np.array([-1, *(index for index, _, _ in changes)])
+    times = np.stack([np.zeros(world), *(time for _, time, _ in changes)])
+    sizes = np.stack([_held_bytes(graph, program, cost), *(nbytes for _, _, nbytes in changes)])
+    curves = []
+    for rank in range(world):
+        order = np.argsort(times[:, rank], kind="stable")  # at one time, in program order
+        order = order[(sizes[order, rank] != 0) | (order == 0)]
+        curves.append(
+            Curve(times_s=times[order, rank], bytes=np.cumsum(sizes[order, rank]), at=at[order])
+        )
+    return tuple(curves)
+
+
+def _held_bytes(graph: Graph, program: Program, cost: CostModel) -> PerRank:
+    """What is there before the first instruction and after the last."""
+    held = np.zeros(cost.machine.cluster.world_size)
+    for i in graph.inputs:
+        trained = i.role == "parameter" and i.target in graph.gradients
+        copies = 1 + (cost.optimizer_states if trained else 0)
+        held = held + copies * cost.local_bytes(graph.tensors[i.tensor], program.inputs[i.tensor])
+    return held
+
+
+def _changes(
+    graph: Graph, program: Program, cost: CostModel, run: Schedule
+) -> Iterator[tuple[int, PerRank, PerRank]]:
+    """(instruction, time, bytes more) per rank of all that comes and goes, in program order.
+
+    A fused collective holds all that it reads and makes, and its buffers, until it has ended; a
+    kernel what it needs for itself.
+    """
+    born: dict[int, list[_Storage]] = {}
+    dying: dict[int, list[_Storage]] = {}
+    for storage in _storages(graph, program, run):
+        born.setdefault(storage.born, []).append(storage)
+        dying.setdefault(storage.last, []).append(storage)
+
+    def size(storage: _Storage) -> PerRank:
+        value = storage.value
+        return cost.local_bytes(graph.tensors[value.tensor], value.placement)
+
+    first = 0
+    for group in program.groups(graph):
+        members = range(first, first + len(group))
+        for at in members:
+            yield from ((at, run.begin_s[at], size(s)) for s in born.get(at, ()))
+        beside = communication_buffers(group, cost) + sum(
+            cost.workspace(node, row) for node, row in computed(graph, group)
+        )
+        if beside.any():
+            yield first, run.begin_s[first], beside
+            yield first, run.done_s[first], -beside
+        for at in members:
+            yield from ((at, s.until_s, -size(s)) for s in dying.get(at, ()))
+        first += len(group)
+    yield from ((first, run.backward_done_s, -size(s)) for s in dying.get(first, ()))
+
+
+def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:
+    """The storages that instructions make; those that never die have ``last`` beyond the end."""
+    end = len(program.instructions)
+    zero = np.zeros(run.world_size)
+    of: dict[Value, _Storage] = {}
+    for i in graph.inputs:
+        value = Value(i.tensor, program.inputs[i.tensor])
+        of[value] = _Storage(value=value, born=-1, last=-1, until_s=zero)
+    made: list[_Storage] = []
+    for at, step in enumerate(program.instructions):
+        ins, outs = ends(graph, (step,))
+        if isinstance(step, Compute):
+            alias = graph.by_name[step.node].op in FREE
+        else:
+            alias = step.kind == "slice"
+        for value in ins:
+            storage = of[value]
+            storage.last = max(storage.last, at)
+            storage.until_s = np.maximum(storage.until_s, run.done_s[at])
+        for value in outs:
+            if alias and ins:
+                of[value] = of[ins[0]]
+                of[value].last = max(of[value].last, at)
+            else:
+                of[value] = _Storage(value=value, born=at, last=at, until_s=run.done_s[at])
+                made.append(of[value])
+    for output, p in zip(graph.outputs, program.outputs, strict=True):
+        of[Value(output.tensor, p)].last = end + 1
+    return made

@@ -1,0 +1,244 @@
+"""A* over partial programs, after HAP: exact if it may run on, and anytime if it may not.
+
+A partial program is a set of choices made: this operator runs by this row (one Hoare triple
+applied), this tensor is held so, this parameter stored so. The search starts from the empty
+program and always extends, by one more choice, the partial program with the least bound on
+the cost of its completions (Zhang et al., "HAP: SPMD DNN Training on Heterogeneous GPU
+Clusters with Automated Program Synthesis", EuroSys 2024). Two things differ from the paper:
+
+* the bound comes from elimination with tables of bounded size (:mod:`.buckets`), after costs
+  were moved to where they bound best (:mod:`.shift`). It never falls along a path, so the
+  first complete program taken is the cheapest;
+* choices are made in the order of the bucket tree, not of the program, so that few variables
+  are on the *frontier*: decided, but tied to an undecided one.
+
+Of partial programs with the same choices on the frontier only the cheapest is kept: they have
+the same completions. The paper prunes programs with the same properties likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Labelling
+from hap.synthesizer.search.mini_buckets import BucketLevel, Ladder, build_ladder, search_order
+from hap.synthesizer.search.search_result import (
+    Pairs,
+    SearchResult,
+    SearchStatus,
+    Unary,
+    cost_of,
+    infeasible,
+)
+from hap.synthesizer.search.soft_arc_consistency import fold, shift
+
+TABLE_ENTRIES = 1 << 20
+"""Entries of a table of the bound: 8 MiB. More make it tighter and slower to build."""
+
+SWEEPS = 6
+"""Sweeps that move costs before the bound is built; the gap shrinks with each, less and less."""
+
+EXPANSIONS = 1 << 20
+"""Partial programs that are extended before the search answers with the best one it has."""
+
+DIVE_EVERY = 1 << 10
+"""Expansions between two dives from the best open program to a complete one."""
+
+FIRST_DIVES = (1, 8, 64)
+"""Widths of the dives from the empty program: a wide one rarely ends dead, or far from best."""
+
+
+def search(
+    unary: Unary,
+    pairs: Pairs,
+    *,
+    table_entries: int = TABLE_ENTRIES,
+    sweeps: int = SWEEPS,
+    expansions: int = EXPANSIONS,
+    forbidden: Mapping[int, Iterable[int]] | None = None,
+) -> SearchResult:
+    """The cheapest labelling, or the best one found and a bound on all others.
+
+    Args:
+        unary, pairs: the tables, as for :func:`hap.synthesizer.search.bucket_elimination.minimise`.
+        table_entries: bound on the tables of the heuristic. If no table of the elimination
+            is larger, the heuristic is exact and the search walks straight to the optimum.
+        expansions: limit on the search, counted and not timed, so that it is repeatable.
+        forbidden: variable -> labels that it must not have.
+    """
+    allowed = [np.minimum(costs, FORBIDDEN) for costs in unary]
+    for v, labels in (forbidden or {}).items():
+        allowed[v][list(labels)] = FORBIDDEN
+    order, _ = search_order([len(costs) for costs in unary], pairs)
+    shifted = shift(allowed, pairs, order, sweeps)
+    if shifted is None:
+        return infeasible()
+    folded = fold(shifted.unary, shifted.pairs)
+    ladder = build_ladder(folded.unary, folded.pairs, table_entries)
+    if ladder.base >= FORBIDDEN:
+        return infeasible()
+    run = _Search(ladder, [len(labels) for labels in folded.labels], expansions)
+    bound = run.run() + shifted.constant
+    if run.best is None:
+        if run.exhausted:
+            return infeasible()
+        return SearchResult(status=SearchStatus.UNKNOWN, bound=bound, labelling=None)
+    chosen = run.best.choices()
+    labels = [0] * len(unary)
+    for level, choice in zip(ladder.levels, chosen, strict=True):
+        labels[level.variable] = folded.labels[level.variable][choice]
+    cost = cost_of(labels, unary, pairs)
+    assert cost == run.best.bound + shifted.constant, "a complete program's bound is its cost"
+    return SearchResult(
+        status=SearchStatus.OPTIMAL if bound == cost else SearchStatus.FEASIBLE,
+        bound=bound,
+        labelling=Labelling(
+            cost=cost, labels=tuple(labels), width=ladder.width, largest_table=ladder.largest_table
+        ),
+    )
+
+
+class _Partial(NamedTuple):
+    """A partial program: choices for the first ``level`` variables, linked from last to first.
+
+    ``bound`` is a lower bound on its completions, and the cost if it is complete;
+    ``frontier`` the labels of those decided variables that still matter.
+    """
+
+    bound: int
+    level: int
+    frontier: tuple[int, ...]
+    label: int
+    before: _Partial | None
+
+    def choices(self) -> list[int]:
+        """The label on every level."""
+        labels: list[int] = []
+        partial: _Partial | None = self
+        while partial is not None and partial.before is not None:
+            labels.append(partial.label)
+            partial = partial.before
+        return labels[::-1]
+
+
+class _Rung:
+    """One level, with its tables laid out to be read by the labels of the frontier.
+
+    Args:
+        frontier: the variables on it before this level.
+        last: variable -> the last level whose tables mention it.
+    """
+
+    def __init__(
+        self, level: BucketLevel, depth: int, frontier: tuple[int, ...], sizes: Sequence[int],
+        last: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        decided = (*frontier, level.variable)
+        place = {v: k for k, v in enumerate(decided)}
+        self._tables = []
+        for scope, costs in level.regrets:
+            strides, stride = [], 1
+            for v in reversed(scope[:-1]):
+                strides.append((place[v], stride))
+                stride *= sizes[v]
+            self._tables.append((costs.reshape(-1, costs.shape[-1]), strides))
+        self.frontier = tuple(v for v in decided if last.get(v, -1) > depth)
+        self._keep = tuple(place[v] for v in self.frontier)
+
+    def extend(self, partial: _Partial, below: int) -> list[_Partial]:
+        """All one-choice extensions bounded below ``below``, undominated by one another."""
+        at = partial.frontier
+        rows = [table[sum(at[k] * stride for k, stride in s)] for table, s in self._tables]
+        regrets = functools.reduce(lambda a, b: np.minimum(a + b, FORBIDDEN), rows)
+        found: dict[tuple[int, ...], _Partial] = {}
+        for label, regret in enumerate(regrets.tolist()):
+            bound = partial.bound + regret
+            if bound >= below:
+                continue
+            decided = (*at, label)
+            frontier = tuple([decided[k] for k in self._keep])
+            if frontier not in found or bound < found[frontier].bound:
+                found[frontier] = _Partial(bound, partial.level + 1, frontier, label, partial)
+        return list(found.values())
+
+
+def _rungs(ladder: Ladder, sizes: Sequence[int]) -> list[_Rung]:
+    last = {v: k for k, level in enumerate(ladder.levels) for t in level.regrets for v in t.scope}
+    rungs: list[_Rung] = []
+    frontier: tuple[int, ...] = ()
+    for depth, level in enumerate(ladder.levels):
+        rungs.append(_Rung(level, depth, frontier, sizes, last))
+        frontier = rungs[-1].frontier
+    return rungs
+
+
+class _Search:
+    """One run: the open programs, the best complete one, and the count of expansions."""
+
+    def __init__(self, ladder: Ladder, sizes: Sequence[int], expansions: int) -> None:
+        self._rungs = _rungs(ladder, sizes)
+        self._root = _Partial(ladder.base, 0, (), 0, None)
+        self._left = expansions
+        self.best: _Partial | None = None
+        self.exhausted = False
+
+    @property
+    def _below(self) -> int:
+        """What costs as much as this is of no use."""
+        return FORBIDDEN if self.best is None else self.best.bound
+
+    def run(self) -> int:
+        """Search until the optimum is proven or the limit reached; returns the proven bound."""
+        for width in FIRST_DIVES:
+            affordable = width == 1 or width * len(self._rungs) <= self._left // 4
+            if affordable and self._root.bound < self._below:
+                self._dive(self._root, width)
+        opened = [(self._root.bound, 0, 0, self._root)]
+        least: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(self._rungs) + 1)]
+        made = expanded = 0
+        while opened and opened[0][0] < self._below:
+            if self._left <= 0:
+                return opened[0][0]
+            partial = heapq.heappop(opened)[-1]
+            if least[partial.level].get(partial.frontier, partial.bound) < partial.bound:
+                continue  # a cheaper one with the same frontier came after it
+            expanded += 1
+            if expanded % DIVE_EVERY == 0:
+                self._dive(partial, 1)
+            for child in self._extend(partial):
+                known = least[child.level].get(child.frontier)
+                if known is not None and known <= child.bound:
+                    continue
+                least[child.level][child.frontier] = child.bound
+                if child.level == len(self._rungs):
+                    self.best = child
+                    continue
+                made += 1  # of equal bounds the deepest is first, then the first made
+                heapq.heappush(opened, (child.bound, -child.level, made, child))
+        self.exhausted = True
+        return self._below
+
+    def _extend(self, partial: _Partial) -> list[_Partial]:
+        self._left -= 1
+        return self._rungs[partial.level].extend(partial, self._below)
+
+    def _dive(self, start: _Partial, width: int) -> None:
+        """Go down level by level with the ``width`` best; a complete program is the new best."""
+        beam = [start]
+        while beam and beam[0].level < len(self._rungs):
+            if self._left <= 0:
+                return
+            found: dict[tuple[int, ...], _Partial] = {}
+            for partial in beam:
+                for child in self._extend(partial):
+                    other = found.get(child.frontier)
+                    if other is None or child.bound < other.bound:
+                        found[child.frontier] = child
+            beam = heapq.nsmallest(width, found.values(), key=lambda p: p.bound)
+        if beam:
+            self.best = beam[0]

@@ -1,0 +1,29 @@
+"""Names of axes for people: ``batch``, ``encoder.layer.3.attention heads``, ``lm_head out``."""
+
+from __future__ import annotations
+
+from hap.ir.axes import Dim
+from hap.ir.graph import Graph
+
+
+def axis_names(graph: Graph) -> dict[Dim, str]:
+    """Names for some dims, the most telling first; an axis takes the first that it contains."""
+    names: dict[Dim, str] = {}
+    for dim, name in enumerate(("batch", "sequence")):
+        for i in graph.role("input"):
+            tensor = graph.tensors[i.tensor]
+            # Only token numbers have a sequence for certain; an image has channels there.
+            if dim < len(tensor.shape) and (dim == 0 or "float" not in tensor.dtype):
+                names.setdefault((i.tensor, dim), name)
+    for node in graph.nodes:
+        out = node.outputs[0]
+        if node.op == "hap.sdpa.default":
+            names.setdefault((node.inputs[0], 1), f"{node.module or node.name} heads")
+        if node.op == "aten.embedding.default" and out is not None:
+            names.setdefault((out, len(graph.tensors[out].shape) - 1), "hidden")
+    for i in graph.role("parameter"):
+        path, _, leaf = i.target.rpartition(".")
+        for dim in range(len(graph.tensors[i.tensor].shape)):
+            side = ("out", "in")[dim] if dim < 2 else f"dim {dim}"
+            names.setdefault((i.tensor, dim), f"{path or leaf} {side}")
+    return names

@@ -1,0 +1,314 @@
+"""Minimum-cost labelling by bucket elimination: exact, and linear in the depth of the model.
+
+    minimise  sum over variables v of unary_v[x_v]  +  sum over pairs (u, v) of pair_uv[x_u, x_v]
+
+Eliminating a variable replaces all the tables that mention it by one table over its
+neighbours, minimised over the variable (Dechter, "Bucket elimination", 1999). The work is
+exponential only in the width of the order, and the joint graphs of real models have tiny
+width whatever their depth. What repeats from layer to layer is eliminated once
+(:mod:`hap.synthesizer.search.table_pool`). Costs are integers, so that equal plans tie exactly and the
+result does not depend on the order of additions.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.synthesizer.search.dominance import Reduced
+from hap.synthesizer.search.table_pool import FORBIDDEN, Costs, Labels, Pool
+
+__all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minimise"]
+
+LARGEST_TABLE = 1 << 26
+"""Entries beyond which elimination gives up: 512 MiB."""
+
+
+MOST_ENTRIES = 1 << 31
+"""Entries of all tables together beyond which elimination gives up: some ten seconds."""
+
+HUBS = 3
+"""Variables that are fixed to each of their labels in turn where a table would be too large.
+
+What many layers read, such as an encoder's output, ties them all; fixed, it ties none.
+"""
+
+Pairs = Mapping[tuple[int, int], Costs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelling:
+    """An optimal labelling, its cost, and how hard it was to find."""
+
+    cost: int
+    labels: tuple[int, ...]
+    width: int
+    largest_table: int
+
+
+class TooWide(Exception):
+    """The graph has tables that would not fit; ``variables`` are those of the largest."""
+
+    def __init__(self, what: str, variables: tuple[int, ...]) -> None:
+        super().__init__(f"elimination needs {what}")
+        self.variables = variables
+
+
+def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
+    """The cheapest labelling; ``None`` if every labelling is forbidden.
+
+    Args:
+        unary: per variable, the cost of each of its labels.
+        pairs: ``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v).
+
+    Raises:
+        TooWide: some table would have more than :data:`LARGEST_TABLE` entries, whichever labels
+            :data:`HUBS` variables with most neighbours have, or all of them together more than
+            :data:`MOST_ENTRIES`.
+    """
+    if not all(len(costs) for costs in unary):
+        return None
+    reduced = Reduced(Pool(), unary, pairs)
+    hubs: list[int] = []
+    plan = _best_order(tuple(reduced.sizes), tuple(reduced.edges))
+    while plan.largest > LARGEST_TABLE and len(hubs) < HUBS:
+        hubs.append(_hub(reduced, hubs))
+        sizes = [1 if v in hubs else size for v, size in enumerate(reduced.sizes)]
+        edges = [e for e in reduced.edges if not {*e} & {*hubs}]
+        plan = _best_order(tuple(sizes), tuple(edges))
+    if plan.largest > LARGEST_TABLE:
+        raise TooWide(f"a table of {plan.largest} entries", plan.widest)
+    entries = plan.total * math.prod(len(reduced.kept[hub]) for hub in hubs)
+    if entries > MOST_ENTRIES:
+        raise TooWide(f"{entries} entries in its tables", plan.widest)
+    if not hubs:
+        return _eliminated(reduced, {}, plan)
+    known: _Known = {}
+    best: Labelling | None = None
+    for labels in itertools.product(*(reduced.kept[hub] for hub in hubs)):
+        given = _given(unary, pairs, dict(zip(hubs, labels, strict=True)))
+        found = _eliminated(Reduced(reduced.pool, *given), known, plan)
+        if found and (best is None or found.cost < best.cost):
+            own = list(found.labels)
+            for hub, label in zip(hubs, labels, strict=True):
+                own[hub] = label
+            best = replace(found, labels=tuple(own))
+    return best
+
+
+def _hub(reduced: Reduced, hubs: Sequence[int]) -> int:
+    """The variable with most neighbours, but for those that are hubs already."""
+    free = [v for v in range(len(reduced.sizes)) if v not in hubs]
+    return max(free, key=lambda v: (len(reduced.near[v]), -v))
+
+
+def _given(
+    unary: Sequence[Costs], pairs: Pairs, fixed: Mapping[int, int]
+) -> tuple[list[Costs], dict[tuple[int, int], Costs]]:
+    """The problem in which some variables have one label each (conditioning)."""
+
+    def own(v: int) -> slice:
+        return slice(fixed[v], fixed[v] + 1) if v in fixed else slice(None)
+
+    costs = [u[own(v)] for v, u in enumerate(unary)]
+    return costs, {(u, v): t[own(u), own(v)] for (u, v), t in pairs.items()}
+
+
+def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | None:
+    """Eliminate in the order of ``plan``, which may be that of a graph with more edges."""
+    buckets = _Buckets(reduced, known)
+    constant = 0
+    trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
+    for v, scope in plan.steps:
+        least, best_label = buckets.eliminate(v, scope)
+        if least >= FORBIDDEN:
+            return None
+        constant += least
+        trail.append((v, scope, best_label))
+    labels = [0] * len(reduced.sizes)
+    for v, scope, best_label in reversed(trail):
+        labels[v] = int(best_label[tuple(labels[n] for n in scope)])
+    return Labelling(
+        cost=constant,
+        labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
+        width=max(len(scope) for _, scope in plan.steps),
+        largest_table=plan.largest,
+    )
+
+
+_Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
+"""What an elimination depends on: own costs, labels of all, (dims, number) of each table."""
+
+
+_Known = dict[_Key, tuple[int, int, Labels]]
+"""Eliminations that were made: their least entry, the number of their table, the best labels."""
+
+
+class _Buckets:
+    """The tables that are left of a problem while its variables are eliminated."""
+
+    def __init__(self, reduced: Reduced, known: _Known) -> None:
+        self._pool, self._costs, self._sizes = reduced.pool, reduced.costs, reduced.sizes
+        # Per variable: (scope, number) of the tables that mention it.
+        self._tables: list[list[tuple[tuple[int, ...], int]]] = [
+            [((v, u), table) for u, table in near.items()] for v, near in enumerate(reduced.near)
+        ]
+        self._known = known
+
+    def eliminate(self, v: int, scope: tuple[int, ...]) -> tuple[int, Labels]:
+        """Replace the tables of ``v`` by one over its neighbours.
+
+        Returns:
+            The least entry of that table, which is subtracted from it so that what a layer
+            costs does not hide that it repeats, and the best label of ``v``, of dims ``scope``.
+        """
+        place = {n: k for k, n in enumerate((*scope, v))}
+        mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
+        shape = tuple(self._sizes[n] for n in (*scope, v))
+        key: _Key = (self._costs[v], shape, tuple(mine))
+        least, best, best_label = self._known.get(key) or self._eliminate(key)
+        for _, table in mine:
+            self._pool.release(table)
+        for n in scope:
+            self._tables[n] = [(names, t) for names, t in self._tables[n] if v not in names]
+            self._tables[n].append((scope, best))
+        return least, best_label
+
+    def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
+        """Known from now on if it can be held; else its table is for the next reader alone."""
+        costs, shape, mine = key
+        tables = self._pool.tables
+        given = [((len(shape) - 1,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
+        best, best_label = _minimum(shape, given)
+        least = int(best.min())
+        best = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
+        if not self._pool.holds(best.size):
+            return least, self._pool.passing(best), best_label
+        found = self._known[key] = least, self._pool.number(best), best_label
+        return found
+
+
+class _Order(NamedTuple):
+    """An elimination order: each variable with its neighbours at that time."""
+
+    total: int
+    largest: int
+    widest: tuple[int, ...]
+    steps: list[tuple[int, tuple[int, ...]]]
+
+
+EASY = 1 << 27
+"""Total entries below which a better order would not pay for being looked for.
+
+Most of them are in tables that repeat, and are not made again.
+"""
+
+
+@functools.lru_cache(maxsize=16)
+def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
+    """Greedy orders by several measures, none of which is best on every graph.
+
+    Searches of one graph under other prices often leave the same labels: the last are kept.
+    """
+    found: list[_Order] = []
+    for measure in (_small_first, _table_size, _fill, _degree):
+        found.append(_order(sizes, edges, measure))
+        if found[-1].total <= EASY:
+            break
+    return min(found, key=lambda order: order.total)
+
+
+Measure = Callable[[int, Sequence[int], list[set[int]]], int]
+
+
+def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    return math.prod(sizes[n] for n in near[v]) * sizes[v]
+
+
+def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    """What is small by its size, which leaves a core of each layer; that by its fill."""
+    entries = _table_size(v, sizes, near)
+    return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
+
+
+def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    """Size of the tables between neighbours that would become tied."""
+    return sum(
+        sizes[a] * sizes[b] for a, b in itertools.combinations(near[v], 2) if b not in near[a]
+    )
+
+
+def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    return (len(near[v]) << 40) + min(_table_size(v, sizes, near), (1 << 40) - 1)
+
+
+def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Measure) -> _Order:
+    near: list[set[int]] = [set() for _ in sizes]
+    for u, v in edges:
+        near[u].add(v)
+        near[v].add(u)
+    heap = [(measure(v, sizes, near), v) for v in range(len(sizes))]
+    heapq.heapify(heap)
+    gone = [False] * len(sizes)
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    total = largest = 0
+    widest: tuple[int, ...] = ()
+    while heap:
+        claimed, v = heapq.heappop(heap)
+        if gone[v] or claimed != measure(v, sizes, near):
+            continue
+        gone[v] = True
+        scope = tuple(sorted(near[v]))
+        entries = _table_size(v, sizes, near)
+        total += entries
+        if entries > largest:
+            largest, widest = entries, (*scope, v)
+        steps.append((v, scope))
+        for n in scope:
+            near[n].discard(v)
+            near[n].update(m for m in scope if m != n)
+        for n in scope:
+            heapq.heappush(heap, (measure(n, sizes, near), n))
+    return _Order(total, largest, widest, steps)
+
+
+SMALL = 1 << 14
+"""Entries up to which a table is made at once: fewer calls count for more than less memory."""
+
+
+def _minimum(
+    shape: tuple[int, ...], tables: Sequence[tuple[tuple[int, ...], Costs]]
+) -> tuple[Costs, Labels]:
+    """The sum of tables, minimised over the last of all dims, and its first best label.
+
+    Args:
+        shape: labels of all variables.
+        tables: (which dims of ``shape`` its dims are, table). A large sum is never whole in
+            memory, but made label by label.
+    """
+    terms = []
+    for dims, table in sorted(tables, key=lambda entry: entry[1].size):
+        order = sorted(range(len(dims)), key=lambda k: dims[k])
+        whole = [1] * len(shape)
+        for k in order:
+            whole[dims[k]] = shape[dims[k]]
+        terms.append(table.transpose(order).reshape(whole))
+    if math.prod(shape) <= SMALL:
+        joint = functools.reduce(np.add, terms)
+        if joint.shape != shape:
+            joint = np.broadcast_to(joint, shape)
+        return joint.min(axis=-1), joint.argmin(axis=-1)
+    best = np.full(shape[:-1], np.iinfo(np.int64).max)
+    best_label = np.zeros(shape[:-1], dtype=np.int8 if shape[-1] <= 128 else np.int16)
+    for label in range(shape[-1]):
+        total = functools.reduce(np.add, (t[..., min(label, t.shape[-1] - 1)] for t in terms))
+        best_label[total < best] = label
+        np.minimum(best, total, out=best)
+    return best, best_label

@@ -1,0 +1,380 @@
+"""Choosing a program is labelling a graph: build the tables, solve, read the program back.
+
+Variables (all costs in integer picoseconds):
+
+* each node: which of its rows runs it (unary: its computing time);
+* each tensor: how it is held (:data:`hap.synthesizer.search.program_space.Holding`);
+* each parameter: the placement in which it is stored, which its gradient shares, so that the
+  optimizer updates shards where they lie (unary: the update's time); the batch: whether a
+  rank reads all of it or its rows.
+
+Pairs: producer-tensor, the cheapest conversions from the placement that the row makes to the
+holding; tensor-consumer, 0 if the holding gives the placement that the row needs. Elimination
+(:mod:`hap.synthesizer.search.bucket_elimination`) minimises the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.ir.graph import Node, Tensor
+from hap.ir.mesh import ends
+from hap.ir.placement import P, Placement, R, convertible
+from hap.ir.program import Convert, Program
+from hap.ir.regather import twin_of
+from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.search.lowering import Choices, write_program
+from hap.synthesizer.search.program_space import Holding, Space
+from hap.synthesizer.search.search_result import Engine, SearchResult
+
+PICOSECONDS = 1e12
+
+Allowed = Callable[[str, Placement, bool], bool]
+"""(tensor, placement, stored) -> may the program hold, or store, the tensor like that?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aims:
+    """What the search minimises: time as one number per vector over ranks, and memory.
+
+    ``memory_s_per_byte`` prices each rank's stored parameters and saved activations; it is
+    raised for the ranks that run out of memory.
+    """
+
+    time: Callable[[PerRank], float] = np.max
+    memory_s_per_byte: PerRank | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What nodes of one kind have in common: per row its times, and per operand its placements.
+
+    ``needs`` and ``makes`` hold each column of placements with its number.
+    """
+
+    seconds: list[PerRank]
+    times: Costs
+    needs: list[tuple[tuple[Placement, ...], int]]
+    makes: list[tuple[tuple[Placement, ...], int]]
+
+
+class Problem:
+    """The tables of one search."""
+
+    def __init__(
+        self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
+    ) -> None:
+        self.space, self.cost, self.aims = space, cost, aims
+        self._restricted = allowed is not None
+        self._allowed = allowed or (lambda tensor, placement, stored: True)
+        self.unary: list[Costs] = []
+        self.pairs: dict[tuple[int, int], Costs] = {}
+        self._tables: dict[object, Costs] = {}
+        self._numbers: dict[object, int] = {}
+        self._kinds: dict[object, _Kind] = {}
+        self._lie = {axis: cost.lies(axis) for axis in space.axes.axes}
+        graph = space.graph
+        # Parameters are gathered together at the start, gradients reduced together at the end.
+        self._gradients = frozenset(graph.gradients.values())
+        self._fused = ends(graph)
+        twins = twin_of(graph)
+        self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
+        self.held: dict[str, tuple[Holding, ...]] = {}
+        self._held: dict[str, int] = {}
+        self._variable: dict[str, int] = {}
+        for name in graph.tensors:
+            self.held[name] = self._filter(name)
+            self._held[name] = self._number(self.held[name])
+            self._variable[name] = self._add([self._hold_cost(name, h) for h in self.held[name]])
+        self._kind_of: dict[str, _Kind] = {}
+        self.rows: dict[str, tuple[Row, ...]] = {}
+        self._node: dict[str, int] = {}
+        for node in graph.nodes:
+            self._add_node(node)
+        self.stored: dict[str, tuple[Placement, ...]] = {}
+        self._stored: dict[str, int] = {}
+        self._add_batch()
+        for i in graph.inputs:
+            if i.role != "input":
+                self._add_input(i.tensor, i.role, i.target)
+        for parameter, twin in twins.items():
+            self._add_twin(parameter, graph.producer[twin])
+        for o in graph.outputs:
+            if o.role != "gradient":
+                self._require(self._add([0]), o.tensor, [R])
+
+    def solve(self) -> Labelling | None:
+        """The optimal labelling, or ``None`` if the allowed placements admit no program."""
+        return minimise(self.unary, self.pairs)
+
+    def outcome(self, engine: Engine) -> SearchResult:
+        """What an engine finds; it need be neither optimal nor a labelling at all."""
+        return engine(self.unary, self.pairs)
+
+    def timed(self) -> Iterator[tuple[int, list[PerRank]]]:
+        """The variables whose labels take time, with the seconds per rank of each label."""
+        for node in self.space.graph.nodes:
+            yield self._node[node.name], self._kind_of[node.name].seconds
+        for i in self.space.graph.role("parameter"):
+            if i.target in self.space.graph.gradients:
+                t = self.space.graph.tensors[i.tensor]
+                yield (
+                    self._stored[i.tensor],
+                    [self.cost.update(t, p) for p in self.stored[i.tensor]],
+                )
+
+    # --- tables ---
+
+    def _filter(self, name: str) -> tuple[Holding, ...]:
+        holdings = self.space.holdings[name]
+        if not self._restricted:
+            return holdings
+        # What a narrow space holds as terms alone is whole where nothing may be in terms.
+        for some in (holdings, ((R,),)):
+            if kept := tuple(h for h in some if all(self._allowed(name, p, False) for p in h)):
+                return kept
+        return ()
+
+    def _add(self, costs: Iterable[float]) -> int:
+        self.unary.append(_costs(costs))
+        return len(self.unary) - 1
+
+    def _pair(self, u: int, v: int, table: Costs) -> None:
+        key, table = ((u, v), table) if u < v else ((v, u), table.T)
+        self.pairs[key] = self.pairs[key] + table if key in self.pairs else table
+
+    def _add_node(self, node: Node) -> None:
+        rows = self.space.rows[node.name]
+        if self._restricted:
+            rows = tuple(r for r in rows if self._row_allowed(node, r))
+        self.rows[node.name] = rows
+        number, axes = self.space.node_kinds[node.name]
+        lie = tuple(self._lie[axis] for axis in axes)
+        key = number, lie, self.cost.around(node), self._restricted and rows
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(node, rows)
+        kind = self._kind_of[node.name] = self._kinds[key]
+        self.unary.append(kind.times)
+        v = self._node[node.name] = len(self.unary) - 1
+        for name, (needs, number) in zip(node.inputs, kind.needs, strict=True):
+            self._require(v, name, needs, number)
+        for out, (makes, number) in zip(node.outputs, kind.makes, strict=True):
+            if out is not None:
+                self._produce(v, out, makes, number)
+
+    def _kind(self, node: Node, rows: tuple[Row, ...]) -> _Kind:
+        seconds = [self.cost.compute(node, row) for row in rows]
+        needs = [tuple(row.ins[k] for row in rows) for k in range(len(node.inputs))]
+        makes = [tuple(row.outs[k] or R for row in rows) for k in range(len(node.outputs))]
+        return _Kind(
+            seconds=seconds,
+            times=_costs(self.aims.time(s) for s in seconds),
+            needs=[(column, self._number(column)) for column in needs],
+            makes=[(column, self._number(column)) for column in makes],
+        )
+
+    def _number(self, key: object) -> int:
+        """Equal keys have equal numbers, which are looked up faster."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _row_allowed(self, node: Node, row: Row) -> bool:
+        stored = node.name in self._twins  # it may look at what is stored, however that is held
+        placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+        return all(self._allowed(n, p, stored) for n, p in placed if n and p and p.sharded)
+
+    def _add_batch(self) -> None:
+        """One variable for all the batch: each rank reads all of it, or its rows of it."""
+        names = [i.tensor for i in self.space.graph.role("input")]
+        rows = [self.space.sources[name][-1] for name in names]
+        whole_allowed = all(
+            self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R
+        )
+        # The first of equals wins: rows, unless reading all of the batch saves time.
+        options = [rows, *([[R] * len(names)] if whole_allowed else [])]
+        v = self._add([0.0] * len(options))
+        for name, placements in zip(names, zip(*options, strict=True), strict=True):
+            self._stored[name] = v
+            self.stored[name] = placements
+            self._produce(v, name, placements)
+
+    def _add_input(self, tensor: str, role: str, target: str) -> None:
+        graph = self.space.graph
+        options = tuple(p for p in self.space.sources[tensor] if self._allowed(tensor, p, True))
+        gradient = graph.gradients.get(target) if role == "parameter" else None
+        costs = [0.0] * len(options)
+        if role == "parameter":
+            costs = [self._store_cost(tensor, p, gradient is not None) for p in options]
+        v = self._stored[tensor] = self._add(costs)
+        self.stored[tensor] = options
+        self._produce(v, tensor, options)
+        if gradient is not None:
+            self._require(v, gradient, options)
+            self._price_slices(v, gradient, options)
+
+    def _add_twin(self, parameter: str, alias: Node) -> None:
+        """What it costs that the backward looks at the forward's copy, or gathers its own."""
+        v, price = self._node[alias.name], self.aims.memory_s_per_byte
+        t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
+        if price is not None:
+            kept = [float(price @ self.cost.local_bytes(t, row.ins[0])) for row in rows]
+            self._pair(self._stored[parameter], v, np.array([
+                [_scaled(0.0 if row.ins[0] == p else s) for row, s in zip(rows, kept, strict=True)]
+                for p in self.stored[parameter]
+            ], dtype=np.int64))  # fmt: skip
+        # The forward's gather is then not among those at the start of the program.
+        self._pair(self._variable[parameter], v, np.array([
+            [_scaled(self._start_s(t, row.ins[0]) if R in holding else 0.0) for row in rows]
+            for holding in self.held[parameter]
+        ], dtype=np.int64))  # fmt: skip
+
+    def _start_s(self, t: Tensor, p: Placement) -> float:
+        """The start of a gather that has no neighbours."""
+        if not p.sharded:
+            return 0.0
+        alone, fused = (self.cost.convert(t, p, R, fused=f)[0].seconds for f in (False, True))
+        return alone - fused
+
+    def _price_slices(self, v: int, gradient: str, options: Sequence[Placement]) -> None:
+        """A gradient that is reduced whole, and then sliced, is kept whole."""
+        price = self.aims.memory_s_per_byte
+        if price is None:
+            return
+        t = self.space.graph.tensors[gradient]
+        more = [float(price @ (t.nbytes - self.cost.local_bytes(t, p))) for p in options]
+        self._pair(v, self._variable[gradient], np.array([
+            [_scaled(0.0 if p in holding else s) for holding in self.held[gradient]]
+            for p, s in zip(options, more, strict=True)
+        ], dtype=np.int64))  # fmt: skip
+
+    def _store_cost(self, tensor: str, p: Placement, trained: bool) -> float:
+        t = self.space.graph.tensors[tensor]
+        seconds = float(self.aims.time(self.cost.update(t, p))) if trained else 0.0
+        price = self.aims.memory_s_per_byte
+        if price is not None:
+            seconds += float(price @ self.cost.stored_bytes(t, p, trained=trained))
+        return seconds
+
+    def _hold_cost(self, name: str, holding: Holding) -> float:
+        price = self.aims.memory_s_per_byte
+        graph = self.space.graph
+        if price is None or name not in graph.saved:
+            return 0.0
+        return float(sum(price @ self.cost.local_bytes(graph.tensors[name], p) for p in holding))
+
+    def _require(
+        self, v: int, tensor: str, needs: Sequence[Placement], number: int | None = None
+    ) -> None:
+        """Variable ``v`` needs ``tensor`` in the placement that its label names.
+
+        ``number``: that of ``needs`` as a tuple, where it is known.
+        """
+        number = self._number(tuple(needs)) if number is None else number
+        key = self._held[tensor], number
+        if key not in self._tables:
+            table = [[_given(h, need) for h in self.held[tensor]] for need in needs]
+            self._tables[key] = np.array(table, dtype=np.int64)
+        self._pair(v, self._variable[tensor], self._tables[key])
+
+    def _produce(
+        self, v: int, tensor: str, makes: Sequence[Placement], number: int | None = None
+    ) -> None:
+        """Variable ``v`` makes ``tensor`` in the placement that its label names; see above."""
+        number = self._number(tuple(makes)) if number is None else number
+        key = self._held[tensor], number, self._alike(tensor)
+        if key not in self._tables:
+            held = self.held[tensor]
+            table = [[_scaled(self.conversions(tensor, p, h)[0]) for h in held] for p in makes]
+            self._tables[key] = np.array(table, dtype=np.int64)
+        self._pair(v, self._variable[tensor], self._tables[key])
+
+    def _alike(self, tensor: str) -> object:
+        """What the prices of a tensor's conversions depend on; layers repeat it."""
+        fused = tensor in self._fused, tensor in self._gradients
+        number, axes = self.space.tensor_kinds[tensor]
+        return number, tuple(self._lie[axis] for axis in axes), fused, self.cost.alike(tensor)
+
+    def conversions(
+        self, tensor: str, made: Placement, holding: Holding
+    ) -> tuple[float, tuple[Convert, ...]]:
+        """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
+        if self.at_once(tensor, made, holding):
+            return self._cheapest(tensor, made, holding, fused=False)
+        seconds, steps = self._cheapest(tensor, made, holding, fused=tensor in self._fused)
+        return seconds + self._waiting_s(tensor, made, holding), steps
+
+    def at_once(self, tensor: str, made: Placement, holding: Holding) -> bool:
+        """Is a gradient better reduced when it is made than with the others, at the end?
+
+        Until then its terms, of full size, lie in memory (ZeRO, stage 2).
+        """
+        waiting = self._waiting_s(tensor, made, holding)
+        if not waiting:
+            return False
+        alone, fused = (self._cheapest(tensor, made, holding, fused=f)[0] for f in (False, True))
+        return alone < fused + waiting
+
+    def _waiting_s(self, tensor: str, made: Placement, holding: Holding) -> float:
+        """The price of the memory of a gradient that waits for the end to be converted."""
+        price = self.aims.memory_s_per_byte
+        if price is None or tensor not in self._gradients or made in holding:
+            return 0.0
+        return float(price @ self.cost.local_bytes(self.space.graph.tensors[tensor], made))
+
+    def _cheapest(
+        self, tensor: str, made: Placement, holding: Holding, *, fused: bool
+    ) -> tuple[float, tuple[Convert, ...]]:
+        wanted = [p for p in holding if p != made]
+        if made == R and wanted:
+            return float("inf"), ()  # a replica gives every shard by slicing: hold it as R
+        if made in holding:
+            return self._chain(tensor, made, wanted, fused=fused)
+        routes = [wanted, wanted[::-1]] if len(wanted) == 2 else [wanted]
+        chains = (self._chain(tensor, made, route, fused=fused) for route in routes)
+        return min(chains, key=lambda c: c[0])
+
+    def _chain(
+        self, tensor: str, made: Placement, route: list[Placement], *, fused: bool
+    ) -> tuple[float, tuple[Convert, ...]]:
+        """Convert to each placement in turn: the first from ``made``, the next from the first."""
+        total, steps, src = 0.0, [], made
+        for dst in route:
+            if not convertible(src, dst):
+                return float("inf"), ()
+            t = self.space.graph.tensors[tensor]
+            choice = self.cost.convert(t, src, dst, fused=fused)[0]
+            total += choice.seconds
+            steps.append(
+                Convert(tensor=tensor, src=src, dst=dst, backward=False,
+                        implementation=choice.implementation)
+            )  # fmt: skip
+            src = dst if made == P else made
+        return total, tuple(steps)
+
+    # --- reading the program back ---
+
+    def program(self, labelling: Labelling) -> Program:
+        """The program that a labelling stands for, conversions placed before their first use."""
+        labels = labelling.labels
+        rows = {n: rows[labels[self._node[n]]] for n, rows in self.rows.items()}
+        held = {t: h[labels[self._variable[t]]] for t, h in self.held.items()}
+        stored = {t: p[labels[self._stored[t]]] for t, p in self.stored.items()}
+        choices = Choices(rows=rows, held=held, stored=stored)
+        return write_program(self.space, choices, self.conversions, self.at_once)
+
+
+def _given(holding: Holding, need: Placement) -> int:
+    """0 if a tensor held like that gives the placement, at once or as a local part."""
+    return 0 if need in holding or R in holding else FORBIDDEN
+
+
+def _costs(seconds: Iterable[float]) -> Costs:
+    return np.array([_scaled(s) for s in seconds], dtype=np.int64)
+
+
+def _scaled(seconds: float) -> int:
+    return FORBIDDEN if seconds == float("inf") else round(float(seconds) * PICOSECONDS)

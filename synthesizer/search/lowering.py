@@ -1,0 +1,161 @@
+"""From the choices of a search to a program: what converts when.
+
+Instructions stand in graph order, each conversion right before its first use. Two kinds stand
+together instead, to be fused: what is gathered of the parameters, at the start, and what is
+reduced of the gradients, at the end. Excepted are parameters that the backward gathers again, and
+gradients whose memory is too dear to wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hap.ir.graph import Graph, Node
+from hap.ir.mesh import is_mesh_op
+from hap.ir.placement import Placement, R
+from hap.ir.program import Compute, Convert, Instruction, Program
+from hap.ir.regather import twin_of
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.search.program_space import Holding, Space
+
+Conversions = Callable[[str, Placement, Holding], tuple[float, tuple[Convert, ...]]]
+"""(tensor, placement as made, holding) -> seconds and the conversions that make the holding."""
+
+AtOnce = Callable[[str, Placement, Holding], bool]
+"""(gradient, placement as made, holding) -> is it converted when it is made, not at the end?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """A row per node, a holding per tensor, and the placement in which each input is given."""
+
+    rows: Mapping[str, Row]
+    held: Mapping[str, Holding]
+    stored: Mapping[str, Placement]
+
+
+def write_program(
+    space: Space, choices: Choices, conversions: Conversions, at_once: AtOnce
+) -> Program:
+    """The program that choices stand for; the order of its instructions is this module's."""
+    writer = _Writer(space, choices, conversions)
+    graph, stored = space.graph, choices.stored
+    parameters = {i.target: i.tensor for i in graph.role("parameter")}
+    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+    final = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
+    again = {  # parameters that the backward reads where they are stored
+        name for name, twin in twin_of(graph).items()
+        if choices.rows[graph.producer[twin].name].ins[0] == stored[name]
+    }  # fmt: skip
+    first, middle, last = _ends_apart(graph.nodes)
+
+    for i in graph.role("parameter"):
+        if i.tensor not in again:
+            writer.need(i.tensor, choices.held[i.tensor][0], False)
+    for node in first:
+        writer.compute(node)
+        made = str(node.outputs[0])
+        writer.need(made, choices.held[made][0], False)
+    start = writer.taken()
+    for node in middle:
+        for out, p in writer.compute(node):
+            if at_once(out, p, choices.held[out]):
+                writer.need(out, final[out], True)
+    body = writer.taken()
+    for node in last:
+        writer.compute(node)
+    for o, p in zip(graph.outputs, finals, strict=True):
+        writer.need(o.tensor, p, o.role == "gradient")
+    steps = [*_neighbours(start, graph), *body, *_neighbours(writer.taken(), graph)]
+    program = Program(
+        inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
+        outputs=tuple(finals), axes=writer.axes,
+    )  # fmt: skip
+    program.check(graph)
+    return program
+
+
+class _Writer:
+    """Instructions so far, and the values that they have made."""
+
+    def __init__(self, space: Space, choices: Choices, conversions: Conversions) -> None:
+        self.axes: dict[str, tuple[str, int]] = {}
+        self._space, self._choices, self._conversions = space, choices, conversions
+        self._made = dict(choices.stored)
+        self._exists: set[tuple[str, Placement]] = set()
+        self._steps: list[Instruction] = []
+        for tensor, p in choices.stored.items():
+            self._place(tensor, p)
+
+    def taken(self) -> list[Instruction]:
+        """The instructions since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
+
+    def compute(self, node: Node) -> list[tuple[str, Placement]]:
+        """Run a node, after what it needs; returns what it makes."""
+        row, backward = self._choices.rows[node.name], node.name in self._space.graph.backward
+        for name, p in zip(node.inputs, row.ins, strict=True):
+            self.need(name, p, backward)
+        self._steps.append(Compute(node=node.name, ins=row.ins, outs=row.outs, backward=backward))
+        made = [(o, p) for o, p in zip(node.outputs, row.outs, strict=True) if o and p]
+        for out, p in made:
+            self._made[out] = p
+            self._place(out, p)
+        return made
+
+    def need(self, tensor: str, p: Placement, backward: bool) -> None:
+        """Convert a tensor to a placement, unless it exists so already."""
+        if (tensor, p) in self._exists:
+            return
+        holding = self._choices.held[tensor]
+        if p not in holding:  # a local part of the replica
+            self.need(tensor, R, backward)
+            self._convert(tensor, R, p, "", backward)
+            return
+        for step in self._conversions(tensor, self._made[tensor], holding)[1]:
+            if (tensor, step.dst) not in self._exists:
+                self.need(tensor, step.src, backward)
+                self._convert(tensor, step.src, step.dst, step.implementation, backward)
+            if step.dst == p:
+                return
+
+    def _convert(
+        self, tensor: str, src: Placement, dst: Placement, how: str, backward: bool
+    ) -> None:
+        step = Convert(tensor=tensor, src=src, dst=dst, implementation=how, backward=backward)
+        self._steps.append(step)
+        self._place(tensor, dst)
+
+    def _place(self, tensor: str, p: Placement) -> None:
+        self._exists.add((tensor, p))
+        if p.sharded:
+            axis = self._space.axes.axis(tensor, p.dim)
+            assert axis is not None
+            self.axes[f"{tensor}:{p.dim}"] = (axis.name, axis.units)
+
+
+def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+    """The collectives between machines that begin and that end a step, and all between."""
+    first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
+    rest = list(nodes[len(first) :])
+    last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
+    return first, rest[: len(rest) - len(last)], last
+
+
+def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
+    """Conversions reordered so that those of one kind stand together, and can be fused."""
+    depth: dict[str, int] = {}
+    keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
+    for step in steps:
+        if isinstance(step, Convert):
+            depth[step.tensor] = depth.get(step.tensor, -1) + 1
+            keyed.append(((step.backward, depth[step.tensor], step.kind), step))
+            continue
+        node = graph.by_name[step.node]
+        at = max(depth.get(name, -1) for name in node.inputs) + 1
+        depth.update((out, at) for out in node.outputs if out)
+        keyed.append(((step.backward, at, node.op), step))
+    return [step for _, step in sorted(keyed, key=lambda entry: entry[0])]

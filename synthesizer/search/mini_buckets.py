@@ -1,0 +1,177 @@
+"""Lower bounds on the cost to go, from elimination with bounded tables: mini-buckets.
+
+Bucket elimination adds up all the tables that mention a variable before it minimises over
+it. Mini-bucket elimination (Dechter and Rish, "Mini-buckets: a general scheme for bounded
+inference", J. ACM 2003) adds them up in groups whose tables stay under a bound, and minimises
+each group alone: a sum of minima is at most the minimum of the sum, so what is left at the
+end is a lower bound. The tables on the way are an admissible heuristic for a search that
+decides the variables in the opposite order (Kask and Dechter, "A general scheme for automatic
+generation of search heuristics from specification dependencies", Artificial Intelligence
+2001).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs
+from hap.synthesizer.search.search_result import Pairs, Unary
+
+
+class Table(NamedTuple):
+    """Costs over the variables of ``scope``, one dim each, in the order of the search."""
+
+    scope: tuple[int, ...]
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLevel:
+    """The decision on one variable, given those on the levels before it.
+
+    ``regrets`` are tables whose last dim is this variable. Their sum is by how much each of
+    its labels raises the lower bound; never less than 0, and :data:`FORBIDDEN` or more if the
+    label admits no completion.
+    """
+
+    variable: int
+    regrets: tuple[Table, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """Every variable as a level, in the order of the search.
+
+    ``base`` plus the regrets of all levels is the cost of a labelling, exactly; with those of
+    the first levels alone it is a lower bound on every completion. ``width`` is that of the
+    elimination order, ``largest_table`` the entries of the largest table made.
+    """
+
+    base: int
+    levels: tuple[BucketLevel, ...]
+    width: int
+    largest_table: int
+
+
+def build_ladder(unary: Unary, pairs: Pairs, most_entries: int) -> Ladder:
+    """Mini-bucket elimination with tables of at most ``most_entries`` entries.
+
+    A single table of the problem may be larger; it is then a group of its own. If no bucket
+    is divided the bounds are exact: every level has a label without regret.
+    """
+    sizes = [len(costs) for costs in unary]
+    order, width = search_order(sizes, pairs)
+    depth = {v: k for k, v in enumerate(order)}
+    buckets = [[Table((v,), np.minimum(unary[v], FORBIDDEN))] for v in order]
+    for (u, v), costs in pairs.items():
+        ordered = Table((u, v), costs) if depth[u] < depth[v] else Table((v, u), costs.T)
+        buckets[max(depth[u], depth[v])].append(ordered)
+    base, largest = 0, 0
+    levels = []
+    for v, bucket in zip(reversed(order), reversed(buckets), strict=True):
+        regrets = []
+        for group in _groups(bucket, sizes, most_entries):
+            total = _sum(group, depth)
+            rest = total.costs.min(axis=-1)
+            regrets.append(Table(total.scope, _regret(total.costs, rest)))
+            largest = max(largest, total.costs.size)
+            if rest.ndim:
+                buckets[depth[total.scope[-2]]].append(Table(total.scope[:-1], rest))
+            else:
+                base = min(base + int(rest), FORBIDDEN)
+        levels.append(BucketLevel(variable=v, regrets=tuple(regrets)))
+    return Ladder(base=base, levels=tuple(reversed(levels)), width=width, largest_table=largest)
+
+
+def _regret(total: Costs, rest: Costs) -> Costs:
+    """By how much each label exceeds the best one; what is forbidden stays forbidden."""
+    return np.where(total >= FORBIDDEN, FORBIDDEN, total - rest[..., None])
+
+
+def _groups(bucket: Sequence[Table], sizes: Sequence[int], most: int) -> list[list[Table]]:
+    """The tables of a bucket, the largest first, each in the first group that has room."""
+    groups: list[list[Table]] = []
+    scopes: list[set[int]] = []
+    for table in sorted(bucket, key=lambda t: -t.costs.size):
+        for group, scope in zip(groups, scopes, strict=True):
+            if math.prod(sizes[n] for n in scope.union(table.scope)) <= most:
+                group.append(table)
+                scope.update(table.scope)
+                break
+        else:
+            groups.append([table])
+            scopes.append(set(table.scope))
+    return groups
+
+
+def _sum(tables: Sequence[Table], depth: dict[int, int]) -> Table:
+    """One table over all the variables of some; its entries stay at most ``FORBIDDEN``."""
+    scope = tuple(sorted({n for t in tables for n in t.scope}, key=depth.__getitem__))
+    total: Costs = np.zeros((1,) * len(scope), dtype=np.int64)
+    for table in sorted(tables, key=lambda t: t.costs.size):
+        sizes = dict(zip(table.scope, table.costs.shape, strict=True))
+        shape = tuple(sizes.get(n, 1) for n in scope)
+        total = np.minimum(total + table.costs.reshape(shape), FORBIDDEN)
+    return Table(scope, total)
+
+
+def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
+    """The order in which to decide the variables, and its width.
+
+    It is the opposite of an elimination order, taken by branches of the bucket tree. There a
+    variable's parent is the next of its scope to be eliminated, and any order that puts
+    parents first has the same buckets. Depth first, the small branches before the large, it
+    keeps few variables on the frontier at a time.
+    """
+    steps = _elimination(sizes, pairs)
+    turn = {v: k for k, (v, _) in enumerate(steps)}
+    children: dict[int | None, list[int]] = {None: []}
+    weight: dict[int, int] = {}
+    for v, scope in steps:
+        parent = min(scope, key=turn.__getitem__, default=None)
+        children.setdefault(parent, []).append(v)
+        weight[v] = 1 + sum(weight[c] for c in children.get(v, ()))
+    order: list[int] = []
+    stack = sorted(children[None], key=lambda c: (-weight[c], c))
+    while stack:
+        v = stack.pop()
+        order.append(v)
+        stack += sorted(children.get(v, ()), key=lambda c: (-weight[c], c))
+    return order, max((len(scope) for _, scope in steps), default=0)
+
+
+def _elimination(
+    sizes: Sequence[int], pairs: Iterable[tuple[int, int]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """A greedy order: the variable with the smallest table next, and the table's scope."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for u, v in pairs:
+        near[u].add(v)
+        near[v].add(u)
+
+    def entries(v: int) -> int:
+        return sizes[v] * math.prod(sizes[n] for n in near[v])
+
+    heap = [(entries(v), v) for v in range(len(sizes))]
+    heapq.heapify(heap)
+    gone: set[int] = set()
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    while heap:
+        claimed, v = heapq.heappop(heap)
+        if v in gone or claimed != entries(v):
+            continue
+        gone.add(v)
+        scope = tuple(sorted(near[v]))
+        steps.append((v, scope))
+        for n in scope:
+            near[n].discard(v)
+            near[n].update(m for m in scope if m != n)
+        for n in scope:
+            heapq.heappush(heap, (entries(n), n))
+    return steps

@@ -1,0 +1,277 @@
+"""The space of programs of one graph: rows of every node, axes, and what each tensor may be.
+
+Built once per graph, before any cost is known. Three restrictions keep it small, and all are
+part of what "optimal" means for this planner:
+
+* only axes on which some product (matmul, convolution, attention, look-up in a trained table)
+  can be split are used: the others can't divide the arithmetic;
+* a tensor is *held* replicated (from which every shard is a free slice), or partial, or in
+  one sharded placement, or in two if a product and another operator read it;
+* what is computed from constants alone (position numbers, causal masks) is made whole by
+  every rank, since each consumer could make its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hap.errors import UnsupportedOpError
+from hap.ir.axes import Axes, Dim, Ties
+from hap.ir.graph import FREE, Graph, Node
+from hap.ir.placement import P, Placement, R, S
+from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.rules import RULES, Call, Row, rows_of
+from hap.synthesizer.rules.textual_rules import lines_of
+from hap.synthesizer.search.axis_names import axis_names
+
+PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
+"""Operators whose axes are used. A look-up is the product of a one-hot matrix and the table: no
+arithmetic to divide, but the gradient of a large table is most of what a step communicates."""
+
+Holding = tuple[Placement, ...]
+"""The placements in which a tensor exists at once, besides free slices of a replica."""
+
+
+Kind = tuple[int, tuple[str, ...]]
+"""A number and axes. What has one number differs in no more than these: layers repeat."""
+
+
+def _kind(kinds: dict[object, int], key: object, lie: list[str | None]) -> Kind:
+    axes = tuple(dict.fromkeys(axis for axis in lie if axis is not None))
+    pattern = tuple(-1 if axis is None else axes.index(axis) for axis in lie)
+    return kinds.setdefault((key, pattern), len(kinds)), axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Everything that a program of ``graph`` may choose from."""
+
+    graph: Graph
+    axes: Axes
+    rows: Mapping[str, tuple[Row, ...]]
+    holdings: Mapping[str, tuple[Holding, ...]]
+    sources: Mapping[str, tuple[Placement, ...]]
+
+    @cached_property
+    def node_kinds(self) -> Mapping[str, Kind]:
+        """Node -> its kind: alike, with equal rows."""
+        kinds: dict[object, int] = {}
+        found = {}
+        for node in self.graph.nodes:
+            rows = self.rows[node.name]
+            lie = [self.axes.of.get(d) for row in rows for d in _dims(node, row)]
+            found[node.name] = _kind(kinds, (self.graph.alike[node.name], rows), lie)
+        return found
+
+    @cached_property
+    def tensor_kinds(self) -> Mapping[str, Kind]:
+        """Tensor -> its kind: equal shape and dtype."""
+        kinds: dict[object, int] = {}
+        found = {}
+        for name, t in self.graph.tensors.items():
+            lie = [self.axes.of.get((name, d)) for d in range(len(t.shape))]
+            found[name] = _kind(kinds, (t.shape, t.dtype), lie)
+        return found
+
+
+NARROW = (
+    "everything free",
+    "the weights that many layers share held whole",
+    "no axes inside of layers either, such as the width of a head",
+    "the axes of the batch alone",
+)
+"""What is left of a graph's space that :func:`build_space` makes narrower, by degrees."""
+
+SHARED = 4
+"""A weight that more layers read than so many counts as one that many share."""
+
+
+def build_space(graph: Graph, *, narrow: int = 0) -> Space:
+    """Rows, axes and holdings of a graph.
+
+    Args:
+        narrow: a degree of :data:`NARROW`, for graphs whose whole space is too wide for the exact
+            search. At 1, a weight that more layers read than :data:`SHARED` ties none of them to
+            another; at 2, an axis must lie on a parameter or on the batch as well; at 3, on the
+            first dim of what the batch holds.
+
+    Raises:
+        UnsupportedOpError: an operator has no rule; the message names it, its line, and the
+            nearest operators that have one.
+    """
+    ties = Ties(graph.tensors)
+    constant = _constants(graph)
+    rows: dict[str, tuple[Row, ...]] = {}
+    for node in graph.nodes:
+        known = _rows(node, graph)
+        if constant.issuperset(o for o in node.outputs if o):
+            known = known[:1]
+        rows[node.name] = tuple(
+            r for r in known if not r.units or ties.tie(_dims(node, r), r.units)
+        )
+    unstorable = _tie_gradients(graph, ties)
+    axes = _working(graph, rows, ties.build(axis_names(graph)), narrow)
+    rows = {
+        n.name: tuple(r for r in rows[n.name] if all(d in axes.of for d in _dims(n, r)))
+        for n in graph.nodes
+    }
+    stored: dict[str, tuple[Placement, ...]] = {i.tensor: (R,) for i in graph.inputs}
+    for i in graph.role("parameter"):
+        shards = _shards(i.tensor, graph, axes)
+        stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
+    for i in graph.role("input"):  # a rank reads all of the batch or its rows of it
+        stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
+    holdings = _holdings(graph, axes, rows, constant)
+    if narrow:
+        whole, terms = _shared(graph)
+        holdings |= dict.fromkeys(whole, ((R,),))
+        holdings |= {name: ((P,),) for name in terms if (P,) in holdings[name]}
+    return Space(graph=graph, axes=axes, rows=rows, holdings=holdings, sources=stored)
+
+
+def _shared(graph: Graph) -> tuple[set[str], set[str]]:
+    """Of weights that many layers share: these and views of them, and the sums of some of the
+    terms of their gradients. Held in one way only, they tie no layer to another.
+    """
+    weights: set[str] = set()
+    sums: set[str] = set()
+    for i in graph.role("parameter"):
+        own = _partial_sums(graph.gradients.get(i.target), graph)
+        if len(own) + 2 > SHARED:  # the terms are one more than the sums, the whole one included
+            weights |= _views(i.tensor, graph)
+            sums |= own
+    return weights, sums
+
+
+def _views(tensor: str, graph: Graph) -> set[str]:
+    """A tensor and what views make of it alone."""
+    found, new = {tensor}, [tensor]
+    while new:
+        for node in graph.consumers[new.pop()]:
+            made = {o for o in node.outputs if o} - found
+            if node.op in FREE and found.issuperset(node.inputs):
+                found |= made
+                new += made
+    return found
+
+
+def _partial_sums(total: str | None, graph: Graph) -> set[str]:
+    """The sums of some of its terms that a sum is made from."""
+    found: set[str] = set()
+    new = [total] if total else []
+    while new:
+        node = graph.producer.get(new.pop())
+        while node and node.op in FREE and len(node.inputs) == 1:
+            node = graph.producer.get(node.inputs[0])
+        if node and node.op == "aten.add.Tensor":
+            new += node.inputs
+            found.update(o for o in node.outputs if o and o != total)
+    return found
+
+
+def is_product(node: Node, graph: Graph) -> bool:
+    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    return (
+        node.op in PRODUCTS
+        or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
+    )
+
+
+def _rows(node: Node, graph: Graph) -> list[Row]:
+    try:
+        return rows_of(node, graph)
+    except KeyError:
+        if node.op in RULES:
+            raise
+        near = difflib.get_close_matches(node.op, RULES, n=3, cutoff=0.5)
+        known = node.op.partition(".")[0] in {op.partition(".")[0] for op in RULES}
+        nearest = f"; nearest known: {', '.join(near)}" if near and known else ""
+        raise UnsupportedOpError(
+            f"no rule says how operator {node.op} may be split",
+            where=node.source or node.name,
+            hint="hap plan --discover finds out by running it, and "
+            f"hap rules discover {node.op} --model FILE shows what it finds{nearest}",
+        ) from None
+
+
+def _dims(node: Node, row: Row) -> list[Dim]:
+    placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
+    return [(name, p.dim) for name, p in placed if name and p and p.sharded]
+
+
+def _shards(tensor: str, graph: Graph, axes: Axes) -> tuple[Placement, ...]:
+    rank = len(graph.tensors[tensor].shape)
+    return tuple(S(d) for d in range(rank) if axes.axis(tensor, d))
+
+
+def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
+    """Tie gradients to their parameters: they are cut alike, though no operator may say so.
+
+    Returns the dims on which a parameter can't be stored in shards, having no common cut.
+    """
+    refused = set()
+    for i in graph.role("parameter"):
+        gradient = graph.gradients.get(i.target)
+        for dim, size in enumerate(graph.tensors[i.tensor].shape if gradient else ()):
+            pair = [(i.tensor, dim), (str(gradient), dim)]
+            if size > 1 and not ties.tie(pair, size):
+                refused.add((i.tensor, dim))
+    return refused
+
+
+def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
+    """The axes that some product can be split on; all of them if there are no products."""
+    useful = {
+        axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
+        for d in _dims(n, row)
+    } or set(axes.axes)  # fmt: skip
+    if narrow > 1:
+        roles = ("parameter", "input") if narrow == 2 else ("input",)
+        given = {i.tensor for i in graph.inputs if i.role in roles}
+        useful &= {
+            axis for (tensor, dim), axis in axes.of.items()
+            if tensor in given and (narrow == 2 or dim == 0)
+        }  # fmt: skip
+    return Axes(
+        axes={name: axis for name, axis in axes.axes.items() if name in useful},
+        of={dim: name for dim, name in axes.of.items() if name in useful},
+    )
+
+
+def _constants(graph: Graph) -> frozenset[str]:
+    """Tensors that depend on no parameter, batch or gradient."""
+    found = {i.tensor for i in graph.inputs if i.role in ("buffer", "constant")}
+    written = {o.target for o in graph.outputs if o.role == "buffer"}
+    found -= {i.tensor for i in graph.inputs if i.target in written}
+    for node in graph.nodes:
+        if found.issuperset(node.inputs) and node.op != "aten.native_dropout.default":
+            found.update(o for o in node.outputs if o)
+    return frozenset(found)
+
+
+def _holdings(
+    graph: Graph, axes: Axes, rows: Mapping[str, tuple[Row, ...]], constant: frozenset[str]
+) -> dict[str, tuple[Holding, ...]]:
+    """What each tensor may be held as: R, P, one shard, or two shards for unlike consumers."""
+    partial = {
+        o for n in graph.nodes for row in rows[n.name]
+        for o, p in zip(n.outputs, row.outs, strict=True) if p == P
+    } & {
+        i for n in graph.nodes for row in rows[n.name]
+        for i, p in zip(n.inputs, row.ins, strict=True) if p == P
+    }  # fmt: skip
+    found: dict[str, tuple[Holding, ...]] = {}
+    for name in graph.tensors:
+        if name in constant:
+            found[name] = ((R,),)
+            continue
+        shards = _shards(name, graph, axes)
+        readers = graph.consumers[name]
+        twice = len(readers) > 1 and any(n.op in FLOPS for n in readers)
+        pairs = tuple(itertools.combinations(shards, 2)) if twice else ()
+        found[name] = ((R,), *(((P,),) if name in partial else ()), *((s,) for s in shards), *pairs)
+    return found

@@ -1,0 +1,60 @@
+"""What a search engine answers: a labelling, how good it is, and how well that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling
+
+Unary = Sequence[Costs]
+"""Per variable, the cost of each of its labels."""
+
+Pairs = Mapping[tuple[int, int], Costs]
+"""``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v)."""
+
+
+class SearchStatus(Enum):
+    """How a search ended."""
+
+    OPTIMAL = "optimal"
+    """The labelling is the cheapest."""
+    FEASIBLE = "feasible"
+    """A labelling; a cheaper one, down to the bound, is not ruled out."""
+    INFEASIBLE = "infeasible"
+    """Every labelling is forbidden."""
+    UNKNOWN = "unknown"
+    """The engine gave up without a labelling, and without a proof that there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The answer of one engine.
+
+    ``bound`` is proven: no labelling costs less. It is the cost itself if the status is
+    ``OPTIMAL``, and :data:`~hap.synthesizer.search.bucket_elimination.FORBIDDEN` if it is ``INFEASIBLE``.
+    """
+
+    status: SearchStatus
+    bound: int
+    labelling: Labelling | None
+
+    def __post_init__(self) -> None:
+        found = self.status in (SearchStatus.OPTIMAL, SearchStatus.FEASIBLE)
+        assert found == (self.labelling is not None)
+        assert self.labelling is None or self.bound <= self.labelling.cost < FORBIDDEN
+
+
+Engine = Callable[[Unary, Pairs], SearchResult]
+"""Solves the tables of one labelling problem. The same tables give the same outcome."""
+
+
+def infeasible() -> SearchResult:
+    return SearchResult(status=SearchStatus.INFEASIBLE, bound=FORBIDDEN, labelling=None)
+
+
+def cost_of(labels: Sequence[int], unary: Unary, pairs: Pairs) -> int:
+    """The cost of a labelling, in integers that do not overflow."""
+    own = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
+    return own + sum(int(table[labels[u], labels[v]]) for (u, v), table in pairs.items())

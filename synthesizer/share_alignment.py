@@ -1,0 +1,71 @@
+"""Shares in whole blocks: widths of shards that kernels like.
+
+A product whose rows do not begin on vectors writes them in pieces: on CPUs the forward of such a
+shard of a large last layer takes half as long again as that of one a few columns wider, and tensor
+cores want multiples of eight. No price knows that, so shares are rounded where that costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+
+import numpy as np
+
+from hap.ir.axes import Axes, Shares
+from hap.ir.graph import Graph
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.shares.share_task import proportional
+from hap.synthesizer.synthesize import Synthesizer
+
+BLOCK_BYTES = 64
+"""A vector register, and a cache line."""
+
+_MOST_MORE = 0.02
+"""Part by which a rank's share of an axis may grow; axes of few blocks stay as they are."""
+
+_WORTH = 0.01
+"""Part by which the step may be predicted longer."""
+
+
+def aligned(synthesizer: Synthesizer, pair: Candidate) -> Candidate:
+    """The pair with shares of whole blocks if it is about as fast by prediction; else the pair."""
+    space = synthesizer.space
+    shares = in_blocks(pair.shares, blocks(space.graph, space.axes))
+    if shares == pair.shares:
+        return pair
+    found = replace(synthesizer.judge(pair.program, shares), overlap=pair.overlap)
+    most_s = pair.timeline.step_s * (1 + _WORTH)
+    return found if found.rank <= (pair.rank[0], most_s) else pair
+
+
+def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
+    """Units of a block, by the axis: those along which a product writes."""
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        for name in node.outputs if node.op in FLOPS else ():
+            tensor = graph.tensors[name] if name else None
+            axis = axes.axis(tensor.name, len(tensor.shape) - 1) if tensor else None
+            if tensor and axis and tensor.numel:
+                elements = max(1, BLOCK_BYTES * tensor.numel // tensor.nbytes)
+                granule = tensor.shape[-1] // axis.units
+                units = elements // gcd(elements, granule)
+                found[axis.name] = max(units, found.get(axis.name, 1))
+    return found
+
+
+def in_blocks(shares: Shares, blocks: dict[str, int]) -> Shares:
+    """The shares with whole blocks on every rank, where no rank's share grows by much.
+
+    What remains of an axis beside whole blocks goes to the rank with the largest share.
+    """
+    found = dict(shares)
+    for axis, units in blocks.items():
+        before = np.array(shares[axis])
+        count, remainder = divmod(int(before.sum()), units)
+        after = np.array(proportional(count, before.astype(np.float64))) * units
+        after[after.argmax()] += remainder
+        if (after <= before * (1 + _MOST_MORE)).all():
+            found[axis] = tuple(after.tolist())
+    return found

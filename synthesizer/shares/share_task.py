@@ -1,0 +1,148 @@
+"""The question that the search for shares answers, and the simulator's verdict on an answer.
+
+Axes that a program uses alike have one vector of shares (:func:`alike_axes`): a *split* says
+how many units of each such group each rank gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hap.ir.axes import Axes, Shares
+from hap.ir.graph import Graph, Tensor
+from hap.ir.placement import Placement
+from hap.ir.program import Compute, Program
+from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.serial_cost import simulate
+
+
+def proportional(units: int, weights: PerRank) -> tuple[int, ...]:
+    """Whole units in proportion to the weights, by largest remainder; the first of equals wins.
+
+    Raises:
+        ValueError: a weight is negative, or none is positive.
+    """
+    weights = np.asarray(weights, dtype=np.float64)
+    if not (weights.min() >= 0 and 0 < weights.sum() < np.inf):
+        raise ValueError(f"weights {weights.tolist()}: give none below 0, and one above")
+    exact = np.round(units * weights / weights.sum(), 9)  # equal remainders compare equal
+    whole = np.floor(exact).astype(int)
+    order = np.argsort(np.round(whole - exact, 9), kind="stable")
+    whole[order[: units - int(whole.sum())]] += 1
+    return tuple(whole.tolist())
+
+
+Split = tuple[tuple[int, ...], ...]
+"""Per group of axes, the units of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulated:
+    """What the simulator says of a split."""
+
+    split: Split
+    shares: Shares
+    step_s: float
+    lack_bytes: PerRank
+
+    def rank(self) -> tuple[float, float]:
+        return float(self.lack_bytes.sum()), self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The arguments of :func:`solve_shares`, its groups of axes and types of devices."""
+
+    graph: Graph
+    axes: Axes
+    program: Program
+    machine: Machine
+    optimizer_states: int
+    start: Shares
+    types: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Per group."""
+        used = self.program.used_axes()
+        return tuple(used[group[0]] for group in self.groups)
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """Axis -> index of its group."""
+        return {axis: g for g, group in enumerate(self.groups) for axis in group}
+
+    def group(self, tensor: str, placement: Placement) -> int:
+        """Index of the group that a sharded value lies on."""
+        return self.group_of[self.program.axis(tensor, placement.dim)[0]]
+
+    def first_splits(self) -> list[Split]:
+        """The start; even; as all-to-alls have several optima, with each type alone or left out."""
+        even = np.ones(self.machine.cluster.world_size)
+        weights = [even]
+        if len(self.types) > 1 and any(c.kind == "all_to_all" for c in self.program.collectives):
+            for ranks in self.types:
+                alone = self.machine.speed * np.isin(np.arange(len(even)), ranks)
+                weights += [alone, self.machine.speed - alone]
+        start = tuple(self.start[group[0]] for group in self.groups)
+        splits = [tuple(proportional(u, w) for u in self.units) for w in weights]
+        return list(dict.fromkeys([start, *splits]))
+
+    def shares(self, split: Split) -> Shares:
+        """Shares of all axes; those of a group have one vector."""
+        return {**self.start, **{axis: split[g] for axis, g in self.group_of.items()}}
+
+    def cost(self, shares: Shares) -> CostModel:
+        return CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+
+    def simulated(self, shares: Shares) -> Simulated:
+        cost = self.cost(shares)
+        line = simulate(self.graph, self.program, cost)
+        room = np.array([d.memory_bytes for d in self.machine.cluster.devices])
+        return Simulated(
+            split=tuple(shares[group[0]] for group in self.groups),
+            shares=shares,
+            step_s=line.step_s,
+            lack_bytes=np.maximum(line.peak_bytes - room, 0.0),
+        )
+
+
+def alike_axes(graph: Graph, program: Program) -> tuple[tuple[str, ...], ...]:
+    """The program's axes, grouped by how the same operators use them.
+
+    The axes of a group differ in the layer that they belong to, and get one vector of units.
+    """
+    uses: dict[str, Counter[object]] = {name: Counter() for name in program.used_axes()}
+    for what, placed in _uses(graph, program):
+        names = [program.axis(t.name, p.dim)[0] if p.sharded else "" for t, p in placed]
+        for axis in set(names) - {""}:
+            mine = [name == axis for name in names]
+            shapes = [(t.shape, t.dtype, p) for t, p in placed]
+            uses[axis][what, tuple(zip(shapes, mine, strict=True))] += 1
+    groups: dict[object, list[str]] = {}
+    for name, units in program.used_axes().items():
+        groups.setdefault((units, frozenset(uses[name].items())), []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+def _uses(graph: Graph, program: Program) -> Iterator[tuple[str, list[tuple[Tensor, Placement]]]]:
+    """All that has a price: (what it is, the tensors that it touches and their placements)."""
+    tensors, gradients = graph.tensors, graph.gradients
+    nodes = {n.name: n for n in graph.nodes}
+    for i in graph.inputs:
+        trained = "trained " if i.target in gradients else ""
+        yield f"{trained}{i.role}", [(tensors[i.tensor], program.inputs[i.tensor])]
+    for step in program.instructions:
+        if isinstance(step, Compute):
+            node = nodes[step.node]
+            placed = zip((*node.inputs, *node.outputs), (*step.ins, *step.outs), strict=True)
+            yield node.op, [(tensors[n], p) for n, p in placed if n and p]
+        else:
+            t = tensors[step.tensor]
+            yield f"{step.kind} {step.implementation}", [(t, step.src), (t, step.dst)]
