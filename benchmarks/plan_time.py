@@ -165,7 +165,7 @@ def whole(case: Case) -> Seen:
         words = [
             sys.executable,
             "-m",
-            "hap.cli.commands",
+            "hap.cli",
             "plan",
             spec,
             "--cluster",

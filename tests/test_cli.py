@@ -344,7 +344,7 @@ def test_run_trains_on_this_machine() -> None:
     words = [
         sys.executable,
         "-m",
-        "hap.cli.commands",
+        "hap.cli",
         "run",
         "plan.json",
         "--nproc",

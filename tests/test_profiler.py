@@ -286,7 +286,7 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     assert all("measured 20" in d.source["flops_per_s.float32"] for d in loaded.devices)
     assert [p for p in tmp_path.iterdir() if ".part" in p.name] == []
     plan = subprocess.run(
-        [sys.executable, "-m", "hap.cli.commands", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
+        [sys.executable, "-m", "hap.cli", "plan", str(ROOT / "benchmarks/models/mlp.py:tiny"),
          "--cluster", str(output), "-o", str(tmp_path / "plan.json")],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
@@ -358,7 +358,7 @@ def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) 
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "hap.cli.commands", "profile", "--quick", "--nodes", "a,b"]
+    words = [sys.executable, "-m", "hap.cli", "profile", "--quick", "--nodes", "a,b"]
     processes = [
         subprocess.Popen(
             [*words, "-o", str(tmp_path / "c.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT,

@@ -361,7 +361,7 @@ def test_a_failing_command_ends_the_others_and_gives_its_code(bed: Testbed) -> N
 
 OWNER = """
 import sys
-from hap.cluster import load_cluster
+from hap.cluster.cluster_file import load_cluster
 from hap.runtime.testbed import Testbed
 if __name__ == "__main__":
     with Testbed(load_cluster(sys.argv[1]), 0.5, core_flops_per_s=1e11) as bed:
