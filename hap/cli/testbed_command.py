@@ -24,7 +24,7 @@ def emulate(cluster: str, cores: float | None, links: str, command: Sequence[str
     """Bring up a cluster's hosts, show them, and run a command on each, if there is one.
 
     Args:
-        cluster: As for :func:`hap.cluster.load_cluster`.
+        cluster: As for :func:`hap.cluster.cluster_file.load_cluster`.
         cores: For all ranks together; None for all that there are.
         links: As for :class:`Testbed`; ``-`` may stand for a blank.
         command: The program and its arguments; may be empty.
@@ -48,7 +48,7 @@ def profile(cluster: str, settings: Settings, progress: Progress) -> Profile:
     """Emulate a cluster, show its hosts, and have them measured.
 
     Args:
-        cluster: As for :func:`hap.cluster.load_cluster`.
+        cluster: As for :func:`hap.cluster.cluster_file.load_cluster`.
 
     Raises:
         HapError: Links cannot be limited here, or a rank died.

@@ -2,7 +2,7 @@
 
 Operators and collectives are given to the streams in program order. A collective starts once it
 was issued on all ranks and those before it have ended, and ends on all ranks at once. Where ranks
-compute beside it, both take longer (:class:`hap.cluster.Device`): a collective takes ``drag`` times
+compute beside it, both take longer (:class:`hap.cluster.device.Device`): a collective takes ``drag`` times
 as long and ``delay_s`` more for each of its messages, as the worst of the ranks that compute has it,
 and takes ``interference`` of its own undisturbed seconds from what is computed meanwhile. Where ranks
 wait for it, it takes its own time. Messages go one after the other: what is beside computing for a

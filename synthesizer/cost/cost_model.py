@@ -1,6 +1,6 @@
 """The cost model: seconds and bytes of everything that a program may do, under given shares.
 
-Computing: :meth:`hap.cluster.Device.seconds` of each device's own part of the work.
+Computing: :meth:`hap.cluster.device.Device.seconds` of each device's own part of the work.
 Communicating: :mod:`hap.synthesizer.cost.collective_cost`. Every figure is a vector over ranks or a
 number of seconds; nothing here decides anything.
 """
@@ -29,7 +29,7 @@ PerRank = npt.NDArray[np.float64]
 
 
 class Machine:
-    """:meth:`hap.cluster.Device.seconds` for all ranks at once."""
+    """:meth:`hap.cluster.device.Device.seconds` for all ranks at once."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

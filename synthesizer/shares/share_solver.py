@@ -1,7 +1,7 @@
 """Integer shares for a given program: a small integer program over types of devices.
 
 Variables, for each group ``g`` of axes that the program uses alike (:func:`alike_axes`) and
-each type ``k`` of alike devices (:meth:`hap.cluster.Cluster.types`), so that neither more
+each type ``k`` of alike devices (:meth:`hap.cluster.topology.Cluster.types`), so that neither more
 layers nor more devices of a type make the model larger::
 
     n[g,k]   units of the type in total; its devices get the floor or the ceiling of the mean

@@ -1,0 +1,112 @@
+"""Does it work on a GPU? One command, ready to run within ten minutes where there is one.
+
+    python -m benchmarks.gpu_proof --prepare DIR          make the plans, on any machine
+    python -m benchmarks.gpu_proof --plans DIR            run every part
+    python -m benchmarks.gpu_proof --plans DIR --only collectives
+
+Parts: *collectives* (every collective on NCCL, bit by bit against the emulator), *verification*
+(random uneven plans of eight model families against one device), *one rank* (against plain
+eager and torch.compile; peak memory), *profile* (predicted against measured steps), *overlap*
+(collectives beside computing on CUDA streams), *suite* (tests marked ``gpu``).
+
+Several ranks may share one GPU. Without a GPU the same code runs on CPUs with gloo and tiny models,
+and says so. Running needs torch, numpy, rich, click, transformers; *profile* and *suite* need the
+other dependencies of the package too. Exits with 0 if no line that ran was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_proof.report import MISSED, Line, cell, machine, write
+from benchmarks.gpu_proof.settings import Settings
+
+PARTS = {
+    "collectives": "collectives", "verification": "verification", "one-rank": "single_rank",
+    "profile": "profiled", "overlap": "overlap", "suite": "suite",
+}  # fmt: skip
+"""Part -> module; imported when it runs, since not every machine has what every part needs."""
+
+COLORS = {"met": "green", "missed": "bold red", "skipped": "yellow"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare, or run the parts, print the tables and write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the parts that use several")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="make the plans and stop")
+    parser.add_argument("--tiny", action="store_true", help="with --prepare: for a run on CPUs")
+    parser.add_argument("--plans", type=Path, metavar="DIR", help="where the plans were prepared")
+    parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
+    parser.add_argument("--out", type=Path, default=Path("gpu_proof.json"), help="the JSON file")
+    options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error(f"--ranks {options.ranks}: give 1 or more")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    if options.prepare:
+        make_plans(options.prepare, options.ranks, tiny=options.tiny, console=console)
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        console.print("no CUDA device: the same code runs on CPUs with gloo and tiny models")
+    with tempfile.TemporaryDirectory() as made:
+        if options.plans is None:
+            make_plans(Path(made), options.ranks, tiny=device.type == "cpu", console=console)
+        settings = Settings(ranks=options.ranks, device=device, folder=options.plans or Path(made))
+        lines = [
+            line for part in options.only or PARTS for line in run_part(part, settings, console)
+        ]
+        profiled = settings.folder / "profiled.yaml"
+        extra = {"The profiled cluster": profiled.read_text()} if profiled.exists() else {}
+    date = datetime.date.today().isoformat()
+    write(options.out, machine(device), date, lines, extra)
+    console.print(f"{options.out} and {options.out.with_suffix('.md')} hold the lines")
+    if any(line.outcome == MISSED for line in lines):
+        sys.exit(1)
+
+
+def make_plans(folder: Path, ranks: int, *, tiny: bool, console: Console) -> None:
+    """Plan everything; the planner is imported here, because running does without."""
+    prepare: Callable[..., None] = import_module("benchmarks.gpu_proof.prepare").prepare
+    prepare(folder, ranks, tiny=tiny, progress=console.print)
+
+
+def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:
+    """The lines of a part, printed as a table; what it raises is a line that was missed."""
+    start = time.perf_counter()
+    table = Table("claim", "outcome", "seen", "aim", "reason", title=part, title_justify="left")
+    lines: list[Line] = []
+    try:
+        lines += import_module(f"benchmarks.gpu_proof.{PARTS[part]}").run(settings)
+    except Exception as error:
+        console.print(traceback.format_exc(), markup=False)
+        reason = f"{type(error).__name__}: {error}"
+        lines.append(
+            Line(part=part, claim="the part runs to its end", outcome=MISSED, reason=reason)
+        )
+    for line in lines:
+        color = COLORS[line.outcome]
+        table.add_row(
+            line.claim, f"[{color}]{line.outcome}[/]", line.seen, line.aim, cell(line.reason)
+        )
+    console.print(table)
+    console.print(f"{part}: {time.perf_counter() - start:.0f} s")
+    return iter(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Make the plans of the proof, on any machine: needs the planner and no GPU.
+
+Random plans come from the tests, which make valid programs and shares that no price would choose:
+any row for any operator, uneven and empty shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import hap
+from benchmarks.gpu_proof.models import FAMILIES, PRECISIONS, SINGLES, TINY_SINGLES, built
+from hap.capture.tracing import capture
+from tests.random_plans import make_case, random_plan
+
+ONE_GPU = """
+nodes:
+  - {name: node, gpus: 1, type: H100, memory: 139 GiB}
+"""
+SEED = 1
+
+
+def prepare(folder: Path, ranks: int, *, tiny: bool, progress: Callable[[str], None]) -> None:
+    """Write every plan to the folder.
+
+    Args:
+        ranks: ranks of the random plans.
+        tiny: plan the tiny models for one rank, as a CPU runs them, not the real ones.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in FAMILIES:
+        model, batch, loss, optimizer = built(family)
+        for precision in PRECISIONS:
+            kind = "random" if precision == "float32" else "autocast"
+            progress(f"{kind} plan of {family} for {ranks} ranks")
+            graph = capture(model, batch, loss, autocast=_autocast(precision))
+            case = make_case(model, batch, loss, optimizer, graph)
+            random_plan(case, ranks, SEED).save(folder / f"{kind}-{family}.json")
+    for single in TINY_SINGLES if tiny else SINGLES:
+        with torch.device("meta"):
+            model = single.model()
+        for precision in PRECISIONS:
+            progress(f"plan of {single.name} in {precision} for one rank")
+            plan = hap.plan(
+                model, single.batch(), ONE_GPU, optimizer=single.optimizer,
+                autocast=_autocast(precision),
+            )  # fmt: skip
+            plan.save(folder / f"single-{single.name}-{precision}.json")
+
+
+def _autocast(precision: str) -> str:
+    return "" if precision == "float32" else precision

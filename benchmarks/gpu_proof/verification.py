@@ -1,0 +1,108 @@
+"""Random uneven plans on real ranks against one device: float64, float32, bfloat16 autocast.
+
+In float64 and float32 ``hap verify`` is run as users run it, with its own tolerances. Autocast rounds
+to eight bits, in other places on shards than on whole tensors: losses are compared to 2 %, all
+gradients together by the norm of their difference, to 10 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
+from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
+from benchmarks.gpu_proof.settings import Settings
+from hap.runtime.collectives import Comm
+from hap.runtime.shards import join
+from hap.runtime.verify import Observed, Observer, observe_reference, verify
+
+PART = "verification"
+LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1
+KINDS = (("random", "float64"), ("random", "float32"), ("autocast", "float32"))
+"""(kind of prepared plan, dtype of the parameters)."""
+
+
+class Job(NamedTuple):
+    """One plan in one precision."""
+
+    name: str
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("-")[0]
+
+    @property
+    def precision(self) -> str:
+        return "bfloat16 autocast" if self.kind == "autocast" else self.dtype
+
+
+def run(settings: Settings) -> Iterator[Line]:
+    """One line per family and precision. One group of ranks observes all of them."""
+    jobs = [Job(f"{kind}-{family}", dtype) for family in FAMILIES for kind, dtype in KINDS]
+    plans = {job: Prepared.load(settings.folder, job.name) for job in jobs}
+    there = {job: prepared for job, prepared in plans.items() if prepared}
+    ranks = settings.on_ranks(observed, settings.ranks, there)
+    for job, prepared in plans.items():
+        claim = f"{job.name.split('-')[1]}, {job.precision}: losses and gradients of one device"
+        if prepared is None:
+            reason = "no prepared plan in the folder; run with --prepare"
+            yield Line(part=PART, claim=claim, outcome=SKIPPED, reason=reason)
+            continue
+        check = _autocast if job.kind == "autocast" else _verified
+        ok, seen, aim, reason = check(settings, job, prepared, [found[job] for found in ranks])
+        yield Line(
+            part=PART, claim=f"{claim}, {prepared.plan.world_size} ranks",
+            outcome=MET if ok else MISSED, seen=seen, aim=aim, reason=reason,
+        )  # fmt: skip
+
+
+def observed(
+    comm: Comm, device: torch.device, plans: Mapping[Job, Prepared]
+) -> dict[Job, Observed]:
+    """What this rank computes by each plan."""
+    found = {}
+    for job, prepared in plans.items():
+        model, batch, _, optimizer = built(prepared.family)
+        observer = Observer.make(prepared.plan, model, batch, optimizer, job.dtype, device=device)
+        found[job] = observer(comm)
+    return found
+
+
+Checked = tuple[bool, str, str, str]
+"""(is it right, the figure seen, the aim, the reason if it is wrong)."""
+
+
+def _verified(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:
+    model, batch, loss, optimizer = built(prepared.family)
+    verdict = verify(
+        prepared.plan, model, batch, loss, optimizer, dtype=job.dtype, device=settings.device,
+        run=lambda world_size, observer: ranks,
+    )  # fmt: skip
+    worst = max(row.error for row in verdict.rows)
+    reason = "" if verdict.ok else f"the first tensor that differs is {verdict.first_bad}"
+    return verdict.ok, f"{worst:.1e}", f"<= {verdict.tolerance:g}", reason
+
+
+def _autocast(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:
+    model, batch, loss, optimizer = built(prepared.family)
+    made = Observer.make(prepared.plan, model, batch, optimizer, job.dtype, device=settings.device)
+    with torch.autocast(settings.device.type, torch.bfloat16):
+        expected = observe_reference(made.model, made.batch, loss, optimizer, settings.device)
+    first = "loss of step 1"
+    here, there = float(ranks[0]["loss"][first]), float(expected["loss"][first])
+    loss_error = abs(here - there) / abs(there)
+    tensors = {i.target: i.tensor for i in prepared.plan.graph.role("parameter")}
+    squares = total = 0.0
+    for name, reference in expected["gradient"].items():
+        wholes = join(prepared.plan, tensors[name], [seen["gradient"][name] for seen in ranks])
+        squares += max(float((whole - reference).square().sum()) for whole in wholes)
+        total += float(reference.square().sum())
+    gradient_error = (squares / total) ** 0.5
+    ok = loss_error <= LOSS_ROOM and gradient_error <= GRADIENT_ROOM
+    seen = f"loss {loss_error:.1e}, gradients {gradient_error:.1e}"
+    aim = f"loss <= {LOSS_ROOM:g}, gradients <= {GRADIENT_ROOM:g}"
+    return ok, seen, aim, "" if ok else "they differ by more than rounding to eight bits explains"
