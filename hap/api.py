@@ -31,7 +31,8 @@ from hap.ir.program import Program
 from hap.rule_discovery import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
-from hap.runtime.launch import init_from_env, spawn
+from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.planner import PlannedPair, Wishes, choose
@@ -274,12 +275,9 @@ def compile(
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
-    if device is None:
-        nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     if check:
         plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
-    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
+    return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
 
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
@@ -315,29 +313,47 @@ def verify(
     dtype: str = "float64",
     seed: int = 0,
     backend: str = "eager",
+    device: str = "cpu",
 ) -> Verdict:
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
     Args:
         file: the model file; default: the one that the plan was made from.
-        processes: run real gloo processes instead of emulating the ranks.
+        processes: start a process per rank instead of emulating the ranks in one: gloo processes
+            on the CPU, NCCL processes on CUDA, which share GPUs if there are fewer than ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
         backend: what runs the ranks' graphs, as in :func:`compile`.
+        device: ``cpu`` or ``cuda``, for the ranks and for the reference.
+
+    Raises:
+        InputError: there is no such dtype, or no such device on this machine.
+        PlanError: the model file is not the one that was planned.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device {device!r}", hint="verify on cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("this machine has no CUDA device", hint="verify with --device cpu")
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
     plan.check_model(_captured_again(plan, model, batch, file.loss))
     optimizer = file.optimizer or default_optimizer
     if not processes:
-        return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend)
+        return verify_plan(
+            plan, model, batch, file.loss, optimizer, dtype=dtype, backend=backend,
+            device=torch.device(device),
+        )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
         args = (plan.to_json(), _spec(file), dtype, seed, backend)
-        return spawn(_observe_rank, world_size, args=args)
+        if device == "cpu":
+            return spawn(_observe_rank, world_size, args=args)
+        return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())
 
-    return verify_plan(plan, model, batch, file.loss, optimizer, dtype=dtype, run=run)
+    return verify_plan(
+        plan, model, batch, file.loss, optimizer, dtype=dtype, run=run, device=torch.device(device)
+    )
 
 
 def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
@@ -345,8 +361,9 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
-        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend
-    )
+        Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend,
+        rank_device(),
+    )  # fmt: skip
     return observer(ProcessGroupComm())
 
 

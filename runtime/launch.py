@@ -101,6 +101,13 @@ def init_from_env(backend: str | None = None) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
+def rank_device() -> torch.device:
+    """This rank's device: the current CUDA device under NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def keep_memory() -> None:
     """Have this process keep the memory that it frees, as the allocator for GPUs does.
 

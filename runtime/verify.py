@@ -31,6 +31,7 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.shards import join
 
+CPU = torch.device("cpu")
 STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-3
@@ -70,18 +71,19 @@ Observed = dict[str, dict[str, Tensor]]
 def verify(
     plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer, *,
     dtype: str = "float64", run: Callable[[int, Callable[[Comm], Any]], list[Any]] = run_ranks,
-    backend: str = "eager",
+    backend: str = "eager", device: torch.device = CPU,
 ) -> Verdict:  # fmt: skip
     """Compare the plan's program on all ranks with the module on one device.
 
     Args:
         model, batch: real, on the CPU; parameters should be random. Not modified.
         run: runs a function of a :class:`Comm` on every rank; emulated by default.
+        device: the device of the reference, and of the ranks that ``run`` does not place itself.
     """
     widen = dtype == "float64"
-    observer = Observer.make(plan, model, batch, optimizer, dtype, backend)
+    observer = Observer.make(plan, model, batch, optimizer, dtype, backend, device)
     model, batch = observer.model, observer.batch
-    expected = observe_reference(model, batch, loss, optimizer)
+    expected = observe_reference(model, batch, loss, optimizer, device)
     ranks = run(plan.world_size, observer)
     rows = compare(plan, expected, ranks, TOLERANCE[dtype])
     bad = None
@@ -101,33 +103,36 @@ class Observer:
     optimizer: MakeOptimizer
     widen: bool
     backend: str = "eager"
+    device: torch.device = CPU
 
     @staticmethod
     def make(
         plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str,
-        backend: str = "eager",
+        backend: str = "eager", device: torch.device = CPU,
     ) -> Observer:  # fmt: skip
         """An observer of copies in ``dtype`` with noise on all parameters."""
         widen = dtype == "float64"
         return Observer(
-            plan, prepared(model, widen), _cast(batch, widen), optimizer, widen, backend
+            plan, prepared(model, widen), _cast(batch, widen), optimizer, widen, backend, device
         )
 
     def __call__(self, comm: Comm) -> Observed:
+        """Train on one rank; results are on the CPU."""
         module = HapModule(
-            self.plan, self.model, comm, torch.device("cpu"), widen=self.widen,
-            backend=self.backend,
-        )  # fmt: skip
+            self.plan, self.model, comm, self.device, widen=self.widen, backend=self.backend
+        )
         module.without_dropout()
         batch = self.plan.local_batch(self.batch, comm.rank)
         return _observe(module, lambda: call(module, batch), self.optimizer)
 
 
 def observe_reference(
-    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer
-) -> Observed:
-    """What one device computes: the user's module in plain PyTorch."""
-    twin = copy.deepcopy(model)
+    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer,
+    device: torch.device = CPU,
+) -> Observed:  # fmt: skip
+    """Train the user's module in plain PyTorch on one device; results are on the CPU."""
+    twin = copy.deepcopy(model).to(device)
+    batch = each(batch, lambda name, entry: entry.to(device))
     step = Step(twin, batch, loss)
     tensors = tuple(flatten(batch).values())
     with reference_mode(next(twin.parameters()).dtype == torch.float64):
@@ -179,16 +184,21 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
         updates.zero_grad()
         loss = call()
         loss.backward()
-        losses[f"loss of step {step + 1}"] = loss.detach().clone()
+        losses[f"loss of step {step + 1}"] = _held(loss)
         if step == 0:
             gradients = {
-                n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+                n: _held(p.grad) for n, p in module.named_parameters() if p.grad is not None
             }
         settle(module)
         updates.step()
-    state = {n: t.detach().clone() for n, t in module.named_parameters()}
-    state |= {n: t.detach().clone() for n, t in module.named_buffers() if t.is_floating_point()}
+    state = {n: _held(t) for n, t in module.named_parameters()}
+    state |= {n: _held(t) for n, t in module.named_buffers() if t.is_floating_point()}
     return {"loss": losses, "gradient": gradients, "parameter": state}
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that nothing changes."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def settle(module: nn.Module) -> None:

