@@ -29,16 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coverage_document import document
+from benchmarks.coverage_results import RESULTS, Found, counts, entries, read, summary
+
 HERE = Path(__file__).parent
-RESULTS = HERE / "data" / "coverage.json"
 DOCS = HERE.parent / "docs" / "models.md"
 CLUSTER = HERE / "clusters" / "unlike8.yaml"
 WORLDS = (2, 3, 4, 5)
-LIMIT_S = 60.0
-"""Seconds that planning a full size should take at most."""
 TIMEOUT_S = 900.0
-
-Found = dict[str, Any]
 
 
 def main() -> None:
@@ -62,21 +60,8 @@ def main() -> None:
     results = read()
     print(counts(results))
     if options.write_docs:
-        from benchmarks.coverage_document import document
-
         DOCS.write_text(document(results))
         print(f"wrote {DOCS}")
-
-
-def entries() -> dict[str, Any]:
-    from benchmarks.zoo import ZOO
-
-    return {entry.name: entry for entry in ZOO}
-
-
-def read() -> dict[str, Found]:
-    """The results so far: architecture -> stage -> what was found."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def _update(name: str, what: str, again: bool) -> None:
@@ -224,34 +209,6 @@ def unlike(world: int, rng: random.Random) -> Any:
     )  # fmt: skip
     link = Link(10 ** rng.uniform(8, 10), 1e-6)
     return Cluster("random", devices, {"a": link, "b": link}, link)
-
-
-def summary(found: Found) -> str:
-    """A result in a few words."""
-    if not found["ok"]:
-        return str(found["reason"])
-    if "wall_s" in found:
-        return f"{found['nodes']} operators planned in {found['wall_s']} s"
-    return f"{found['nodes']} operators, {found['plans']} plans, error {found['error']:.0e}, {found['cpu_s']} s"
-
-
-def counts(results: dict[str, Found]) -> str:
-    """How many of the table verify and plan."""
-    known = entries()
-    done = {
-        what: [n for n in known if results.get(n, {}).get(what, {}).get("ok")] for what in STAGES
-    }
-    quick = [n for n in done["plan"] if results[n]["plan"]["wall_s"] <= LIMIT_S]
-    operators = {
-        op
-        for n in known
-        for what in STAGES
-        for op in results.get(n, {}).get(what, {}).get("operators", ())
-    }
-    return (
-        f"{len(known)} architectures: {len(done['verify'])} verified, {len(done['plan'])} planned, "
-        f"{len(quick)} of them within {LIMIT_S:.0f} s; {len(operators)} operators"
-    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.coverage import LIMIT_S, Found, counts, entries
+from benchmarks.coverage_results import LIMIT_S, Found, counts, entries
 
 INTRODUCTION = """\
 # Models
