@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hap.cluster.device import Work
+from hap.cluster.work import Work
 
 HEADS = {  # not in the table: as in the published scripts that measured it
     "llama_tiny": 32,

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any
 
-from hap.cluster.device import ELEMENTWISE, PRODUCTS, Device
+from hap.cluster.device import Device
+from hap.cluster.work import ELEMENTWISE, PRODUCTS
 from hap.profiler.fit import Timing, fit_device, predict
 from hap.profiler.probes import LAUNCH, LOOPED, UPDATE
 from hap.profiler.samples import BesideRecord, OpRecord, RankInfo, middle, spread
@@ -180,8 +180,8 @@ def beside(of_rank: Mapping[int, Device], record: BesideRecord, date: str) -> di
             told = f"measured {date}, n={len(windows)}, {how}, spread {off:.2g}"
             for rank in ranks:
                 source = {**found[rank].source, figure: told}
-                changes: dict[str, Any] = {figure: round(center, digits)}
-                found[rank] = replace(found[rank], source=source, **changes)
+                values = {f"contention.{figure}": round(center, digits)}
+                found[rank] = found[rank].changed(values, source=source)
     return found
 
 

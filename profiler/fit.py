@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.cluster.device import Device, Work
+from hap.cluster.device import Device
 from hap.cluster.link import Link
+from hap.cluster.work import Work
 
 _LAUNCH, _MEMORY, _OPERANDS = "launch_s", "memory_bytes_per_s", "operand_bytes_per_s"
 _NOISE = 0.05  # relative; an error that is larger is no noise

@@ -20,7 +20,7 @@ from torch.optim.sgd import sgd
 
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
-from hap.cluster.device import Work
+from hap.cluster.work import Work
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"

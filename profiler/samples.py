@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar, Self, TypeVar
 
-from hap.cluster.device import Work
+from hap.cluster.work import Work
 from hap.errors import InputError
 
 FORMAT = 4

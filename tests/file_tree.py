@@ -1,6 +1,6 @@
 """Write docs/tree.md, every file with the first sentence of its docstring.
 
-    python -m tests.file_tree
+python -m tests.file_tree
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from benchmarks.calibration import (
 )
 from benchmarks.layers import Layer
 from hap.cluster.catalogue import build, catalogue
-from hap.cluster.device import Work
+from hap.cluster.work import Work
 from hap.profiler.fit import Timing, fit_device, predict
 
 # Rows that no figure per GPU explains (more than 25 % off): the T4 runs gpt_6.7b in float16 as

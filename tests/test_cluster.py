@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hap.cluster.catalogue import catalogue, find
 from hap.cluster.cluster_file import load_cluster
-from hap.cluster.device import Device, Work
+from hap.cluster.cluster_text import cluster_yaml
+from hap.cluster.device import Device
+from hap.cluster.figures import FIGURES, Figure, documentation
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
+from hap.cluster.work import Work
 from hap.errors import ClusterError
 
 CLUSTERS = Path(__file__).parents[1] / "benchmarks" / "clusters"
@@ -78,21 +82,84 @@ def test_no_work_takes_no_time() -> None:
         {"flops_per_s": {"float16": 1e12}},
         {"launch_s": -1e-6},
         {"efficiency": {"conv": 0.0}},
-        {"operand_bytes_per_s": 0.0},
-        {"interference": 1.0},
-        {"drag": 0.9},
-        {"delay_s": -1e-3},
-        {"traffic": {"all_gather": 1.5}},
         {"traffic": {"gather": 0.5}},
-        {"start": 0.0},
-        {"start": 1.1},
-        {"relaunch": 0.0},
-        {"relaunch": 1.1},
     ],
 )
 def test_a_device_refuses_impossible_figures(changes) -> None:
     with pytest.raises(ClusterError, match=r"a:0"):
         device(**changes)
+
+
+# --- the table of figures: one test over all its rows ---------------------------------------
+
+OTHERS = {
+    "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "operands": 3e10, "delay": 0.01,
+    "interference": 0.25, "drag": 1.5, "start": 0.5, "relaunch": 0.25,
+    "flops": {"float32": 2e12, "float16": 4e12}, "traffic": {"all_gather": 0.25},
+    "efficiency": {"attention": 0.25},
+}  # fmt: skip
+"""Figure -> a value that :func:`device` does not have."""
+
+
+def changed(figure: Figure) -> Device:
+    return device().changed({figure.path: OTHERS[figure.key]})
+
+
+def two(other: Device) -> Cluster:
+    pair = (device(), replace(other, name="a:1"))
+    return Cluster("two", pair, {"a": Link(1e9, 0.0)}, Link(1e9, 0.0))
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
+def test_devices_that_differ_in_one_figure_are_unlike(figure: Figure) -> None:
+    assert two(device()).types() == ((0, 1),)
+    assert two(changed(figure)).types() == ((0,), (1,))
+    assert two(changed(figure)).digest != two(device()).digest
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
+def test_a_figure_survives_both_files(figure: Figure) -> None:
+    made = two(changed(figure))
+    stored = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+    assert Cluster.from_dict(stored) == made
+    read = load_cluster(cluster_yaml(made)).devices[1]
+    assert figure.of(read) == figure.of(made.devices[1])
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
+def test_a_figure_with_its_default_is_not_stored(figure: Figure) -> None:
+    stored = device(efficiency={}).to_dict()
+    assert (figure.name in stored) == (figure.default is None)
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.key)
+def test_a_figure_out_of_its_range_is_refused(figure: Figure) -> None:
+    nothing = figure.least if "(" in figure.open else figure.least - 1e-3
+    too_much = figure.most if ")" in figure.open else figure.most + 1e-3
+    infinite = figure.most == float("inf") and ")" not in figure.open
+    for value in (nothing, float("nan"), *([] if infinite else [too_much])):
+        entry = figure.by[0] if figure.by else ""
+        whole = {**figure.of(device()), entry: value} if figure.by else value
+        with pytest.raises(ClusterError, match=r"of device a:0") as error:
+            device().changed({figure.path: whole})
+        assert figure.name in error.value.what
+        assert error.value.hint == figure.hint
+
+
+def test_a_machine_is_as_fast_and_as_large_as_its_devices_together() -> None:
+    fast = device().changed({figure.path: OTHERS[figure.key] for figure in FIGURES})
+    both = Device.together([device(), fast], "a")
+    seen = {figure.key: figure.of(both) for figure in FIGURES}
+    assert seen == OTHERS | {
+        "memory": 3 * 2**30, "memory_bandwidth": 3e11, "operands": float("inf"),
+        "flops": {"float32": 3e12, "float16": 8e12}, "start": 1.0, "relaunch": 1.0,
+        "traffic": {}, "efficiency": {"attention": 0.5},
+    }  # fmt: skip
+
+
+def test_the_docs_list_every_figure() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "cluster-file.md").read_text()
+    assert "\n".join(documentation()) in text, "\n".join(documentation())
 
 
 @pytest.mark.parametrize("figures", [(0, 1e-6), (-1, 0), (float("inf"), 0), (1e9, -1)])

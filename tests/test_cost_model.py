@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hap.cluster.device import Device, Work
+from hap.cluster.device import Contention, Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
+from hap.cluster.work import Work
 from hap.ir.axes import Axes, Axis
 from hap.ir.graph import FREE, ITEM_BYTES, Graph, Input, Output, Ref, Tensor
 from hap.ir.placement import L, P, Placement, R, S, conversion, convertible
@@ -381,13 +382,19 @@ def test_where_slower_devices_take_part_a_faster_one_does_no_more_than_they_do()
     base = cluster("ab", intra=Link(1e9, 0.0), inter=Link(1e9, 0.0))
     given = zip(base.devices, (4e9, 1e9), (0.9, 0.6), (3.0, 1.5), strict=True)
     fast, slow = (
-        replace(d, flops_per_s={"float32": rate}, interference=lost, drag=drag)
+        replace(
+            d, flops_per_s={"float32": rate}, contention=Contention(interference=lost, drag=drag)
+        )
         for d, rate, lost, drag in given
     )
     both = Machine(replace(base, devices=(fast, slow)))
     assert both.interference == pytest.approx([0.15, 0.6])
     assert both.drag.tolist() == [1.5, 1.5]
-    milder = Machine(replace(base, devices=(replace(fast, interference=0.1, drag=1.2), slow)))
+    milder = Machine(
+        replace(
+            base, devices=(replace(fast, contention=Contention(interference=0.1, drag=1.2)), slow)
+        )
+    )
     assert milder.interference == pytest.approx([0.1, 0.6])
     assert milder.drag.tolist() == [1.2, 1.5]
     alone = Machine(both.cluster.keep([0]))

@@ -14,6 +14,8 @@ def test_every_file_says_what_it_is() -> None:
         file
         for folder in FOLDERS
         for file in (ROOT / folder).rglob("*.py")
-        if not (file.relative_to(ROOT).parts[0] == "hap" and file.relative_to(ROOT).parts[1] in LINKS)
+        if not (
+            file.relative_to(ROOT).parts[0] == "hap" and file.relative_to(ROOT).parts[1] in LINKS
+        )
     ]
     assert not [str(file) for file in files if file.stat().st_size and not first_sentence(file)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hap.cluster.device import Device
+from hap.cluster.device import Contention, Device
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Link
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Shares
@@ -65,9 +65,11 @@ def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
     devices = tuple(
         replace(
             d,
-            interference=rng.choice((0.0, 0.3, 0.9)),
-            drag=rng.choice((1.0, 1.5, 2.5, 9.0)),
-            delay_s=rng.choice((0.0, 1e-3)),
+            contention=Contention(
+                interference=rng.choice((0.0, 0.3, 0.9)),
+                drag=rng.choice((1.0, 1.5, 2.5, 9.0)),
+                delay_s=rng.choice((0.0, 1e-3)),
+            ),
             relaunch=rng.choice((0.1, 0.6, 1.0)),
         )
         for d in cluster.devices

@@ -20,6 +20,7 @@ from torch import Tensor
 from hap.cli import profiling
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.cluster_text import cluster_yaml
+from hap.cluster.device import Contention
 from hap.cluster.link import IMPLEMENTATIONS, Link
 from hap.cluster.topology import Cluster
 from hap.errors import ClusterError
@@ -444,7 +445,7 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, interference=0.25, drag=2.5, delay_s=0.0123, start=0.3, relaunch=0.4, traffic={"all_gather": 0.25}, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, contention=Contention(interference=0.25, drag=2.5, delay_s=0.0123), start=0.3, relaunch=0.4, traffic={"all_gather": 0.25}, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
     usual = replace(made.devices[2], source={"start": "measured today, n=3"})
@@ -460,9 +461,9 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert gather.bandwidth_bytes_per_s == pytest.approx(2e7, rel=1e-4)
     assert gather.least_s == 0
     assert found.collectives["all_reduce"]["one shot"]["between"].least_s == pytest.approx(0.03)
-    assert [d.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
-    assert [d.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
-    assert [d.interference for d in found.devices] == [0.0, 0.0, 0.0, 0.25]
+    assert [d.contention.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
+    assert [d.contention.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
+    assert [d.contention.interference for d in found.devices] == [0.0, 0.0, 0.0, 0.25]
     assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
     assert [d.traffic for d in found.devices] == [{}, {}, {}, {"all_gather": 0.25}]
     assert "n=3" in found.devices[2].source["start"], "measured, and as if it were not"

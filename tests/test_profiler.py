@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.cli import profiling
 from hap.cluster.cluster_file import load_cluster
-from hap.cluster.device import ELEMENTWISE, Work
 from hap.cluster.link import IMPLEMENTATIONS
+from hap.cluster.work import ELEMENTWISE, Work
 from hap.errors import HapError, InputError
 from hap.ir.graph import Graph, Input, Node, Ref, Tensor
 from hap.profiler import device_figures

@@ -16,30 +16,15 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 
 from hap.cluster.catalogue import find, nearest
-from hap.cluster.device import ELEMENTWISE, PRODUCTS, Device
+from hap.cluster.device import Device
+from hap.cluster.figures import BY_KEY, FIGURES, Figure
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
 from hap.cluster.topology import Cluster
 from hap.errors import ClusterError
 from hap.units import parse
 
-_FIGURES: Final = (
-    "memory",
-    "flops",
-    "memory_bandwidth",
-    "launch",
-    "efficiency",
-    "operands",
-    "interference",
-    "drag",
-    "delay",
-    "start",
-    "traffic",
-    "relaunch",
-    "source",
-)
-_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_EFFICIENCIES: Final = (*PRODUCTS[1:], *ELEMENTWISE)
+_FIGURES: Final = (*BY_KEY, "source")
 _BETWEEN_LATENCY_S: Final = 30e-6
 
 
@@ -239,15 +224,9 @@ def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
         )
     # Placeholders for what the caller now overwrites from the file.
     return Device(
-        name=kind,
-        kind=kind,
-        node="",
-        memory_bytes=1,
-        flops_per_s={"float32": 1.0},
-        memory_bytes_per_s=1.0,
-        launch_s=3e-6,
-        source={"launch_s": "assumed"},
-    )
+        name=kind, kind=kind, node="", memory_bytes=1, flops_per_s={"float32": 1.0},
+        memory_bytes_per_s=1.0, launch_s=3e-6, source={"launch_s": "assumed"},
+    )  # fmt: skip
 
 
 def _states(section: _Section, key: str) -> bool:
@@ -258,54 +237,42 @@ def _states(section: _Section, key: str) -> bool:
 
 def _figures(device: Device, given: _Section) -> Device:
     """The device with the figures that a section gives, each with the line as its source."""
-    changes: dict[str, Any] = {}
+    stated = [figure for figure in FIGURES if figure.key in given.data]
+    values = {figure.path: _value(figure, figure.of(device), given) for figure in stated}
     source = dict(device.source)
-
-    def note(key: str, figure: str) -> None:
-        place = given.where(key)
+    for figure in stated:
+        place = given.where(figure.key)
         told = given.data.get("source")
         if isinstance(told, Mapping):  # a text per key
-            told = given.section("source", tuple(k for k in _FIGURES if k != "source")).data.get(
-                key
-            )
-        source[figure] = f"{told} ({place})" if told else place
+            told = given.section("source", tuple(BY_KEY)).data.get(figure.key)
+        names = [figure.name]
+        if figure.key == "flops":
+            named = given.data[figure.key]
+            dtypes = named if isinstance(named, Mapping) else values[figure.path]
+            names = [f"{figure.name}.{dtype}" for dtype in dtypes]
+        source |= dict.fromkeys(names, f"{told} ({place})" if told else place)
+    return device.changed(values, source=source)
 
-    for key, figure, dimension in (
-        ("memory", "memory_bytes", "bytes"),
-        ("memory_bandwidth", "memory_bytes_per_s", "bytes/s"),
-        ("operands", "operand_bytes_per_s", "bytes/s"),
-        ("launch", "launch_s", "seconds"),
-        ("delay", "delay_s", "seconds"),
-    ):
-        if key in given.data:
-            value = given.quantity(key, dimension, zero=dimension == "seconds")
-            changes[figure] = round(value) if key == "memory" else value
-            note(key, figure)
-    for key in ("interference", "drag", "start", "relaunch"):
-        if key in given.data:
-            changes[key] = given.number(key, zero=True)
-            note(key, key)
-    for key, known in (("efficiency", _EFFICIENCIES), ("traffic", tuple(IMPLEMENTATIONS))):
-        if key in given.data:
-            part = given.section(key, known)
-            own = {str(kind): part.number(kind) for kind in part.data}
-            changes[key] = {**getattr(device, key), **own}
-            note(key, key)
-    if "flops" in given.data:
-        rates = dict(device.flops_per_s)
-        if isinstance(given.data["flops"], Mapping):
-            table = given.section("flops", _DTYPES)
-            rates |= {str(dtype): table.quantity(dtype, "flop/s") for dtype in table.data}
-            changed = {str(dtype) for dtype in table.data}
-        else:
-            # One figure is that of float32; the other dtypes keep their ratio to it.
-            scale = given.quantity("flops", "flop/s") / rates["float32"]
-            rates = {dtype: rate * scale for dtype, rate in rates.items()}
-            changed = set(rates)
-        changes["flops_per_s"] = rates
-        for dtype in changed:
-            note("flops", f"flops_per_s.{dtype}")
-    return replace(device, **changes, source=source)
+
+def _value(figure: Figure, before: Any, given: _Section) -> Any:
+    """The value of a figure that a section gives, on top of the one before."""
+    key = figure.key
+    if figure.key == "flops" and not isinstance(given.data[key], Mapping):
+        # One rate is that of float32; the other dtypes keep their ratio to it.
+        scale = given.quantity(key, figure.dimension) / before["float32"]
+        return {dtype: rate * scale for dtype, rate in before.items()}
+    if not figure.by:
+        found = _number(figure, given, key)
+        return round(found) if key == "memory" else found
+    part = given.section(key, figure.by)
+    return {**before, **{str(entry): _number(figure, part, entry) for entry in part.data}}
+
+
+def _number(figure: Figure, given: _Section, key: str) -> float:
+    """A number, or a quantity with its unit; zero only where the figure can be zero or checks it."""
+    if not figure.dimension:
+        return given.number(key, zero=not figure.by)
+    return given.quantity(key, figure.dimension, zero=figure.possible(0.0))
 
 
 class _Section:

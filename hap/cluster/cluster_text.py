@@ -11,24 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from hap.cluster.device import Device
+from hap.cluster.figures import FIGURES, Figure
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
-
-_FIGURES = {
-    "memory": "memory_bytes",
-    "flops": "flops_per_s.float32",
-    "memory_bandwidth": "memory_bytes_per_s",
-    "launch": "launch_s",
-    "operands": "operand_bytes_per_s",
-    "interference": "interference",
-    "drag": "drag",
-    "delay": "delay_s",
-    "start": "start",
-    "relaunch": "relaunch",
-    "traffic": "traffic",
-    "efficiency": "efficiency",
-}
-"""Key of the file -> figure whose provenance stands for it."""
 
 
 def cluster_yaml(cluster: Cluster, comment: str = "") -> str:
@@ -73,31 +58,32 @@ def _gpus(cluster: Cluster, node: str) -> list[CommentedMap]:
 
 
 def _gpu(device: Device, count: int) -> CommentedMap:
-    told = {
-        key: device.source[figure] for key, figure in _FIGURES.items() if figure in device.source
-    }
     entry = CommentedMap(type=device.kind)
     if count > 1:
         entry["count"] = count
-    entry["memory"] = f"{device.memory_bytes} B"
-    entry["flops"] = {
-        dtype: _quantity(rate, 1e9, "GFLOP/s") for dtype, rate in device.flops_per_s.items()
-    }
-    entry["memory_bandwidth"] = _quantity(device.memory_bytes_per_s, 1e9, "GB/s")
-    entry["launch"] = _quantity(device.launch_s, 1e-6, "us")
-    if device.operand_bytes_per_s < math.inf:
-        entry["operands"] = _quantity(device.operand_bytes_per_s, 1e9, "GB/s")
-    if device.delay_s or "delay" in told:
-        entry["delay"] = _quantity(device.delay_s, 1e-6, "us")
-    for key, default in (("interference", 0.0), ("drag", 1.0), ("start", 1.0), ("relaunch", 1.0)):
-        if getattr(device, key) != default or key in told:
-            entry[key] = getattr(device, key)
-    for key in ("traffic", "efficiency"):
-        if parts := getattr(device, key):
-            entry[key] = {k: float(f"{part:.4g}") for k, part in parts.items()}
+    told = {}
+    for figure in FIGURES:
+        value = figure.of(device)
+        name = "flops_per_s.float32" if figure.key == "flops" else figure.name
+        if name in device.source:
+            told[figure.key] = device.source[name]
+        if value == figure.default and (isinstance(value, Mapping) or figure.key not in told):
+            continue
+        if isinstance(value, Mapping):
+            entry[figure.key] = {entry: _written(figure, part) for entry, part in value.items()}
+        elif value < math.inf:
+            entry[figure.key] = _written(figure, value)
     if told:
         entry["source"] = told
     return entry
+
+
+def _written(figure: Figure, value: float) -> str | float:
+    if figure.key == "memory":
+        return f"{value} B"
+    if figure.unit:
+        return _quantity(value, *figure.unit)
+    return float(f"{value:.4g}") if figure.by else value
 
 
 def _link(link: Link) -> Mapping[str, Any]:

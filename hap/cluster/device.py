@@ -6,11 +6,12 @@ The figures are *effective* rates, as real layers reach them, not the peaks of a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
 
-from hap.cluster.link import IMPLEMENTATIONS
+from hap.cluster.figures import FIGURES, nested
+from hap.cluster.work import ELEMENTWISE, GENERAL, PRODUCTS, Work
 from hap.errors import ClusterError
 
 # How a dtype without a figure of its own is computed. A GPU without bfloat16 units emulates
@@ -25,66 +26,53 @@ _STAND_IN: Final[Mapping[str, str]] = {
 }
 
 
-PRODUCTS: Final = ("matmul", "conv", "conv_backward", "attention", "attention_backward")
-"""Kinds of work that run on the units for matrix products, at the rate of their dtype."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How computing on a device and collectives that it takes part in slow each other.
 
-ELEMENTWISE: Final = ("math", "tanh", "loss", "reduce", "pool", "random", "update")
-"""Kinds of work that may take longer than their memory traffic: functions such as ``exp``,
-losses, sums, pooling, random masks and the optimizer's step. They count elements; see
-:mod:`hap.synthesizer.cost.operator_work`."""
+    They are figures of collectives among this device and faster ones.
 
-# A kind without an efficiency of its own runs like its more general one.
-_GENERAL: Final[Mapping[str, str]] = {
-    "conv_backward": "conv",
-    "attention_backward": "attention",
-    "tanh": "math",
-    "loss": "math",
-}
+    Attributes:
+        interference: part of a collective's time that computing beside it loses, in [0, 1).
+        drag: duration of a collective while the device computes, relative to its duration while
+            all ranks wait for it; at least 1.
+        delay_s: seconds that each message of a collective (:func:`hap.cluster.link.messages`)
+            takes longer while the device computes, whatever its size.
+    """
 
-
-class Work(NamedTuple):
-    """One operator's work, or that of one local shard of it."""
-
-    kind: str  # one of PRODUCTS or ELEMENTWISE, or 'memory'
-    dtype: str  # 'float32', 'float16', 'bfloat16', 'float64', 'int64', ...
-    flops: float  # a multiplication and an addition count as two
-    bytes: float  # read from and written to the device's memory
+    interference: float = 0.0
+    drag: float = 1.0
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One rank's accelerator (or share of a CPU).
+    """One rank's accelerator, or its share of a CPU.
 
     Attributes:
-        name: Unique, ``node:index``.
-        kind: Name in the catalogue; ``cpu`` for a processor.
-        node: The machine it sits in.
-        memory_bytes: What a plan may use.
-        flops_per_s: Achieved rate of large matrix products, per dtype.
-        memory_bytes_per_s: Achieved rate of operators that only move data.
-        launch_s: Constant cost of one operator.
-        efficiency: Rate of another kind of work, as a fraction of ``flops_per_s``; for example
+        name: unique, ``node:index``.
+        kind: name in the catalogue; ``cpu`` for a processor.
+        node: the machine it sits in.
+        memory_bytes: bytes that a plan may use.
+        flops_per_s: achieved rate of large matrix products, per dtype.
+        memory_bytes_per_s: achieved rate of operators that only move data.
+        launch_s: constant cost of one operator.
+        efficiency: rate of another kind of work as a fraction of ``flops_per_s``, for example
             ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs like its more general
-            one, or at the full rate: elementwise work then takes what its memory traffic does.
-        operand_bytes_per_s: Rate at which products take in and give out their tensors, which adds to
-            the time of their arithmetic; thin products are slower for it. Infinite where arithmetic
-            hides it. ``flops_per_s`` over it is the intensity at which a product has half of its
-            rate (Hockney and Curington, 1989).
-        interference: Part of the time of a collective among this device and faster ones that
-            computing beside it loses; at least 0 and below 1.
-        drag: How many times as long a collective among this device and faster ones takes while the
-            device computes beside it; at least 1. It takes its own time while all ranks wait for it.
-        delay_s: Seconds by which each message of such a collective is later still, however few its
-            bytes (:func:`messages`), if the device computes meanwhile: it waits for who computes.
-        start: What a collective among this device and faster ones takes to start, as a part of
-            what the cluster's measured collectives say; above 0, at most 1. Those are of all
-            devices, and a slow one is late to answer.
-        traffic: What the bytes of such a collective take, likewise, by the collective's name; 1 for
-            those without a figure. A slow device packs and adds up slowly, too.
-        relaunch: What an operator that follows a small one takes to start, and the update of a
-            parameter, as a part of ``launch_s``; above 0, at most 1. Where the host computes, what is
-            large takes everything else out of its caches, code included.
-        source: Where each figure comes from, by the name of the figure.
+            one, or at the full rate: elementwise work then takes as long as its memory traffic.
+        operand_bytes_per_s: rate at which products read and write their tensors, which adds to the
+            time of their arithmetic. Infinite where arithmetic hides it. ``flops_per_s`` over it
+            is the intensity at which a product has half of its rate (Hockney and Curington, 1989).
+        contention: how computing and collectives slow each other.
+        start: start-up latency of a collective among this device and faster ones, relative to the
+            cluster's measurement on all devices; in (0, 1].
+        traffic: the same for the time per byte, by the collective's name; 1 for absent ones.
+        relaunch: launch cost after a small operator, and of a parameter's update, relative to
+            ``launch_s``; in (0, 1].
+        source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
+
+    Raises:
+        ClusterError: a figure is out of its range.
     """
 
     name: str
@@ -96,9 +84,7 @@ class Device:
     launch_s: float
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     operand_bytes_per_s: float = math.inf
-    interference: float = 0.0
-    drag: float = 1.0
-    delay_s: float = 0.0
+    contention: Contention = Contention()
     start: float = 1.0
     traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
     relaunch: float = 1.0
@@ -109,48 +95,30 @@ class Device:
             raise ClusterError(
                 f"device {self.name} has no float32 rate", hint="add flops: {float32: 14 TFLOP/s}"
             )
-        positive = {
-            "memory_bytes": self.memory_bytes,
-            "memory_bytes_per_s": self.memory_bytes_per_s,
-            **{f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()},
-            **{f"efficiency[{kind}]": part for kind, part in self.efficiency.items()},
-        }
-        for figure, value in positive.items():
-            if not 0 < value < float("inf"):
-                raise ClusterError(
-                    f"{figure} of device {self.name} is {value}", hint="give a positive figure"
-                )
-        for figure in ("launch_s", "delay_s"):
-            if not 0 <= getattr(self, figure) < float("inf"):
-                raise ClusterError(f"{figure} of device {self.name} is {getattr(self, figure)}")
-        if not self.operand_bytes_per_s > 0:
-            what = f"operand_bytes_per_s of device {self.name} is {self.operand_bytes_per_s}"
-            raise ClusterError(what, hint="give a positive figure")
-        if not 0 <= self.interference < 1:
-            raise ClusterError(
-                f"interference of device {self.name} is {self.interference}",
-                hint="give the part of a collective's time that computing loses, such as 0.1",
-            )
-        if not 1 <= self.drag < float("inf"):
-            raise ClusterError(
-                f"drag of device {self.name} is {self.drag}",
-                hint="give how many times as long a collective takes beside computing, such as 1.2",
-            )
-        for figure, hint in (
-            ("start", "give the part of a start that is left without slower devices, such as 0.3"),
-            (
-                "relaunch",
-                "give the part of a launch that an operator after a small one takes, such as 0.5",
-            ),
-        ):
-            if not 0 < getattr(self, figure) <= 1:
-                what = f"{figure} of device {self.name} is {getattr(self, figure)}"
-                raise ClusterError(what, hint=hint)
-        for kind, part in self.traffic.items():
-            if kind not in IMPLEMENTATIONS or not 0 < part <= 1:
-                what = f"traffic[{kind}] of device {self.name} is {part}"
-                hint = f"give a part of 1 for any of {', '.join(IMPLEMENTATIONS)}"
-                raise ClusterError(what, hint=hint)
+        for figure in FIGURES:
+            if problem := figure.problem(figure.of(self)):
+                what, _, value = problem.partition(" is ")
+                raise ClusterError(f"{what} of device {self.name} is {value}", hint=figure.hint)
+
+    @classmethod
+    def with_figures(cls, values: Mapping[str, Any], **others: Any) -> Self:
+        """A device from the values of figures, by path; ``others`` are its remaining fields."""
+        held = nested(values)
+        return cls(
+            contention=Contention(**held.pop("contention", {})), **held.pop("", {}), **others
+        )
+
+    def changed(self, values: Mapping[str, Any], **others: Any) -> Self:
+        """The device with other values of some figures, by path, and other fields."""
+        held = nested(values)
+        contention = replace(self.contention, **held.pop("contention", {}))
+        return replace(self, contention=contention, **held.pop("", {}), **others)
+
+    @classmethod
+    def together(cls, devices: Sequence[Self], name: str) -> Self:
+        """One device as fast and as large as several; its other fields are those of the first."""
+        values = {f.path: f.combined([f.of(device) for device in devices]) for f in FIGURES}
+        return devices[0].changed(values, name=name, kind=f"{len(devices)} x {devices[0].kind}")
 
     def rate(self, kind: str, dtype: str) -> float:
         """Achieved FLOP/s of a kind of work in a dtype.
@@ -162,7 +130,7 @@ class Device:
         while dtype not in self.flops_per_s:
             dtype = _STAND_IN.get(dtype, "float32")
         if kind not in self.efficiency:
-            kind = _GENERAL.get(kind, kind)
+            kind = GENERAL.get(kind, kind)
         if kind in ELEMENTWISE and kind not in self.efficiency:
             return math.inf
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
@@ -193,19 +161,24 @@ class Device:
 
     @property
     def figures(self) -> tuple[object, ...]:
-        """What two devices must share to be alike: everything but name, node and provenance."""
-        return (
-            self.kind,
-            self.memory_bytes,
-            tuple(sorted(self.flops_per_s.items())),
-            self.memory_bytes_per_s,
-            self.launch_s,
-            self.operand_bytes_per_s,
-            self.interference,
-            self.drag,
-            self.delay_s,
-            self.start,
-            tuple(sorted(self.traffic.items())),
-            self.relaunch,
-            tuple(sorted(self.efficiency.items())),
-        )
+        """All that two devices must share to be alike: not name, node and provenance."""
+        return self.kind, *(figure.frozen(figure.of(self)) for figure in FIGURES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, without figures that have their defaults."""
+        values = {f.name: f.of(self) for f in FIGURES if f.of(self) != f.default}
+        plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+        source = {"source": dict(self.source)} if self.source else {}
+        return {"name": self.name, "kind": self.kind, "node": self.node, **plain, **source}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ClusterError: a figure is out of its range.
+            TypeError: a figure is missing or unknown.
+        """
+        paths = {figure.name: figure.path for figure in FIGURES}
+        values = {paths[name]: value for name, value in data.items() if name in paths}
+        return cls.with_figures(values, **{k: v for k, v in data.items() if k not in paths})

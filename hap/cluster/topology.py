@@ -131,27 +131,14 @@ class Cluster:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of what a plan depends on: not the title, nor where figures come from."""
-        content = self.to_dict()
-        del content["name"]
-        for device in content["devices"]:
-            del device["source"]
-        measured = [
-            link
-            for ways in content.get("collectives", {}).values()
-            for levels in ways.values()
-            for link in levels.values()
-        ]
-        for link in (*content["intra"].values(), content["inter"], *measured):
-            del link["source"]
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """SHA-256 (hex) of all that a plan depends on: neither the title nor provenance."""
+        return digest_of(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; :meth:`from_dict` is its inverse."""
         plain: dict[str, Any] = {
             "name": self.name,
-            "devices": [_plain(device) for device in self.devices],
+            "devices": [device.to_dict() for device in self.devices],
             "intra": {node: _plain(link) for node, link in self.intra.items()},
             "inter": _plain(self.inter),
         }
@@ -175,7 +162,7 @@ class Cluster:
         try:
             return cls(
                 name=str(data["name"]),
-                devices=tuple(Device(**device) for device in data["devices"]),
+                devices=tuple(map(Device.from_dict, data["devices"])),
                 intra={node: Link(**link) for node, link in data["intra"].items()},
                 inter=Link(**data["inter"]),
                 collectives={
@@ -201,8 +188,24 @@ class Cluster:
         return f"{text} on {len(self.nodes)} nodes, {between} between"
 
 
-def _plain(record: Device | Link) -> dict[str, Any]:
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    if values.get("start") == 1:
-        del values["start"]  # so that plans from before there was one are still what they were
-    return {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+def digest_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a cluster as plain data, without its title and the provenance of figures.
+
+    Figures that have their defaults are absent from the data, so that a new figure leaves the
+    digests of clusters without it as they are.
+    """
+    kept = _without_sources({key: value for key, value in content.items() if key != "name"})
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_sources(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _without_sources(value) for key, value in data.items() if key != "source"}
+    return [_without_sources(entry) for entry in data] if isinstance(data, list) else data
+
+
+def _plain(link: Link) -> dict[str, Any]:
+    """Plain data for JSON, without what has its default."""
+    values = {f.name: getattr(link, f.name) for f in fields(link)}
+    return {f.name: values[f.name] for f in fields(link) if values[f.name] != f.default}

@@ -95,9 +95,8 @@ class Mesh:
     @cached_property
     def between(self) -> Cluster:
         """The cluster whose devices are whole machines, at the sum of their devices' rates."""
-        devices = tuple(
-            _machine([self.cluster.devices[r] for r in ranks]) for ranks in self.machines
-        )
+        machines = [[self.cluster.devices[r] for r in ranks] for ranks in self.machines]
+        devices = tuple(Device.together(machine, machine[0].node) for machine in machines)
         links = {d.node: self.cluster.inter for d in devices}
         return replace(self.cluster, devices=devices, intra=links)
 
@@ -113,28 +112,6 @@ def is_mesh(cluster: Cluster) -> bool:
     """Has the cluster several machines of equally many devices, two or more?"""
     counts = {len(cluster.ranks(node)) for node in cluster.nodes}
     return len(cluster.nodes) > 1 and len(counts) == 1 and counts != {1}
-
-
-def _machine(devices: list[Device]) -> Device:
-    """One device as fast and as large as several together."""
-    first = devices[0]
-    dtypes = [t for t in first.flops_per_s if all(t in d.flops_per_s for d in devices)]
-    return replace(
-        first,
-        name=first.node,
-        kind=f"{len(devices)} x {first.kind}",
-        memory_bytes=sum(d.memory_bytes for d in devices),
-        flops_per_s={t: sum(d.flops_per_s[t] for d in devices) for t in dtypes},
-        memory_bytes_per_s=sum(d.memory_bytes_per_s for d in devices),
-        launch_s=max(d.launch_s for d in devices),
-        operand_bytes_per_s=sum(d.operand_bytes_per_s for d in devices),
-        interference=max(d.interference for d in devices),
-        drag=max(d.drag for d in devices),
-        delay_s=max(d.delay_s for d in devices),
-        start=max(d.start for d in devices),
-        traffic={k: max(d.traffic.get(k, 1.0) for d in devices) for k in first.traffic},
-        relaunch=max(d.relaunch for d in devices),
-    )
 
 
 AGAIN = "'"

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hap.cluster.device import Work
 from hap.cluster.link import messages
 from hap.cluster.topology import Cluster
+from hap.cluster.work import Work
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import ITEM_BYTES, Graph, Node, Tensor
 from hap.ir.loss_chunks import CHUNK, CHUNKS
@@ -40,7 +40,7 @@ class Machine:
         self.interference, self.drag = _among_all(cluster)
         """Per rank, the part of a collective's time that computing beside it loses; and how many
         times as long a collective takes while the rank computes."""
-        self.delay_s: PerRank = np.array([d.delay_s for d in cluster.devices])
+        self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
         """Per rank, seconds by which each of its messages is later still meanwhile."""
         self.chunk = np.array(
             [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
@@ -84,7 +84,10 @@ def _among_all(cluster: Cluster) -> tuple[PerRank, PerRank]:
     rate, lost, drag = (
         np.array(figures)
         for figures in zip(
-            *((d.rate("matmul", "float32"), d.interference, d.drag) for d in cluster.devices),
+            *(
+                (d.rate("matmul", "float32"), d.contention.interference, d.contention.drag)
+                for d in cluster.devices
+            ),
             strict=True,
         )
     )

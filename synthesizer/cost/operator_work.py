@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hap.cluster.device import Work
+from hap.cluster.work import Work
 from hap.ir.graph import FREE, Graph, Node
 from hap.synthesizer.rules.rule_table import Call, numel
 from hap.synthesizer.rules.textual_rules import lines_of, written_flops

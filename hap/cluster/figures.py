@@ -1,0 +1,192 @@
+"""The figures of a device: one row each, from which all that handles them follows.
+
+A row says how the cluster file spells the figure, which values are possible, which value it has if
+nobody gives one, and how the figures of several devices make that of all of them together. The
+reader, the writer, validation, plan files, :meth:`hap.ir.mesh.Mesh.between` and the table in
+docs/cluster-file.md follow the rows. A new figure is one row, and a field of
+:class:`hap.cluster.device.Device`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hap.cluster.link import IMPLEMENTATIONS
+from hap.cluster.work import ELEMENTWISE, PRODUCTS
+
+DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+Number = float
+Value = float | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure of a device, or one per dtype, kind of work or collective.
+
+    Attributes:
+        key: its key in the cluster file.
+        path: its attribute of a device, such as ``contention.drag``.
+        meaning: a sentence for the docs.
+        dimension: ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``, or nothing for a plain number.
+        by: the keys of a mapping; empty if the figure is one number.
+        default: the value that it has if none is given; ``None``: it is required.
+        least, most: the range of possible values.
+        open: the range is without ``least`` (``(``), without ``most`` (``)``), or both.
+        hint: advice for a value out of range.
+        together: (values of several devices, default) -> the value of one device as fast and as
+            large as all of them; ``None``: that of the first.
+        unit: (size, name) in which the file is written; ``None``: as a plain number.
+    """
+
+    key: str
+    path: str
+    meaning: str
+    dimension: str = ""
+    by: tuple[str, ...] = ()
+    default: Value | None = None
+    least: float = 0.0
+    most: float = math.inf
+    open: str = "()"
+    hint: str = "give a positive figure"
+    together: Callable[[Sequence[float]], float] | None = max
+    unit: tuple[float, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in plan files and in the provenance of a device."""
+        return self.path.rpartition(".")[-1]
+
+    def of(self, device: Any) -> Any:
+        """Its value on a device."""
+        for attribute in self.path.split("."):
+            device = getattr(device, attribute)
+        return device
+
+    def possible(self, value: float) -> bool:
+        """Is a number within the range? Never one that is not a number."""
+        above = value > self.least if "(" in self.open else value >= self.least
+        below = value < self.most if ")" in self.open else value <= self.most
+        return above and below
+
+    def problem(self, value: Value) -> str:
+        """The first entry of a value that is impossible, as ``drag is 0.5``; empty if there is none."""
+        entries = value.items() if isinstance(value, Mapping) else [("", value)]
+        for entry, number in entries:
+            if not self.possible(number) or (
+                entry and self.key != "flops" and entry not in self.by
+            ):
+                return f"{self.name}{f'[{entry}]' if entry else ''} is {number}"
+        return ""
+
+    def frozen(self, value: Value) -> object:
+        """A value that can be compared and hashed."""
+        return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+
+    def combined(self, values: Sequence[Any]) -> Any:
+        """The value of several devices as one; see ``together``."""
+        first = values[0]
+        if self.together is None:
+            return first
+        if not self.by:
+            return self.together(values)
+        if self.default is None:  # a mapping without entries that every device has to give
+            shared = [entry for entry in first if all(entry in value for value in values)]
+            return {entry: self.together([value[entry] for value in values]) for entry in shared}
+        return {
+            entry: self.together([value.get(entry, 1.0) for value in values]) for entry in first
+        }
+
+
+_PART_HINT = "give a part above 0, and 1 at most, such as 0.5"
+
+FIGURES: Final = (
+    Figure(
+        key="memory", path="memory_bytes", dimension="bytes", together=sum, unit=(1, "B"),
+        meaning="memory that a plan may use of each GPU; leave room for the CUDA context",
+    ),
+    Figure(
+        key="flops", path="flops_per_s", dimension="flop/s", by=DTYPES, together=sum,
+        unit=(1e9, "GFLOP/s"),
+        meaning="achieved rate of matrix products: `{float32: 14 TFLOP/s, float16: 90 TFLOP/s}` "
+        "sets those dtypes; `14 TFLOP/s` sets float32 and scales the others by the same factor",
+    ),
+    Figure(
+        key="memory_bandwidth", path="memory_bytes_per_s", dimension="bytes/s", together=sum,
+        unit=(1e9, "GB/s"), meaning="achieved rate of operators that only move data",
+    ),
+    Figure(
+        key="launch", path="launch_s", dimension="seconds", open=")", unit=(1e-6, "us"),
+        hint="give a time of 0 or more", meaning="constant cost of one operator",
+    ),
+    Figure(
+        key="operands", path="operand_bytes_per_s", dimension="bytes/s", default=math.inf,
+        open="(", together=sum, unit=(1e9, "GB/s"),
+        meaning="rate at which products read and write their tensors, in addition to their "
+        "arithmetic; without it, arithmetic hides this time",
+    ),
+    Figure(
+        key="delay", path="contention.delay_s", dimension="seconds", default=0.0, open=")",
+        unit=(1e-6, "us"), hint="give a time of 0 or more",
+        meaning="additional time of each message of a collective while this device computes, such "
+        "as `10 ms`: a throttled CPU answers in its next time slice",
+    ),
+    Figure(
+        key="interference", path="contention.interference", default=0.0, most=1.0, open=")",
+        hint="give the part of a collective's time that computing loses, such as 0.1",
+        meaning="part of a collective's time that computing beside it loses, such as 0.1. Where "
+        "slower devices take part, a faster one loses no more processor time than they do",
+    ),
+    Figure(
+        key="drag", path="contention.drag", default=1.0, least=1.0, open=")",
+        hint="give how many times as long a collective takes beside computing, such as 1.2",
+        meaning="duration of a collective while this device computes, relative to its duration "
+        "alone, such as 1.2",
+    ),
+    Figure(
+        key="start", path="start", default=1.0, most=1.0, open="(", hint=_PART_HINT,
+        meaning="start-up latency of a [measured collective](#measured-collectives) among this "
+        "device and faster ones, relative to the measurement on all devices, such as 0.3",
+    ),
+    Figure(
+        key="relaunch", path="relaunch", default=1.0, most=1.0, open="(", hint=_PART_HINT,
+        meaning="launch cost after a small operator, and of a parameter's update, relative to "
+        "`launch`, such as 0.5: on a CPU a large operator evicts all else from the caches",
+    ),
+    Figure(
+        key="traffic", path="traffic", by=tuple(IMPLEMENTATIONS), default={}, most=1.0, open="(",
+        hint=f"give a part of 1 for any of {', '.join(IMPLEMENTATIONS)}",
+        meaning="time per byte of such a collective, likewise: `{all_gather: 0.2}`; 1 for "
+        "collectives that are not listed",
+    ),
+    Figure(
+        key="efficiency", path="efficiency", by=(*PRODUCTS[1:], *ELEMENTWISE), default={},
+        together=None,
+        meaning="`{attention: 0.5, conv: 0.8}`: rate of other work relative to matrix products; "
+        "the kinds are listed [here](profiler.md#what-is-fitted)",
+    ),
+)  # fmt: skip
+"""In the order in which the file is written."""
+
+BY_KEY: Final[Mapping[str, Figure]] = {figure.key: figure for figure in FIGURES}
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Path -> value, as holder -> attribute -> value; the device's own fields are under ``""``."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        holder, _, attribute = path.rpartition(".")
+        found.setdefault(holder, {})[attribute] = value
+    return found
+
+
+def documentation() -> list[str]:
+    """The rows of the docs' table: place, key, meaning and default."""
+    rows = []
+    for figure in FIGURES:
+        default = "" if figure.default in (None, {}, math.inf) else f"{figure.default:g}"
+        rows.append(f"| node, GPU | `{figure.key}` | {figure.meaning} | {default} |")
+    return rows

@@ -1,0 +1,38 @@
+"""The kinds of work that operators do; a device has a rate for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+PRODUCTS: Final = ("matmul", "conv", "conv_backward", "attention", "attention_backward")
+"""Kinds that run on the units for matrix products, at the rate of their dtype."""
+
+ELEMENTWISE: Final = ("math", "tanh", "loss", "reduce", "pool", "random", "update")
+"""Kinds that may take longer than their memory traffic: functions such as ``exp``, losses, sums,
+pooling, random masks and the optimizer's step. They count elements; see
+:mod:`hap.synthesizer.cost.operator_work`."""
+
+GENERAL: Final[Mapping[str, str]] = {
+    "conv_backward": "conv",
+    "attention_backward": "attention",
+    "tanh": "math",
+    "loss": "math",
+}
+"""Kind -> the more general kind whose efficiency it has if it has none of its own."""
+
+
+class Work(NamedTuple):
+    """The work of one operator, or of one local shard of it.
+
+    Attributes:
+        kind: one of ``PRODUCTS`` or ``ELEMENTWISE``, or ``memory``.
+        dtype: ``float32``, ``float16``, ``bfloat16``, ``float64``, ``int64``, ...
+        flops: operations; a multiplication and an addition count as two.
+        bytes: bytes read from and written to the device's memory.
+    """
+
+    kind: str
+    dtype: str
+    flops: float
+    bytes: float
