@@ -158,7 +158,7 @@ def programs(case: Case, cluster: Cluster) -> Iterator[tuple[str, Plan, dict[str
     for method in METHODS:
         if not method.usual:
             continue
-        found = method.plan(space, cluster, made.optimizer_states)
+        found = method.plan(space, cluster, made.optimizer.states)
         yield method.name, _as_plan(made, found), _predicted(found)
 
 

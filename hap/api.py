@@ -162,7 +162,7 @@ def plan(
         if not inside and shares and not any(units[r] for units in shares.values())
     )  # fmt: skip
     return Plan(
-        source=source or Source(), graph=graph, cluster=kept, optimizer=str(kind),
+        source=source or Source(), graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction, recipe=Recipe(

@@ -23,7 +23,7 @@ from hap.ir.axes import Shares
 from hap.ir.batch import call, each
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import Placement
-from hap.ir.plan import Plan, Source
+from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Program
 from hap.runtime.verify import Verdict, verify
@@ -174,7 +174,7 @@ def random_plan(
         source=Source(),
         graph=space.graph,
         cluster=cluster,
-        optimizer="AdamW (2 states per parameter)",
+        optimizer=OptimizerKind(name="AdamW", states=2),
         program=program,
         shares=used,
         idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),

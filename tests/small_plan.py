@@ -7,7 +7,7 @@ from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.ir.placement import P, Placement, R, S
-from hap.ir.plan import Plan, Source
+from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Alternative, Collective, Prediction, RankPrediction
 from hap.ir.program import Compute, Convert, Program
 
@@ -115,7 +115,7 @@ def small_plan(
         source=Source(path=path),
         graph=small_graph(rows),
         cluster=cluster,
-        optimizer="Adam (2 states per parameter)",
+        optimizer=OptimizerKind(name="Adam", states=2),
         program=small_program(rows),
         shares={"batch": shares},
         idle=idle,

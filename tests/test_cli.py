@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hap.cli.commands import main
-from hap.ir.plan import FORMAT
+from hap.ir.plan import FORMAT, Plan
 from tests.small_plan import small_plan
 
 MODEL = """\
@@ -73,7 +73,7 @@ HELP = {
         "--recompute",
         "--verbose",
     ],
-    "verify": ["--backend", "--dtype", "--help", "--processes", "--seed", "--verbose"],
+    "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
     "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
     "profile": [
@@ -281,7 +281,7 @@ def test_plan_as_json(folder: Path) -> None:
 def test_what_to_recompute_can_be_told(folder: Path, said: tuple[str], meant: str) -> None:
     words = [word for way in said for word in ("--recompute", way)]
     assert hap("plan", "model.py", "--cluster", "cluster.yaml", *words).exit_code == 0
-    assert json.loads((folder / "plan.json").read_text())["recipe"]["recompute"] == meant
+    assert Plan.load(folder / "plan.json").recipe.recompute == meant
 
 
 def test_simulate_shows_the_step_that_the_plan_predicts(folder: Path) -> None:

@@ -14,7 +14,7 @@ from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.ir.placement import Placement
-from hap.ir.plan import Plan, Source
+from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Convert, Program
 from hap.ir.regather import twin_of
@@ -153,7 +153,7 @@ def test_every_stage_of_zero_computes_what_one_device_computes(number: int) -> N
         step_s=0, communicate_s=0, hidden_s=0, ranks=(), collectives=(), alternatives=()
     )
     plan = Plan(
-        source=Source(), graph=case.graph, cluster=on, optimizer="AdamW", program=best.program,
+        source=Source(), graph=case.graph, cluster=on, optimizer=OptimizerKind(name="AdamW", states=2), program=best.program,
         shares={name: best.shares[name] for name in best.program.used_axes()}, prediction=nothing,
     )  # fmt: skip
     assert len(set(plan.shares[f"{STORED}{WIDTH}"])) > 1

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from hap.capture.tracing import capture
+from hap.cli.plan_screen import program_lines
+from hap.cli.simulation import simulate_plan
 from hap.errors import PlanError
 from hap.ir.graph import Graph, Ref
-from hap.ir.plan import FORMAT, Plan
+from hap.ir.plan import FORMAT, OptimizerKind, Plan
 from hap.ir.program import Program
 from tests.random_plans import Case, benchmark_case, make_case, random_plan
 from tests.small_plan import node, small_cluster, small_graph, small_plan
@@ -265,6 +267,62 @@ def test_a_batch_of_another_size_is_refused(batch: Any, name: str) -> None:
     with pytest.raises(PlanError, match=f"batch entry '{name}' has shape") as error:
         sharded({"x": X, "y": Y}).local_batch(batch, 0)
     assert "global batch" in error.value.hint
+
+
+# --- plan files of every format --------------------------------------------------------------
+
+STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
+"""Written by the versions that had these formats; formats 1 to 3 of the same model and cluster."""
+
+
+def test_every_format_is_stored() -> None:
+    assert {json.loads(path.read_text())["format"] for path in STORED} == set(range(1, FORMAT + 1))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_plan_of_any_format_loads_is_shown_and_can_be_saved(path: Path, tmp_path: Path) -> None:
+    plan = Plan.load(path)
+    assert plan.optimizer == OptimizerKind(name="AdamW", states=2)
+    assert (plan.world_size, plan.batch_size) == (4, 12)
+    assert list(program_lines(plan)) == list(program_lines(Plan.load(path)))
+    assert simulate_plan(plan).run.step_s > 0
+    plan.save(tmp_path / "again.json")
+    again = Plan.load(tmp_path / "again.json")
+    assert (again.program, again.shares, again.cluster) == (plan.program, plan.shares, plan.cluster)
+    assert "Infinity" not in (tmp_path / "again.json").read_text()
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_changed_plan_of_any_format_is_refused(path: Path, tmp_path: Path) -> None:
+    data = json.loads(path.read_text())
+    data["cluster"]["devices"][1]["launch_s"] *= 2
+    (tmp_path / "changed.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="digests"):
+        Plan.load(tmp_path / "changed.json")
+
+
+def test_a_plan_of_a_catalogue_gpu_holds_no_infinity(tmp_path: Path) -> None:
+    stored = Plan.load(STORED[2])
+    assert stored.cluster.devices[0].operand_bytes_per_s == float("inf")
+    data = stored.to_json()
+    json.dumps(data, allow_nan=False)
+    data["cluster"]["devices"][0]["operand_bytes_per_s"] = float("inf")
+    (tmp_path / "infinite.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="Infinity is no figure"):
+        Plan.load(tmp_path / "infinite.json")
+
+
+def test_an_old_plan_without_a_number_of_states_says_so(tmp_path: Path) -> None:
+    data = json.loads(STORED[0].read_text()) | {"optimizer": "Adam"}
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="'Adam', has no number of states"):
+        Plan.load(tmp_path / "old.json")
+
+
+def test_fields_with_their_defaults_are_left_out() -> None:
+    data = small_plan().to_json()
+    assert not {"idle", "left_out", "recipe", "inside"} & data.keys()
+    assert data["optimizer"] == {"name": "Adam", "states": 2}
 
 
 # --- the parts -----------------------------------------------------------------------------

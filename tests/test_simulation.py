@@ -23,7 +23,6 @@ from hap.cli.simulation import (
     write_trace,
 )
 from hap.cli.terminal import emit
-from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert
 from tests.random_plans import benchmark_case, random_plan
@@ -205,8 +204,3 @@ def test_many_alike_ranks_share_a_line(shown: Callable[[RenderableType], list[st
     lines = shown(simulation_screen(simulate_plan(plan)))
     assert sum(line.startswith("0-8 A100 ") for line in lines) == 2
     assert sum(line.startswith("9-19 P100 ") for line in lines) == 2
-
-
-def test_a_plan_without_a_number_of_states_says_so() -> None:
-    with pytest.raises(PlanError, match="no number of states"):
-        simulate_plan(replace(real(small_plan()), optimizer="Adam"))

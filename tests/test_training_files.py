@@ -75,7 +75,7 @@ def planned(tmp_path: Path) -> Plan:
 
 def test_a_model_file_with_all_of_it(tmp_path: Path) -> None:
     plan = planned(tmp_path)
-    assert plan.optimizer == "Lamb (2 states per parameter)"
+    assert str(plan.optimizer) == "Lamb (2 states per parameter)"
     assert hap.verify(plan).ok
 
 

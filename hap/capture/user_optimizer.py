@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from hap.errors import HapError, ModelError
+from hap.ir.plan import OptimizerKind
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """``optimizer(params)``, or ``optimizer(named_parameters)``, which gets (name, parameter) pairs."""
@@ -34,17 +34,6 @@ def _call(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> torch.opti
     except (TypeError, ValueError):  # a builtin says nothing of its arguments
         wanted = []
     return make(list(params.items()) if wanted[:1] == [NAMED] else list(params.values()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerKind:
-    """The optimizer's class, and its state tensors of the parameter's size."""
-
-    name: str
-    states: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.states} states per parameter)"
 
 
 def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKind:

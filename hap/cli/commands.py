@@ -104,7 +104,7 @@ def plan(
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:
-        click.echo(json.dumps(cli.plan_screen.plan_json(made), indent=1))
+        click.echo(json.dumps(cli.plan_screen.plan_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.plan_screen.plan_screen(made, output, compare=options["compare"]))
 
@@ -254,7 +254,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
         cli.simulation.write_trace(made, trace)
         _note(f"written to {trace}")
     if as_json:
-        click.echo(json.dumps(cli.simulation.simulation_json(made), indent=1))
+        click.echo(json.dumps(cli.simulation.simulation_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.simulation.simulation_screen(made))
 

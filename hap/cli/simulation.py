@@ -63,7 +63,7 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
 
 def plan_costs(plan: Plan) -> CostModel:
     """The prices under a plan's shares, of all that its program does."""
-    machine, states = Machine(plan.cluster), plan.optimizer_states
+    machine, states = Machine(plan.cluster), plan.optimizer.states
     if plan.mesh is None or plan.inside is None:
         axes = plan.program.own_axes()
         return CostModel(plan.graph, axes, machine, plan.shares, states)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hap.cluster.topology import Cluster
+from hap.cluster.topology import Cluster, digest_of
 from hap.errors import PlanError
 from hap.files import write_whole
 from hap.ir.axes import Shares
@@ -25,7 +24,7 @@ from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
 from hap.ir.program import Program, Value
 
-FORMAT = 3
+FORMAT = 4
 """Version of the plan file; raised when an older reader would misunderstand a newer file."""
 
 
@@ -52,6 +51,27 @@ class Recipe:
     recompute: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKind:
+    """The optimizer's class, and the number of tensors of its size that it keeps per parameter."""
+
+    name: str
+    states: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.states} states per parameter)"
+
+    @staticmethod
+    def of(text: str) -> OptimizerKind:
+        """The inverse of ``str``, for plan files before format 4."""
+        name, _, rest = text.partition(" (")
+        states = rest.partition(" ")[0]
+        if not states.isdecimal():
+            what = f"the plan's optimizer, {text!r}, has no number of states"
+            raise PlanError(what, hint="plan anew")
+        return OptimizerKind(name=name, states=int(states))
+
+
 class TensorCut(NamedTuple):
     """One cut of a tensor: elements of every place along ``dim``; ``place`` is this rank's."""
 
@@ -75,7 +95,7 @@ class Plan:
     source: Source
     graph: Graph
     cluster: Cluster
-    optimizer: str
+    optimizer: OptimizerKind
     program: Program
     shares: Shares
     idle: tuple[int, ...] = ()
@@ -149,17 +169,6 @@ class Plan:
             begin = offsets(self.graph, self.program, self.shares, machine, graph)
             found.append(Part(graph, replace(self.inside.program, axes=axes), shares, 0, begin))
         return found
-
-    @property
-    def optimizer_states(self) -> int:
-        """Tensors of its size that the optimizer keeps for a parameter."""
-        said = re.search(r"\((\d+) states per parameter\)$", self.optimizer)
-        if said is None:
-            raise PlanError(
-                f"the plan's optimizer, {self.optimizer!r}, has no number of states",
-                hint="plan anew",
-            )
-        return int(said[1])
 
     def part_of(self, rank: int) -> int:
         """Units of all used axes that a rank holds; 0 if it only waits."""
@@ -257,25 +266,30 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """Plain data; what has its default is left out, so that older plans lack nothing."""
+        data: dict[str, Any] = {
             "format": FORMAT,
-            "source": asdict(self.source),
+            "source": _packed(self.source),
             "graph_digest": self.graph.digest,
             "cluster_digest": self.cluster.digest,
-            "optimizer": self.optimizer,
+            "optimizer": _packed(self.optimizer),
             "shares": {name: list(units) for name, units in self.shares.items()},
-            "idle": list(self.idle),
-            "left_out": list(self.left_out),
-            "prediction": asdict(self.prediction),
-            "recipe": asdict(self.recipe),
+            "prediction": _packed(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
             "graph": self.graph.to_json(),
-        } | ({"inside": _pack_inside(self.inside)} if self.inside else {})
+        }
+        optional = {
+            "idle": list(self.idle),
+            "left_out": list(self.left_out),
+            "recipe": _packed(self.recipe),
+            "inside": _pack_inside(self.inside) if self.inside else None,
+        }
+        return data | {key: value for key, value in optional.items() if value}
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: whole, or not at all."""
-        text = json.dumps(self.to_json(), separators=(",", ":")) + "\n"
+        text = json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
         write_whole(path, [text])
 
     @staticmethod
@@ -286,8 +300,9 @@ class Plan:
             PlanError: no such file, damaged, or written by a newer version.
         """
         where = str(path)
+        infinite: list[str] = []
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(), parse_constant=_noted(infinite))
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -301,6 +316,8 @@ class Plan:
                 f"the plan has format {data['format']}, this version reads up to {FORMAT}",
                 where=where, hint="update hap, or plan anew with this version",
             )  # fmt: skip
+        if infinite and data["format"] >= 4:  # older plans wrote a device's default rate so
+            raise PlanError(f"{infinite[0]} is no figure", where=where, hint="plan anew")
         try:
             return Plan.from_json(data)
         except PlanError as error:
@@ -315,13 +332,15 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> Plan:
         """The inverse of :meth:`to_json`; raises what :meth:`load` turns into ``PlanError``."""
         graph, cluster = Graph.from_json(data["graph"]), Cluster.from_dict(data["cluster"])
-        if graph.digest != data["graph_digest"] or cluster.digest != data["cluster_digest"]:
+        # The stored data is digested, not the cluster, whose defaults a newer version may have added.
+        digests = graph.digest, digest_of(data["cluster"])
+        if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
-        p = data["prediction"]
+        p, kind = data["prediction"], data["optimizer"]
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
-            hidden_s=p["hidden_s"],
+            hidden_s=p.get("hidden_s", 0.0),
             ranks=tuple(RankPrediction(**r) for r in p["ranks"]),
             collectives=tuple(Collective(**c) for c in p["collectives"]),
             alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
@@ -333,15 +352,35 @@ class Plan:
             source=Source(**data["source"]),
             graph=graph,
             cluster=cluster,
-            optimizer=data["optimizer"],
+            optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=program,
             shares={name: tuple(units) for name, units in data["shares"].items()},
-            idle=tuple(data["idle"]),
+            idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
             recipe=Recipe(**data.get("recipe", {})),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+
+
+def _packed(record: Any) -> Any:
+    """A dataclass as plain data, and those that it holds; fields with their defaults are left out."""
+    if isinstance(record, tuple):
+        return [_packed(entry) for entry in record]
+    if not is_dataclass(record):
+        return record
+    kept = ((f, getattr(record, f.name)) for f in fields(record))
+    return {f.name: _packed(value) for f, value in kept if value != f.default}
+
+
+def _noted(found: list[str]) -> Callable[[str], float]:
+    """Reads ``Infinity`` and ``NaN``, which JSON does not have, and notes them."""
+
+    def read(text: str) -> float:
+        found.append(text)
+        return float(text)
+
+    return read
 
 
 def _pack_inside(inside: Inside) -> dict[str, Any]:

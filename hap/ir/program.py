@@ -252,10 +252,10 @@ def _pack(step: Instruction) -> list[Any]:
 
 def _unpack(data: list[Any]) -> Instruction:
     match data:
-        case ["convert", tensor, src, dst, implementation, backward, bucket]:
+        case ["convert", tensor, src, dst, implementation, backward, *bucket]:
             return Convert(
                 tensor=tensor, src=Placement.parse(src), dst=Placement.parse(dst),
-                implementation=implementation, backward=backward, bucket=bucket,
+                implementation=implementation, backward=backward, bucket=(*bucket, 0)[0],
             )  # fmt: skip
         case ["compute", node, ins, outs, backward]:
             return Compute(
