@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -54,9 +55,12 @@ def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan for other programs: all but graph and program, and what the screen counts."""
+    """The plan for other programs: every field but graph and program, and the screen's totals."""
     data = plan.to_json()
     del data["graph"], data["program"]
+    # A plan file leaves out defaults; readers of this output need not know them.
+    data |= {"idle": plan.idle, "left_out": plan.left_out}
+    data |= {"prediction": asdict(plan.prediction), "recipe": asdict(plan.recipe)}
     collectives = plan.prediction.collectives
     count, nbytes = _parameters(plan)
     data["totals"] = {
