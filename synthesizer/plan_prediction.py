@@ -13,7 +13,7 @@ from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPr
 from hap.ir.program import BETWEEN, Compute, Convert
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.cost.peak_memory import at_peak, memory
 from hap.synthesizer.rules import Row
@@ -152,7 +152,7 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
     for group in candidate.scheduled.program.groups(graph):
-        nodes = computed(graph, group)
+        nodes = nodes_and_rows(graph, group)
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
             node = nodes[0][0]

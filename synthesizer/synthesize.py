@@ -23,7 +23,7 @@ from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
-from hap.synthesizer.cost.liveness import plain_script_of
+from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
@@ -325,10 +325,10 @@ def lowest(fits: Callable[[int], bool], low: int, high: int, first: int | None) 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
     """The same program with the fastest implementation of each collective."""
     # Fused or not must not depend on the choice made before: it is left out of what is alike.
-    script = plain_script_of(graph, program, cost)
+    structure = unimplemented_structure_of(graph, program, cost)
     steps = list(program.instructions)
     fastest: dict[int, str] = {}
-    for (first, end), moved in zip(script.bounds, script.moved, strict=True):
+    for (first, end), moved in zip(structure.bounds, structure.moved, strict=True):
         if moved < 0:
             continue
         converts = [s for s in steps[first:end] if isinstance(s, Convert)]
@@ -342,7 +342,7 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
     if instructions == program.instructions:
         return program
     chosen = replace(program, instructions=instructions)
-    chosen.memo.update(program.memo, script=program.memo["plain script"])
+    chosen.memo.update(program.memo, structure=program.memo["unimplemented structure"])
     return chosen
 
 

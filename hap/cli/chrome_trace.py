@@ -17,8 +17,8 @@ import numpy as np
 from hap.cli.plan_screen import tensor_label
 from hap.ir.graph import Input
 from hap.ir.plan import Plan
-from hap.ir.program import Compute, Convert, Value
-from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span, ends
+from hap.ir.program import Compute, Convert, Value, reads, writes
+from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span
 from hap.synthesizer.schedule.memory_timeline import Curve
 
 THREADS = {COMPUTE: 0, COMMUNICATION: 1}
@@ -92,7 +92,8 @@ def _describe(plan: Plan, span: Span) -> tuple[list[Value], Event]:
         value = Value(span.what.tensor, plan.whole[1].inputs[span.what.tensor])
         return [value], {"op": "update", "module": span.what.target}
     step = span.what[0]
-    ins, outs = ends(plan.whole[0], span.what)
+    graph = plan.whole[0]
+    ins, outs = reads(graph, span.what), writes(graph, span.what)
     read = list(map(str, ins))
     if isinstance(step, Compute):
         node = plan.whole[0].by_name[step.node]

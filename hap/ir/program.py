@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from hap.ir.axes import Axes, Axis, Shares, shard_sizes
-from hap.ir.graph import Graph
+from hap.ir.graph import FREE, Graph
 from hap.ir.placement import LOCAL, Placement, R, conversion
 
 
@@ -44,6 +44,19 @@ class Compute:
     outs: tuple[Placement | None, ...]
     backward: bool
 
+    def reads(self, graph: Graph) -> list[Value]:
+        """The values that it reads, in the order of the node's inputs."""
+        return list(map(Value, graph.by_name[self.node].inputs, self.ins))
+
+    def writes(self, graph: Graph) -> list[Value]:
+        """The values that it makes."""
+        outputs = graph.by_name[self.node].outputs
+        return [Value(o, p) for o, p in zip(outputs, self.outs, strict=True) if o and p]
+
+    def aliases(self, graph: Graph) -> bool:
+        """Do its results share the storage of its first input?"""
+        return graph.by_name[self.node].op in FREE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
@@ -70,8 +83,31 @@ class Convert:
     def local(self) -> bool:
         return self.kind in LOCAL
 
+    def reads(self, graph: Graph) -> list[Value]:
+        """The value that it converts."""
+        return [Value(self.tensor, self.src)]
+
+    def writes(self, graph: Graph) -> list[Value]:
+        """The value that it makes."""
+        return [Value(self.tensor, self.dst)]
+
+    def aliases(self, graph: Graph) -> bool:
+        """Does its result share the storage of its input?"""
+        return self.kind == "slice"
+
 
 Instruction = Compute | Convert
+
+
+def reads(graph: Graph, group: Iterable[Instruction]) -> list[Value]:
+    """The values that a group of instructions reads."""
+    return [value for step in group for value in step.reads(graph)]
+
+
+def writes(graph: Graph, group: Iterable[Instruction]) -> list[Value]:
+    """The values that a group of instructions makes."""
+    return [value for step in group for value in step.writes(graph)]
+
 
 FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_lse"})
 """Collectives that run on several tensors at once as on one long one."""
@@ -170,9 +206,7 @@ class Program:
 
     def check(self, graph: Graph) -> None:
         """Raise ``ValueError`` unless every value exists when it is used."""
-        nodes = {n.name: n for n in graph.nodes}
         held = {Value(tensor, p) for tensor, p in self.inputs.items()}
-        done: set[str] = set()
 
         def need(value: Value, user: str) -> None:
             if value not in held:
@@ -180,19 +214,17 @@ class Program:
             if value.placement.sharded and f"{value.tensor}:{value.placement.dim}" not in self.axes:
                 raise ValueError(f"{value} is sharded on no axis")
 
+        done = set()
         for step in self.instructions:
-            if isinstance(step, Convert):
-                need(Value(step.tensor, step.src), step.kind)
-                held.add(Value(step.tensor, step.dst))
-                continue
-            node = nodes[step.node]
-            for name, p in zip(node.inputs, step.ins, strict=True):
-                need(Value(name, p), node.name)
-            for out, p_out in zip(node.outputs, step.outs, strict=True):
-                if out is not None and p_out is not None:
-                    held.add(Value(out, p_out))
-            done.add(node.name)
-        if missing := nodes.keys() - done:
+            if isinstance(step, Compute):
+                node = graph.by_name[step.node]
+                done.add(step.node)
+                if (len(step.ins), len(step.outs)) != (len(node.inputs), len(node.outputs)):
+                    raise ValueError(f"{step.node} has other inputs or outputs")
+            for value in step.reads(graph):
+                need(value, step.kind if isinstance(step, Convert) else step.node)
+            held.update(step.writes(graph))
+        if missing := graph.by_name.keys() - done:
             raise ValueError(f"the program never computes {sorted(missing)}")
         for output, p in zip(graph.outputs, self.outputs, strict=True):
             need(Value(output.tensor, p), f"the output {output.target}")
@@ -200,21 +232,16 @@ class Program:
             raise ValueError("the loss must end replicated")
 
     def lines(self, graph: Graph) -> Iterator[str]:
-        nodes = {n.name: n for n in graph.nodes}
         for i in graph.inputs:
             yield f"{i.role:<10} {Value(i.tensor, self.inputs[i.tensor])} = {i.target}"
         for step in self.instructions:
             side = "bwd" if step.backward else "fwd"
+            ins, outs = (", ".join(map(str, v)) for v in (step.reads(graph), step.writes(graph)))
             if isinstance(step, Convert):
                 how = f" by {step.implementation}" if step.implementation else ""
-                yield f"{side}  {Value(step.tensor, step.dst)} = {step.kind}({Value(step.tensor, step.src)}){how}"
-                continue
-            node = nodes[step.node]
-            ins = [str(Value(n, p)) for n, p in zip(node.inputs, step.ins, strict=True)]
-            outs = [
-                str(Value(n, p)) for n, p in zip(node.outputs, step.outs, strict=True) if n and p
-            ]
-            yield f"{side}  {', '.join(outs)} = {node.op}({', '.join(ins)})"
+                yield f"{side}  {outs} = {step.kind}({ins}){how}"
+            else:
+                yield f"{side}  {outs} = {graph.by_name[step.node].op}({ins})"
         for output, p in zip(graph.outputs, self.outputs, strict=True):
             yield f"return     {output.role} {output.target} = {Value(output.tensor, p)}"
 

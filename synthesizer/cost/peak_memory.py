@@ -2,7 +2,7 @@
 
 Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
 are fused, all that goes in and all that comes out exists at once, from where it is issued to
-where it has ended (``until`` of :class:`hap.synthesizer.cost.liveness.Lives`). Collectives run one after
+where it has ended (``until`` of :class:`hap.synthesizer.cost.liveness.LiveRanges`). Collectives run one after
 the other, so that of those under way the largest buffers count.
 """
 
@@ -17,7 +17,8 @@ from hap.ir.graph import Graph
 from hap.ir.loss_chunks import CHUNKS
 from hap.ir.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.liveness import Indices, Lives, Script, script_of
+from hap.synthesizer.cost.cost_structure import CostStructure, structure_of
+from hap.synthesizer.cost.liveness import Indices, LiveRanges
 
 KINDS = (
     "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
@@ -45,9 +46,11 @@ def memory(
             ranks of ``cost`` are none that work together.
         until: when collectives have ended; none overlaps with anything if it isn't given.
     """
-    script = script_of(graph, program, cost)
-    stored = _given(graph, script, cost)
-    alive, own, between = _moments(graph, program, cost, buffers, script, _lives(script, until))
+    structure = structure_of(graph, program, cost)
+    stored = _given(graph, structure, cost)
+    alive, own, between = _moments(
+        graph, program, cost, buffers, structure, _live(structure, until)
+    )
     peak: PerRank = (alive + own + between).max(axis=0)
     return stored["parameters"] + stored["optimizer states"], peak
 
@@ -56,30 +59,31 @@ def at_peak(
     graph: Graph, program: Program, cost: CostModel, until: Until = None
 ) -> dict[str, PerRank]:
     """By kind, the bytes that each rank holds at its fullest moment."""
-    script = script_of(graph, program, cost)
-    lives = _lives(script, until)
-    alive, own, between = _moments(graph, program, cost, None, script, lives)
+    structure = structure_of(graph, program, cost)
+    live = _live(structure, until)
+    alive, own, between = _moments(graph, program, cost, None, structure, live)
     moments = (alive + own + between).argmax(axis=0)
     fullest = moments - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
-    for kind, nbytes in _given(graph, script, cost).items():
+    for kind, nbytes in _given(graph, structure, cost).items():
         found[kind] = found[kind] + nbytes
-    for value, (first, last) in lives.spans.items():
+    for storage, first, last in zip(structure.storages, live.first, live.last, strict=True):
         there = (first <= fullest) & (fullest <= last)
+        value = storage.value
         nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
-        found[lives.kind[value]] += np.where(there, nbytes, 0.0)
+        found[storage.kind] += np.where(there, nbytes, 0.0)
     here = moments, np.arange(len(moments))
     found["workspace"], found["communication buffers"] = own[here], between[here]
     return found
 
 
-def _lives(script: Script, until: Until) -> Lives:
-    return script.lives if until is None else script.lives_until(until)
+def _live(structure: CostStructure, until: Until) -> LiveRanges:
+    return structure.live if until is None else structure.live_until(until)
 
 
-def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
+def _given(graph: Graph, structure: CostStructure, cost: CostModel) -> dict[str, PerRank]:
     """What lies there from the start to the end."""
-    local = _local_bytes(graph, script, cost, script.inputs, script.part_of_input)
+    local = _local_bytes(graph, structure, cost, structure.inputs, structure.part_of_input)
     roles = np.array([i.role == "parameter" for i in graph.inputs])
     trained = np.array([i.target in graph.gradients for i in graph.inputs])
     return {
@@ -90,43 +94,47 @@ def _given(graph: Graph, script: Script, cost: CostModel) -> dict[str, PerRank]:
 
 
 def _moments(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, script: Script,
-    lives: Lives,
+    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, structure: CostStructure,
+    live: LiveRanges,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Bytes alive, of workspace, and in buffers; dims moment, rank.
 
     The first moment is before the step.
     """
-    end = len(script.bounds)
+    end = len(structure.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
-    change[0] = sum(_given(graph, script, cost).values())
-    values = list(lives.spans)
-    local = _local_bytes(graph, script, cost, values, script.part_of_value)
+    change[0] = sum(_given(graph, structure, cost).values())
+    values = [storage.value for storage in structure.storages]
+    local = _local_bytes(graph, structure, cost, values, structure.part_of_storage)
     both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
-    np.add.at(change, lives.changes, both)
+    np.add.at(change, live.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
     own, between = np.zeros_like(alive), np.zeros_like(alive)
-    for at, moved in enumerate(script.moved):
+    for at, moved in enumerate(structure.moved):
         if moved < 0:
-            for node, row in script.nodes[at]:
+            for node, row in structure.nodes[at]:
                 if node.op in CHUNKS:
                     own[at + 1] = cost.workspace(node, row)
             continue
-        group = program.instructions[slice(*script.bounds[at])]
+        group = program.instructions[slice(*structure.bounds[at])]
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             known[key] = buffers(group) if buffers else communication_buffers(group, cost)
-        under_way = slice(at + 1, lives.until[at] + 2)
+        under_way = slice(at + 1, live.until[at] + 2)
         between[under_way] = np.maximum(between[under_way], known[key])
     return alive, own, between
 
 
 def _local_bytes(
-    graph: Graph, script: Script, cost: CostModel, values: Sequence[Value], part_of: Indices
+    graph: Graph,
+    structure: CostStructure,
+    cost: CostModel,
+    values: Sequence[Value],
+    part_of: Indices,
 ) -> Floats:
-    """Dims value, rank; ``part_of`` are classes in ``script.parts``."""
-    parts = [cost.parts(graph.tensors[v.tensor], v.placement) for v in script.parts.first]
+    """Dims value, rank; ``part_of`` are classes in ``structure.parts``."""
+    parts = [cost.parts(graph.tensors[v.tensor], v.placement) for v in structure.parts.first]
     nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
     if not parts:
         return np.zeros((0, cost.machine.cluster.world_size))

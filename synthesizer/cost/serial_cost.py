@@ -15,7 +15,7 @@ import numpy as np
 from hap.ir.graph import Graph
 from hap.ir.program import Convert, Program
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.liveness import script_of
+from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.peak_memory import memory
 
 _ROUNDING = 1e-9
@@ -63,19 +63,19 @@ class Superstep:
 
 def supersteps(graph: Graph, program: Program, cost: CostModel) -> list[Superstep]:
     """The supersteps of a step in order; the optimizer's step is the last one."""
-    script = script_of(graph, program, cost)
+    structure = structure_of(graph, program, cost)
     nothing = np.zeros((1, cost.machine.cluster.world_size))
     # Work is a row of this table: of the kinds of nodes, then of updates, then of local moves.
-    table = [cost.compute(node, row) for node, row in script.computing.first]
+    table = [cost.compute(node, row) for node, row in structure.computing.first]
     updates = len(table)
-    for name in script.updating.first:
+    for name in structure.updating.first:
         table.append(cost.update(graph.tensors[name], program.inputs[name]))
     moves: dict[object, float] = {}
     local: dict[object, int] = {}
     ends: list[tuple[list[int], float]] = []  # of each stage: its work, and what it ends with
     busy: list[int] = []
     for (first, end), nodes, work, moved in zip(
-        script.bounds, script.nodes, script.work, script.moved, strict=True
+        structure.bounds, structure.nodes, structure.work, structure.moved, strict=True
     ):
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
@@ -97,7 +97,7 @@ def supersteps(graph: Graph, program: Program, cost: CostModel) -> list[Superste
             local[key] = len(table)
             table.append(np.full_like(nothing[0], moves[key]))
         busy.append(local[key])
-    ends.append((busy + [updates + k for k in script.updated], 0.0))
+    ends.append((busy + [updates + k for k in structure.updated], 0.0))
     rows = np.array(table) if table else nothing
     return [
         Superstep(

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.ir.graph import Graph, Input
-from hap.ir.program import Convert, Instruction, Program, Value
+from hap.ir.program import Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Job, Streams
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.serial_cost import convert_seconds
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -108,7 +108,7 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
     done: list[PerRank | int] = []
     backward = False
     for group in program.groups(graph):
-        ins, outs = ends(graph, group)
+        outs = writes(graph, group)
         seconds, messages = priced(graph, group, cost)
         if group[0].backward and not backward:
             backward = True
@@ -120,6 +120,7 @@ def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool =
             begin += [streams.jobs[number].issued_s] * len(group)
             done += [number] * len(group)
             continue
+        ins = reads(graph, group)
         streams.wait(max((numbers[v] for v in ins if v in numbers), default=-1))
         start, made = streams.compute(seconds)
         if seconds.any():
@@ -153,28 +154,13 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
     return Span(COMMUNICATION, at, group, ready, start, end)
 
 
-def ends(graph: Graph, group: Sequence[Instruction]) -> tuple[list[Value], list[Value]]:
-    """The values that an instruction, or a fused group of them, reads and makes."""
-    ins: list[Value] = []
-    outs: list[Value] = []
-    for step in group:
-        if isinstance(step, Convert):
-            ins.append(Value(step.tensor, step.src))
-            outs.append(Value(step.tensor, step.dst))
-            continue
-        node = graph.by_name[step.node]
-        ins += [Value(n, p) for n, p in zip(node.inputs, step.ins, strict=True)]
-        outs += [Value(o, p) for o, p in zip(node.outputs, step.outs, strict=True) if o and p]
-    return ins, outs
-
-
 def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, int]:
     """(seconds per rank, messages one after the other) of instructions that run as one.
 
     What computes has no messages; what has some runs on all ranks at once.
     """
     world = cost.machine.cluster.world_size
-    nodes = computed(graph, group)
+    nodes = nodes_and_rows(graph, group)
     if not nodes:
         converts = [s for s in group if isinstance(s, Convert)]
         messages = 0 if converts[0].local else cost.messages(converts[0].kind)

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hap.ir.graph import Graph
-from hap.ir.program import Compute, Convert, Instruction, Program, Value
+from hap.ir.program import Compute, Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Streams
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.schedule.event_simulator import ends, priced
+from hap.synthesizer.schedule.event_simulator import priced
 
 BUCKETS = (1, 3, 8, 24)
 """Into how many parts is cut what the search lets be gathered or reduced together."""
@@ -149,8 +149,12 @@ class _Flow:
         numbers = self._values
         return [numbers.setdefault(value, len(numbers)) for value in values]
 
+    def _ends(self, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
+        """The numbers of the values that a group reads, and of those that it makes."""
+        return self._numbers(reads(self._graph, group)), self._numbers(writes(self._graph, group))
+
     def _step(self, group: tuple[Instruction, ...]) -> _Step:
-        ins, outs = map(self._numbers, ends(self._graph, group))
+        ins, outs = self._ends(group)
         seconds, messages = priced(self._graph, group, self._cost)
         return _Step(
             what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
@@ -190,7 +194,7 @@ class _Flow:
         alone = []
         for k, what in enumerate(step.what):
             one = replace(step, what=(what,))
-            one.ins, one.outs = map(self._numbers, ends(self._graph, (what,)))
+            one.ins, one.outs = self._ends((what,))
             self._place(one)
             alone.append((one.need, k, what))
         alone.sort(key=lambda entry: entry[:2])
@@ -203,7 +207,7 @@ class _Flow:
         return list(parts.values())
 
     def _nbytes(self, what: Instruction) -> int:
-        (value,) = ends(self._graph, (what,))[0]
+        (value,) = what.reads(self._graph)
         return max(self._graph.tensors[value.tensor].nbytes, 1)
 
     def _bucket(self, whole: _Step, part: list[Instruction]) -> _Step:

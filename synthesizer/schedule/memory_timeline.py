@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hap.ir.graph import FREE, Graph
-from hap.ir.program import Compute, Program, Value
+from hap.ir.graph import Graph
+from hap.ir.program import Program
 from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.liveness import computed
+from hap.synthesizer.cost.cost_structure import nodes_and_rows
+from hap.synthesizer.cost.liveness import Storage, storages
 from hap.synthesizer.cost.peak_memory import communication_buffers
-from hap.synthesizer.schedule.event_simulator import Schedule, ends
+from hap.synthesizer.schedule.event_simulator import Schedule
 
 Floats = npt.NDArray[np.float64]
 
@@ -42,16 +43,6 @@ class Curve:
     def peak(self) -> int:
         """Index of the largest value; the first of equals."""
         return int(self.bytes.argmax())
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Storage:
-    """Where one or more values lie: made at ``born``, read until ``last``; -1 for inputs."""
-
-    value: Value
-    born: int
-    last: int
-    until_s: PerRank
 
 
 def memory_over_time(
@@ -91,15 +82,22 @@ def _changes(
     A fused collective holds all that it reads and makes, and its buffers, until it has ended; a
     kernel what it needs for itself.
     """
-    born: dict[int, list[_Storage]] = {}
-    dying: dict[int, list[_Storage]] = {}
-    for storage in _storages(graph, program, run):
+    born: dict[int, list[Storage]] = {}
+    dying: dict[int, list[Storage]] = {}
+    for storage in storages(graph, program):
         born.setdefault(storage.born, []).append(storage)
-        dying.setdefault(storage.last, []).append(storage)
+        if not storage.kept:
+            dying.setdefault(storage.last, []).append(storage)
 
-    def size(storage: _Storage) -> PerRank:
+    def size(storage: Storage) -> PerRank:
         value = storage.value
         return cost.local_bytes(graph.tensors[value.tensor], value.placement)
+
+    def freed_s(storage: Storage) -> PerRank:
+        freed: PerRank = np.maximum.reduce(
+            [run.done_s[at] for at in (storage.born, *storage.reads)]
+        )
+        return freed
 
     first = 0
     for group in program.groups(graph):
@@ -107,43 +105,11 @@ def _changes(
         for at in members:
             yield from ((at, run.begin_s[at], size(s)) for s in born.get(at, ()))
         beside = communication_buffers(group, cost) + sum(
-            cost.workspace(node, row) for node, row in computed(graph, group)
+            cost.workspace(node, row) for node, row in nodes_and_rows(graph, group)
         )
         if beside.any():
             yield first, run.begin_s[first], beside
             yield first, run.done_s[first], -beside
         for at in members:
-            yield from ((at, s.until_s, -size(s)) for s in dying.get(at, ()))
+            yield from ((at, freed_s(s), -size(s)) for s in dying.get(at, ()))
         first += len(group)
-    yield from ((first, run.backward_done_s, -size(s)) for s in dying.get(first, ()))
-
-
-def _storages(graph: Graph, program: Program, run: Schedule) -> list[_Storage]:
-    """The storages that instructions make; those that never die have ``last`` beyond the end."""
-    end = len(program.instructions)
-    zero = np.zeros(run.world_size)
-    of: dict[Value, _Storage] = {}
-    for i in graph.inputs:
-        value = Value(i.tensor, program.inputs[i.tensor])
-        of[value] = _Storage(value=value, born=-1, last=-1, until_s=zero)
-    made: list[_Storage] = []
-    for at, step in enumerate(program.instructions):
-        ins, outs = ends(graph, (step,))
-        if isinstance(step, Compute):
-            alias = graph.by_name[step.node].op in FREE
-        else:
-            alias = step.kind == "slice"
-        for value in ins:
-            storage = of[value]
-            storage.last = max(storage.last, at)
-            storage.until_s = np.maximum(storage.until_s, run.done_s[at])
-        for value in outs:
-            if alias and ins:
-                of[value] = of[ins[0]]
-                of[value].last = max(of[value].last, at)
-            else:
-                of[value] = _Storage(value=value, born=at, last=at, until_s=run.done_s[at])
-                made.append(of[value])
-    for output, p in zip(graph.outputs, program.outputs, strict=True):
-        of[Value(output.tensor, p)].last = end + 1
-    return made

@@ -1,0 +1,130 @@
+"""The part of a program's cost that is independent of its shares: computed once, priced many times.
+
+The search for shares prices one program under many of them. Which instructions run as one, which
+have the same price under any shares, and when each storage exists stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.liveness import Indices, LiveRanges, storages
+from hap.synthesizer.rules.rule_table import Row
+
+Item = TypeVar("Item")
+
+
+class EquivalenceClasses(Generic[Item]):
+    """Items by the key that their price depends on; the first of each class stands for all."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self.first: list[Item] = []
+
+    def number(self, key: Hashable, item: Item) -> int:
+        """The class of a key; its first item is kept."""
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self.first)
+            self.first.append(item)
+        return found
+
+
+class CostStructure:
+    """The groups of a program's instructions, their classes, and the live ranges of storages.
+
+    It depends on the program's implementations only in which instructions run as one.
+
+    Attributes:
+        bounds: per group of instructions that run as one, its first and the one after its last.
+        nodes: per group, the nodes that it runs, and by which rows; none if it converts.
+        work: per group, the classes in ``computing`` of its nodes.
+        moved: per group, its class in ``moving``; -1 if it computes.
+        updated: classes in ``updating`` of the trained parameters.
+        storages: the storages that instructions allocate.
+        live: their live ranges if no collective overlaps with anything.
+    """
+
+    def __init__(self, graph: Graph, program: Program, cost: CostModel, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.axes = cost.axes
+        self.storages = storages(graph, program)
+        self.live = self.live_until(range(len(bounds)))
+        self.computing: EquivalenceClasses[tuple[Node, Row]] = EquivalenceClasses()
+        self.nodes: list[list[tuple[Node, Row]]] = []
+        self.moving: EquivalenceClasses[int] = EquivalenceClasses()
+        self.updating: EquivalenceClasses[str] = EquivalenceClasses()
+        self.work: list[tuple[int, ...]] = []
+        self.moved: list[int] = []
+        for at, (a, b) in enumerate(bounds):
+            group = program.instructions[a:b]
+            moves = tuple(_conversion_key(graph, cost, s) for s in group if isinstance(s, Convert))
+            self.moved.append(self.moving.number(moves, at) if moves else -1)
+            nodes = nodes_and_rows(graph, group)
+            self.nodes.append(nodes)
+            numbers = (self.computing.number(cost.kind(*entry), entry) for entry in nodes)
+            self.work.append(tuple(numbers))
+        self.updated = [
+            self.updating.number(
+                (_shape_and_dtype(graph.tensors[i.tensor]),
+                 cost.where(i.tensor, program.inputs[i.tensor])),
+                i.tensor,
+            )
+            for i in graph.role("parameter") if i.target in graph.gradients
+        ]  # fmt: skip
+        self.parts: EquivalenceClasses[Value] = EquivalenceClasses()
+        self.inputs = [Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs]
+        values = [*self.inputs, *(storage.value for storage in self.storages)]
+        where = [self.parts.number(cost.where(*v), v) for v in values]
+        self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
+        self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
+
+    def live_until(self, until: Sequence[int]) -> LiveRanges:
+        """The live ranges if each group holds what it reads until another has run."""
+        return LiveRanges(self.storages, self.bounds, until)
+
+
+def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
+    """The nodes that a group of instructions runs, and by which rows."""
+    return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
+
+
+def structure_of(graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+    """The structure of a program, from its memo if it is known."""
+    return _memoized("structure", graph, program, cost)
+
+
+def unimplemented_structure_of(graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+    """The structure before implementations are chosen: none of them keeps groups apart."""
+    return _memoized("unimplemented structure", graph, program, cost)
+
+
+def _memoized(name: str, graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+    found = program.memo.get(name)
+    if found is not None and found[0] is graph and found[1].axes == cost.axes:
+        structure: CostStructure = found[1]
+        return structure
+    bounds = program.bounds(graph, named=name == "structure")
+    other = program.memo.get("unimplemented structure" if name == "structure" else "structure")
+    if other and other[0] is graph and other[1].axes == cost.axes and other[1].bounds == bounds:
+        structure = other[1]
+    else:
+        structure = CostStructure(graph, program, cost, bounds)
+    program.memo[name] = graph, structure
+    return structure
+
+
+def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tensor.shape, tensor.dtype
+
+
+def _conversion_key(graph: Graph, cost: CostModel, step: Convert) -> Hashable:
+    """All that the price of a conversion and its buffers depend on but the implementation."""
+    sides = [(p.kind, cost.where(step.tensor, p)) for p in (step.src, step.dst)]
+    return _shape_and_dtype(graph.tensors[step.tensor]), tuple(sides), cost.alike(step.tensor)
