@@ -105,7 +105,11 @@ def verify(name: str) -> Found:
         plans = {f"{world} ranks": by_chance(case, world) for world in WORLDS}
         cluster = unlike(rng.choice(WORLDS), rng)
         plans[f"planned for {cluster.world_size} unlike ranks"] = hap.plan(
-            case.model, case.batch, cluster, loss=entry.loss, all_devices=True
+            case.model,
+            case.batch,
+            cluster,
+            loss=entry.loss,
+            options=hap.PlanOptions(all_devices=True),
         )
         worst = 0.0
         for which, plan in plans.items():

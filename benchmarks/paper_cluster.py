@@ -37,6 +37,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError
 from hap.ir.plan import Plan
 from hap.ir.prediction import Alternative
+from hap.synthesizer.plan_options import PlanOptions
 
 HERE = Path(__file__).parent
 SAMPLES = 32
@@ -139,7 +140,9 @@ def cell(model: str, cluster: Cluster) -> dict[str, Any]:
         module, batch = MODELS[model](cluster.world_size)
 
     def planned(**options: Any) -> Plan:
-        return api.plan(module, batch, cluster, optimizer=torch.optim.Adam, **options)
+        return api.plan(
+            module, batch, cluster, optimizer=torch.optim.Adam, options=PlanOptions(**options)
+        )
 
     try:
         plan = planned(compare=True)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hap.api import plan_file
+from hap.synthesizer.plan_options import PlanOptions
 
 HERE = Path(__file__).parent
 
@@ -89,7 +90,7 @@ def digests(case: Case) -> tuple[dict[str, str], float]:
     """(digest of the program, of the shares and of the prediction; the predicted step)."""
     models, clusters = HERE / "models", HERE / "clusters"
     cluster = str(clusters / f"{case.cluster}.yaml")
-    plan = plan_file(str(models / case.model), cluster, **case.options)
+    plan = plan_file(str(models / case.model), cluster, options=PlanOptions(**case.options))
     inside = plan.inside
     program = [plan.program.to_json(), inside.program.to_json() if inside else None]
     shares = [plan.shares, inside.shares if inside else None, plan.idle, plan.left_out]

@@ -28,7 +28,8 @@ from hap.cluster.cluster_file import load_cluster
 from hap.errors import InfeasibleError
 from hap.gc_pause import no_collector
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.planner import Wishes, choose
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.planner import choose
 from hap.synthesizer.search.cost_tables import Aims, Problem
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
@@ -67,7 +68,7 @@ def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None
 
     def searches() -> bool:
         try:
-            choose(space, cluster, states, Wishes(mesh=mesh))
+            choose(space, cluster, states, PlanOptions(mesh=mesh))
         except InfeasibleError:
             return False
         return True

@@ -146,7 +146,7 @@ def programs(case: Case, cluster: Cluster) -> Iterator[tuple[str, Plan, dict[str
     model, batch = case.model(), case.batch()
     made = hap.plan(
         model, batch, cluster, loss=case.loss, optimizer=case.optimizer,
-        all_devices=True, mesh=False,
+        options=hap.PlanOptions(all_devices=True, mesh=False),
     )  # fmt: skip
     told = made.prediction
     yield "plan", made, {

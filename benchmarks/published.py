@@ -39,7 +39,8 @@ from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.serial_cost import Superstep, supersteps
 from hap.synthesizer.hap_paper import PaperCost, alternate
-from hap.synthesizer.planner import Wishes, choose
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.planner import choose
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
 from hap.units import format_seconds
@@ -156,7 +157,7 @@ def compare(model: str) -> Row:
     even = next(m for m in METHODS if m.name == BASE).plan(space, cluster, ADAM)
     _, program, ratios = alternate(reduced(space), judge.machine, Published)
     found = judge.judge(program, spread(space.axes, ratios))
-    plan = choose(space, cluster, ADAM, Wishes(all_devices=True)).pair
+    plan = choose(space, cluster, ADAM, PlanOptions(all_devices=True)).pair
     three = (even, found, plan)
     theirs = []
     for c in three:

@@ -43,6 +43,7 @@ from hap.ir.program import Compute, Convert, Instruction
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span
 from hap.units import format_bytes, format_seconds
 
@@ -133,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.method:
             plan = plans.baseline(options.model, measured, options.method)
         else:
-            plan = api.plan_file(options.model, measured, all_devices=True, mesh=False)
+            plan = api.plan_file(
+                options.model, measured, options=PlanOptions(all_devices=True, mesh=False)
+            )
         names = [device.name for device in measured.devices]
         ranks = [names.index(device.name) for device in plan.cluster.devices]
         fractions = [bed.hosts[rank].core for rank in ranks]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from hap.ir.plan import Plan
     from hap.runtime.batch_sampler import RankBatchSampler
+    from hap.synthesizer.plan_options import PlanOptions
 
 __all__ = [
     "Cluster",
@@ -43,6 +44,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "PlanError",
+    "PlanOptions",
     "RankBatchSampler",
     "UnsupportedOpError",
     "VerifyError",
@@ -59,6 +61,7 @@ _NAMES: Final = {
     "cluster.topology": ("Cluster",),
     "cluster.cluster_file": ("load_cluster",),
     "runtime.batch_sampler": ("RankBatchSampler",),
+    "synthesizer.plan_options": ("PlanOptions",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME: Final = {name: module for module, names in _NAMES.items() for name in names}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from hap.capture.tracing import Loss, capture
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, ModelError, TooEntangledError
+from hap.errors import InputError, ModelError
 from hap.gc_pause import no_collector
 from hap.ir.axes import Shares
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
@@ -35,8 +34,8 @@ from hap.runtime.launch import init_from_env, rank_device, spawn
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
-from hap.synthesizer.planner import PlannedPair, Wishes, choose
-from hap.synthesizer.search.program_space import NARROW, build_space
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.planner import PlannedPair, choose_for_model
 
 __all__ = [
     "GradScaler",
@@ -54,19 +53,6 @@ Progress = Callable[[str], None]
 Made = TypeVar("Made")
 
 
-class Options(TypedDict, total=False):
-    """What :func:`plan` may be told beside the model and the cluster; it says what each means."""
-
-    recompute: str | None
-    allow_idle: bool
-    all_devices: bool
-    mesh: bool | None
-    compare: bool
-    engine: str
-    prove: int
-    discover: bool
-
-
 @no_collector()
 def plan(
     model: nn.Module | Callable[[], nn.Module],
@@ -76,16 +62,9 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     autocast: str = "",
-    recompute: str | None = None,
-    allow_idle: bool = False,
-    prove: int = 0,
-    all_devices: bool = False,
-    mesh: bool | None = None,
-    compare: bool = False,
-    engine: str = "exact",
     rules: Mapping[str, Sequence[str]] | None = None,
-    discover: bool = False,
-    source: Source | None = None,
+    options: PlanOptions = PlanOptions(),
+    source: Source = Source(),
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest program found for one training step of ``model`` on ``cluster``.
@@ -101,18 +80,9 @@ def plan(
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
-        recompute: which activations the backward makes again in place of keeping them, of
-            :data:`hap.capture.recompute.WAYS`, or none (``""``); default: none, unless no program
-            fits in memory without.
-        allow_idle: accept a batch smaller than the number of devices.
-        all_devices: leave no device out, even if the others are predicted to be faster alone.
-        mesh: plan over two axes, between machines and inside them (True), over one (False), or
-            both ways where the cluster allows it, to take the better one (None).
-        engine: what searches for programs, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
-        compare: plan every baseline beside it, not just the usual ones.
-        prove: searches to spend on a better lower bound of the step; the plan stays the same.
         rules: of operators that the table lacks, as lines: see docs/rules.md.
-        discover: find the rows of operators that have no rule by running them.
+        options: see :class:`hap.PlanOptions`.
+        source: the model file, for the commands that load it again.
 
     Raises:
         InputError: there is no such engine, dtype or way to recompute.
@@ -121,40 +91,20 @@ def plan(
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    wishes = Wishes(all_devices=all_devices, mesh=mesh, compare=compare, engine=engine, prove=prove)
-    _check_batch(batch, cluster, allow_idle)
+    _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
     kind = examine(optimizer, module)
 
     def captured(recompute: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
-        if rules or discover:
-            graph = with_rules(graph, rules or {}, discover=discover, progress=progress)
+        if rules or options.discover:
+            graph = with_rules(graph, rules or {}, discover=options.discover, progress=progress)
         return graph
 
-    def choice(graph: Graph) -> PlannedPair:
-        progress("stating the rules")
-        return _chosen(graph, cluster, kind.states, wishes, progress)
-
-    graph = captured(recompute or "")
-    try:
-        chosen = choice(graph)
-    except InfeasibleError:
-        if recompute is not None:
-            raise
-        known = {graph.digest}
-        for recompute in WAYS:
-            progress(f"no program fits: making activations again in the backward ({recompute})")
-            graph = captured(recompute)
-            if graph.digest in known:
-                continue
-            known.add(graph.digest)
-            with contextlib.suppress(InfeasibleError):
-                chosen = choice(graph)
-                break
-        else:
-            raise
+    graph, recompute, chosen = choose_for_model(
+        captured, WAYS, cluster, kind.states, options, progress
+    )
     program, shares, inside = _programs(chosen)
     kept = chosen.cluster
     idle = tuple(
@@ -162,29 +112,13 @@ def plan(
         if not inside and shares and not any(units[r] for units in shares.values())
     )  # fmt: skip
     return Plan(
-        source=source or Source(), graph=graph, cluster=kept, optimizer=kind,
+        source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction, recipe=Recipe(
-            batch=form_of(batch), autocast=autocast, recompute=recompute or ""
+            batch=form_of(batch), autocast=autocast, recompute=recompute
         ),
     )  # fmt: skip
-
-
-def _chosen(
-    graph: Graph, cluster: Cluster, states: int, wishes: Wishes, progress: Progress
-) -> PlannedPair:
-    """The best plan of the whole space, or of a narrower one if that is too wide to search."""
-    for narrow, left in enumerate(NARROW):
-        try:
-            return choose(build_space(graph, narrow=narrow), cluster, states, wishes, progress)
-        except TooEntangledError:
-            if narrow + 1 == len(NARROW):
-                raise
-            progress(
-                f"the graph is too entangled to search with {left}; now with {NARROW[narrow + 1]}"
-            )
-    raise AssertionError("the last space returns or raises")
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
@@ -201,18 +135,17 @@ def plan_file(
     spec: str,
     cluster: Cluster | str | Path,
     *,
+    options: PlanOptions = PlanOptions(),
     progress: Progress = lambda text: None,
-    **options: Unpack[Options],
 ) -> Plan:
     """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    Wishes(engine=options.get("engine", "exact"))  # a wrong name is known before the long work
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
         autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
-        rules=file.rules, progress=progress, **options,
+        rules=file.rules, options=options, progress=progress,
     )  # fmt: skip
 
 

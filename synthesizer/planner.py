@@ -7,13 +7,15 @@ own, and this one says which of them is asked when, and which answer counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError
+from hap.errors import InfeasibleError, InputError, TooEntangledError
+from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Prediction
 from hap.synthesizer.axis_roles import batch_axis
@@ -21,33 +23,16 @@ from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.device_selection import Ranks, best_part
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.search.engines import engine_named
-from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import Between, MeshCandidate, best_on_mesh
 from hap.units import format_bytes
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a user may ask of the planner; :func:`hap.api.plan` says what each means.
-
-    Raises:
-        InputError: there is no such engine.
-    """
-
-    all_devices: bool = False
-    mesh: bool | None = None
-    compare: bool = False
-    engine: str = "exact"
-    prove: int = 0
-
-    def __post_init__(self) -> None:
-        engine_named(self.engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +51,65 @@ class PlannedPair:
     prediction: Prediction
 
 
+def choose_for_model(
+    captured: Callable[[str], Graph],
+    modes: Iterable[str],
+    cluster: Cluster,
+    optimizer_states: int,
+    options: PlanOptions,
+    progress: Progress = lambda text: None,
+) -> tuple[Graph, str, PlannedPair]:
+    """(graph, recompute mode, best pair): recompute more until a program fits the memory.
+
+    Args:
+        captured: captures the graph of a training step in a recompute mode.
+        modes: modes to try one after the other if ``options`` names none.
+
+    Raises:
+        InfeasibleError: nothing fits in any mode.
+    """
+    mode = options.recompute or ""
+    graph = captured(mode)
+    try:
+        return graph, mode, choose_in_space(graph, cluster, optimizer_states, options, progress)
+    except InfeasibleError as error:
+        if options.recompute is not None:
+            raise
+        infeasible = error
+    known = {graph.digest}
+    for mode in modes:
+        progress(f"no program fits the memory: recomputing activations in the backward ({mode})")
+        graph = captured(mode)
+        if graph.digest not in known:
+            known.add(graph.digest)
+            with contextlib.suppress(InfeasibleError):
+                pair = choose_in_space(graph, cluster, optimizer_states, options, progress)
+                return graph, mode, pair
+    raise infeasible
+
+
+def choose_in_space(
+    graph: Graph, cluster: Cluster, states: int, options: PlanOptions, progress: Progress
+) -> PlannedPair:
+    """The best pair of the whole space, or of a narrower one if that is too wide to search."""
+    progress("stating the rules")
+    for narrow, left in enumerate(NARROW):
+        try:
+            return choose(build_space(graph, narrow=narrow), cluster, states, options, progress)
+        except TooEntangledError:
+            if narrow + 1 == len(NARROW):
+                raise
+            progress(
+                f"the graph is too entangled to search with {left}; now with {NARROW[narrow + 1]}"
+            )
+    raise AssertionError("the last space returns or raises")
+
+
 def choose(
     space: Space,
     cluster: Cluster,
     optimizer_states: int,
-    wishes: Wishes,
+    options: PlanOptions,
     progress: Progress = lambda text: None,
 ) -> PlannedPair:
     """The fastest pair found that fits, as predicted.
@@ -79,8 +118,8 @@ def choose(
         InputError: two mesh axes are asked for where there can't be.
         InfeasibleError: nothing fits; the message says which device lacks how much.
     """
-    engine, graph = engine_named(wishes.engine), space.graph
-    if wishes.mesh and not is_mesh(cluster):
+    engine, graph = engine_named(options.engine), space.graph
+    if options.mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
             hint="plan over one axis",
@@ -90,18 +129,18 @@ def choose(
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
-    beside = baselines(space, cluster, optimizer_states, every=wishes.compare)
+    beside = baselines(space, cluster, optimizer_states, every=options.compare)
     known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
     best = min(known, key=lambda c: c.rank)
     fewer = fewer_devices(synthesizer)
     left: Ranks = ()
-    if not wishes.all_devices and not wishes.mesh:
+    if not options.all_devices and not options.mesh:
         on_all = best
         synthesizer, best, left = best_part(synthesizer, best, progress)
         if left:
             beside = {"all devices": on_all, **beside}
-    notes = {method.name: method.note for method in METHODS} if wishes.compare else {}
-    if two := _on_two_axes(synthesizer, cluster, optimizer_states, wishes, best, progress):
+    notes = {method.name: method.note for method in METHODS} if options.compare else {}
+    if two := _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress):
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
         rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
@@ -114,7 +153,7 @@ def choose(
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = alternatives(graph, beside, fewer, notes)
-    proofs = bounds(synthesizer, best, wishes.prove)
+    proofs = bounds(synthesizer, best, options.prove)
     return PlannedPair(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
@@ -125,7 +164,7 @@ def _on_two_axes(
     synthesizer: Synthesizer,
     cluster: Cluster,
     optimizer_states: int,
-    wishes: Wishes,
+    options: PlanOptions,
     best: Candidate,
     progress: Progress,
 ) -> MeshCandidate | None:
@@ -133,8 +172,8 @@ def _on_two_axes(
 
     It is looked for on all of the cluster and on the part of it that ``synthesizer`` plans for.
     """
-    engine, beat = engine_named(wishes.engine), None if wishes.mesh else best
-    parts = [] if wishes.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
+    engine, beat = engine_named(options.engine), None if options.mesh else best
+    parts = [] if options.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
     found = [
         best_on_mesh(
             synthesizer.space, part, optimizer_states, engine, progress, beat, synthesizer.exponent
@@ -142,11 +181,11 @@ def _on_two_axes(
         for part in parts if is_mesh(part)
     ]  # fmt: skip
     two = min((c for c in found if c), key=lambda c: c.pair.rank, default=None)
-    if two is None and wishes.mesh:
+    if two is None and options.mesh:
         raise InputError(
             "no program leaves every machine a share of the step", hint="plan over one axis"
         )
-    return two if two and (wishes.mesh or two.pair.rank < best.rank) else None
+    return two if two and (options.mesh or two.pair.rank < best.rank) else None
 
 
 _REMEDIES = {

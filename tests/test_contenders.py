@@ -21,6 +21,7 @@ from hap import api
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.cluster.cluster_file import load_cluster
 from hap.runtime.launch import spawn
+from hap.synthesizer.plan_options import PlanOptions
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 STEPS = 4
@@ -47,7 +48,7 @@ def losses(names: tuple[str, ...], setting: Setting, planned: Mapping[str, Path]
 def on_two_ranks(file: ModelFile, folder: Path, names: list[str]) -> Losses:
     spec = f"{file.path}:{file.function}"
     makers = {
-        OURS: lambda: api.plan_file(spec, UNLIKE, all_devices=True),
+        OURS: lambda: api.plan_file(spec, UNLIKE, options=PlanOptions(all_devices=True)),
         PAPER: lambda: plans.baseline(spec, UNLIKE, plans.PAPER_METHOD),
     }
     planned = {name: folder / f"{name}.json" for name in names if name in makers}

@@ -19,7 +19,8 @@ from benchmarks.coverage_document import document
 from hap.errors import ModelError
 from hap.ir.placement import P, R
 from hap.runtime.values import set_apart
-from hap.synthesizer.planner import Wishes, choose
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.planner import choose
 from hap.synthesizer.search import bucket_elimination
 from hap.synthesizer.search.program_space import NARROW, SHARED, build_space
 from tests.random_plans import make_case, two_machines, verdict
@@ -81,7 +82,12 @@ def test_sizes_need_not_divide(words: int) -> None:
     assert {axis.units for axis in case.space.axes.axes.values()} >= {words, 12, 3}
     plan = by_chance(case, 8)
     assert verdict(case, plan).ok
-    made = hap.plan(case.model, case.batch, two_machines(8), allow_idle=True, all_devices=True)
+    made = hap.plan(
+        case.model,
+        case.batch,
+        two_machines(8),
+        options=PlanOptions(allow_idle=True, all_devices=True),
+    )
     assert verdict(case, made).ok
 
 
@@ -114,7 +120,7 @@ def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
     for world in (2, 3):
         assert verdict(narrow, by_chance(narrow, world)).ok
     for cluster in (two_machines(4), two_machines(2)):
-        made = choose(narrow.space, cluster, 2, Wishes(compare=True))
+        made = choose(narrow.space, cluster, 2, PlanOptions(compare=True))
         assert made.pair.fits
 
 

@@ -19,6 +19,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
 from hap.ir.placement import R
 from hap.ir.program import Compute, Program
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search import astar
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide
@@ -214,7 +215,9 @@ def test_an_unknown_engine_is_named_beside_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"'magic'[^$]*exact, astar, cpsat"):
         engine_named("magic")
     with pytest.raises(InputError, match="magic"):
-        api.plan_file("nowhere.py", unlike(*PRICES["balanced"]), engine="magic")
+        api.plan_file(
+            "nowhere.py", unlike(*PRICES["balanced"]), options=PlanOptions(engine="magic")
+        )
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -331,7 +334,9 @@ def test_a_plan_by_any_engine_is_as_fast() -> None:
     case = model_case("mlp")
     cluster = unlike(*PRICES["balanced"])
     plans = {
-        name: api.plan(case.model, case.batch, cluster, loss=case.loss, engine=name)
+        name: api.plan(
+            case.model, case.batch, cluster, loss=case.loss, options=PlanOptions(engine=name)
+        )
         for name in ENGINES
     }
     steps = {name: plan.prediction.step_s for name, plan in plans.items()}

@@ -172,7 +172,7 @@ def test_without_a_rule_the_message_names_the_command() -> None:
         hap.plan(Net(), BATCH, two_machines(2))
     assert "hap plan --discover" in error.value.hint
     assert "hap rules discover fuzzed.gated.default" in error.value.hint
-    assert "test_discover.py:" in error.value.where
+    assert "test_rule_discovery.py:" in error.value.where
 
 
 @pytest.mark.parametrize("how", ["discovered", "written"])
@@ -180,7 +180,9 @@ def test_a_model_with_an_operator_of_its_own_trains_as_on_one_device(
     how: str, tmp_path: Path
 ) -> None:
     rules = RULES_OF_NET if how == "written" else None
-    plan = hap.plan(Net(), BATCH, two_machines(3), rules=rules, discover=rules is None)
+    plan = hap.plan(
+        Net(), BATCH, two_machines(3), rules=rules, options=hap.PlanOptions(discover=rules is None)
+    )
     plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     torch.manual_seed(0)
@@ -197,7 +199,7 @@ def test_the_plan_says_where_its_rows_are_from() -> None:
     assert "rows discovered" not in _told(
         hap.plan(Net(), BATCH, two_machines(2), rules=RULES_OF_NET)
     )
-    found = hap.plan(Net(), BATCH, two_machines(2), discover=True)
+    found = hap.plan(Net(), BATCH, two_machines(2), options=hap.PlanOptions(discover=True))
     assert "rows discovered by running: fuzzed.gated.default" in _told(found)
     ((key, lines), *_) = found.graph.rules.items()
     assert key.startswith("fuzzed.gated.default(float32#0[a b]")
@@ -213,10 +215,12 @@ def _told(plan: Plan) -> str:
 
 def test_rules_are_no_part_of_what_a_plan_is_bound_to() -> None:
     """A model is captured without them when it is compared with its plan."""
-    plan = hap.plan(Net(), BATCH, two_machines(2), discover=True)
+    plan = hap.plan(Net(), BATCH, two_machines(2), options=hap.PlanOptions(discover=True))
     again = Graph.from_json(json.loads(json.dumps(plan.graph.to_json())))
     assert again.rules == plan.graph.rules
-    hap.compile(Net(), hap.plan(Net(), BATCH, two_machines(1), discover=True))
+    hap.compile(
+        Net(), hap.plan(Net(), BATCH, two_machines(1), options=hap.PlanOptions(discover=True))
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_blocks_are_of_what_products_write() -> None:
 
 
 def test_a_plan_cuts_a_wide_layer_into_whole_blocks() -> None:
-    plan = hap.plan(Wide(), batch(), cluster(), all_devices=True)
+    plan = hap.plan(Wide(), batch(), cluster(), options=hap.PlanOptions(all_devices=True))
     (share,) = [s for s in plan.shares.values() if sum(s) == 4000]
     assert 0 < share[1] < share[0]
     assert [units % VECTOR for units in share] == [0, 0]

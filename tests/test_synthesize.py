@@ -18,6 +18,7 @@ from hap.errors import InfeasibleError, InputError
 from hap.ir.placement import R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.synthesize import lowest
 from tests.random_plans import make_case, verdict
 
@@ -48,7 +49,7 @@ def planned(rows: int, width: int, classes: int, on: Cluster, **options: bool) -
     with torch.device("meta"):
         model = Classifier(width, classes)
         batch = (torch.empty(rows, width), torch.empty(rows, dtype=torch.int64))
-    return api.plan(model, batch, on, **options)
+    return api.plan(model, batch, on, options=PlanOptions(**options))
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e13])

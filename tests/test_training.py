@@ -30,6 +30,7 @@ from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule, emit
 from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.search.program_space import build_space
 from tests.random_plans import Case, adamw, make_case, random_plan, two_machines, verdict
 from tests.test_training_losses import PLANS, holds
@@ -480,7 +481,9 @@ def with_memory(nbytes: int) -> Cluster:
 def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
     peaks = {}
     for way in ("", *WAYS):
-        plan = hap.plan(Blocks(()), rows_of_blocks(), two_machines(2), recompute=way)
+        plan = hap.plan(
+            Blocks(()), rows_of_blocks(), two_machines(2), options=PlanOptions(recompute=way)
+        )
         peaks[way] = max(rank.peak_bytes for rank in plan.prediction.ranks)
         assert plan.recipe.recompute == way
     assert peaks["blocks"] < 0.9 * peaks["cheap"] < 0.81 * peaks[""]
@@ -491,7 +494,12 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
         plan.check_model(capture(Blocks(()), fake_batch(plan), recompute=plan.recipe.recompute))
         assert Plan.from_json(plan.to_json()).recipe == plan.recipe
     with pytest.raises(InfeasibleError):
-        hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["cheap"]), recompute="")
+        hap.plan(
+            Blocks(()),
+            rows_of_blocks(),
+            with_memory(peaks["cheap"]),
+            options=PlanOptions(recompute=""),
+        )
     with pytest.raises(InfeasibleError):
         hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["blocks"] // 4))
 
@@ -511,4 +519,4 @@ def test_products_are_those_that_are_priced_as_products() -> None:
 
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(InputError, match="recompute 'all'"):
-        hap.plan(Blocks(()), X, two_machines(2), recompute="all")
+        hap.plan(Blocks(()), X, two_machines(2), options=PlanOptions(recompute="all"))

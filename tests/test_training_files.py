@@ -68,7 +68,7 @@ def optimizer(named_parameters):
 def planned(tmp_path: Path) -> Plan:
     path = tmp_path / "net.py"
     path.write_text(FILE)
-    plan = hap.api.plan_file(str(path), two_machines(3), all_devices=True)
+    plan = hap.api.plan_file(str(path), two_machines(3), options=hap.PlanOptions(all_devices=True))
     plan.save(tmp_path / "plan.json")
     return Plan.load(tmp_path / "plan.json")
 

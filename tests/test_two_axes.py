@@ -25,6 +25,7 @@ from hap.runtime.verify import verify
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.cost.cost_model import CostModel, Machine
 from hap.synthesizer.cost.serial_cost import simulate
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules import RULES, Call, Row
 from hap.synthesizer.search.cost_tables import Aims, Problem
 from hap.synthesizer.search.engines import eliminate
@@ -211,7 +212,13 @@ def test_the_best_of_a_mesh_fits_and_runs() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.ReLU(), torch.nn.Linear(384, 96))
     batch = torch.randn(60, 96)
     cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
-    plan = api.plan(model, batch, cluster, loss=lambda y, x: (y - x).square().mean(), mesh=True)
+    plan = api.plan(
+        model,
+        batch,
+        cluster,
+        loss=lambda y, x: (y - x).square().mean(),
+        options=PlanOptions(mesh=True),
+    )
     assert plan.inside is not None
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again.inside == plan.inside
@@ -224,7 +231,7 @@ def test_the_best_of_a_mesh_fits_and_runs() -> None:
 
 def test_a_cluster_that_is_no_mesh_is_refused() -> None:
     with pytest.raises(InputError, match="the cluster is no mesh"):
-        api.plan(torch.nn.Linear(8, 8), torch.randn(8, 8), machines((1.0, 1.0), (1.0,)), mesh=True,
+        api.plan(torch.nn.Linear(8, 8), torch.randn(8, 8), machines((1.0, 1.0), (1.0,)), options=PlanOptions(mesh=True),
                  loss=lambda y, x: y.sum())  # fmt: skip
 
 

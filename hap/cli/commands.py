@@ -100,7 +100,8 @@ def plan(
         raise InputError("the plan cannot be written there", where=output, hint="change -o")
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
-    made = hap.api.plan_file(model, cluster, progress=_note, recompute=again, **options)
+    chosen = hap.PlanOptions(recompute=again, **options)
+    made = hap.api.plan_file(model, cluster, options=chosen, progress=_note)
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:

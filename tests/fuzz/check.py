@@ -60,7 +60,14 @@ def check(recipe: Recipe) -> Outcome:
     outcome, plans = Outcome.CLEAN, []
     if wishes is not None:
         try:
-            plans = [hap.plan(model, batch, cluster, allow_idle=True, discover=True, **wishes)]
+            plans = [
+                hap.plan(
+                    model,
+                    batch,
+                    cluster,
+                    options=hap.PlanOptions(allow_idle=True, discover=True, **wishes),
+                )
+            ]
         except InfeasibleError:
             outcome = Outcome.INFEASIBLE
         except UnsupportedOpError:

@@ -1,0 +1,41 @@
+"""The choices that a user has when planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hap.synthesizer.search.engines import engine_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of :func:`hap.plan`; the defaults are for most users.
+
+    Attributes:
+        all_devices: leave no device out, even if the others are predicted to be faster alone.
+        allow_idle: accept a batch with fewer rows than devices.
+        mesh: plan over two axes, between machines and inside them (True), over one (False), or
+            both where the cluster allows it, to take the better one (None).
+        recompute: activations that the backward recomputes, a mode of
+            :data:`hap.capture.recompute.WAYS` or ``""`` for none; None: none, unless no program
+            fits the memory without.
+        compare: plan every baseline beside it, not only the usual ones.
+        engine: the search engine, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
+        prove: searches to spend on a better lower bound of the step; the plan stays the same.
+        discover: find the rows of operators without a rule by running the operators.
+
+    Raises:
+        InputError: there is no such engine.
+    """
+
+    all_devices: bool = False
+    allow_idle: bool = False
+    mesh: bool | None = None
+    recompute: str | None = None
+    compare: bool = False
+    engine: str = "exact"
+    prove: int = 0
+    discover: bool = False
+
+    def __post_init__(self) -> None:
+        engine_named(self.engine)
