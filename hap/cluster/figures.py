@@ -32,7 +32,8 @@ class Figure:
         path: its attribute of a device, such as ``contention.drag``.
         meaning: a sentence for the docs.
         dimension: ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``, or nothing for a plain number.
-        by: the keys of a mapping; empty if the figure is one number.
+        by: the keys of a mapping that the file may have; empty if the figure is one number.
+        closed: does a device refuse other keys, too?
         default: the value that it has if none is given; ``None``: it is required.
         least, most: the range of possible values.
         open: the range is without ``least`` (``(``), without ``most`` (``)``), or both.
@@ -47,6 +48,7 @@ class Figure:
     meaning: str
     dimension: str = ""
     by: tuple[str, ...] = ()
+    closed: bool = False
     default: Value | None = None
     least: float = 0.0
     most: float = math.inf
@@ -76,9 +78,7 @@ class Figure:
         """The first entry of a value that is impossible, as ``drag is 0.5``; empty if there is none."""
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
         for entry, number in entries:
-            if not self.possible(number) or (
-                entry and self.key != "flops" and entry not in self.by
-            ):
+            if not self.possible(number) or (self.closed and entry not in self.by):
                 return f"{self.name}{f'[{entry}]' if entry else ''} is {number}"
         return ""
 
@@ -157,7 +157,7 @@ FIGURES: Final = (
         "`launch`, such as 0.5: on a CPU a large operator evicts all else from the caches",
     ),
     Figure(
-        key="traffic", path="traffic", by=tuple(IMPLEMENTATIONS), default={}, most=1.0, open="(",
+        key="traffic", path="traffic", by=tuple(IMPLEMENTATIONS), closed=True, default={}, most=1.0, open="(",
         hint=f"give a part of 1 for any of {', '.join(IMPLEMENTATIONS)}",
         meaning="time per byte of such a collective, likewise: `{all_gather: 0.2}`; 1 for "
         "collectives that are not listed",
