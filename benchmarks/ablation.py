@@ -1,4 +1,4 @@
-"""What each part of the planner is worth: plans without it, predicted, and raced if asked for.
+"""The effect of each part of the planner: plans without it, predicted, and raced on request.
 
     python -m benchmarks.ablation [--cluster FILE] [--models bert vgg19 ...] [--size race]
     python -m benchmarks.ablation --cluster MEASURED --race FILE [--rounds 5]

@@ -1,4 +1,4 @@
-"""How well does the cost model predict layers that were measured on real GPUs?
+"""Score the cost model on layers that were measured on real GPUs.
 
     python -m benchmarks.calibration            the score: every row, then median and worst
     python -m benchmarks.calibration --refit    fit again, and print the figures for hap/cluster/gpus.yaml

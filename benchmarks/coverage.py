@@ -1,4 +1,4 @@
-"""Which models can be planned and verified? The table of :mod:`benchmarks.zoo`, one by one.
+"""Plan and verify every architecture of :mod:`benchmarks.zoo`.
 
     python -m benchmarks.coverage                    verify the tiny ones, plan the full sizes
     python -m benchmarks.coverage --only bert t5     these alone

@@ -1,4 +1,4 @@
-"""docs/models.md from the results of :mod:`benchmarks.coverage`."""
+"""Write docs/models.md from the results of :mod:`benchmarks.coverage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a plan on unlike ranks train as one device does? Two loss curves of a small BERT.
+"""Loss curves of a small BERT: a plan on unlike ranks against one device.
 
     python -m benchmarks.curve                     300 steps, a few minutes on two cores
     python -m benchmarks.curve --png docs/curve.png --json curve.json

@@ -1,4 +1,4 @@
-"""How far are the plans from what is proved to be impossible?
+"""Gaps between plans and their lower bounds.
 
     python -m benchmarks.gaps            the real models on three clusters
     python -m benchmarks.gaps --quick    tiny ones: does it run at all?

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of gloo between throttled processes: where demo4.yaml's link comes from.
+"""Latency and bandwidth of gloo between throttled processes, for demo4.yaml's link.
 
     python -m benchmarks.gloo_links
 

@@ -1,4 +1,4 @@
-"""Exchanges on CPUs: the runtime's messages, receives first, beside gloo's own collectives.
+"""Exchanges on CPUs: the runtime's messages beside gloo's own collectives.
 
     python -m benchmarks.messages --ranks 4 --rate "200 Mbit/s"
 

@@ -1,4 +1,4 @@
-"""What does the runtime itself cost? A planned step on one rank against the plain eager step.
+"""Overhead of the runtime: a planned step on one rank against the plain eager step.
 
     python -m benchmarks.one_rank                      --rounds 9 by default
     python -m benchmarks.one_rank --backend inductor   compiled ranks against torch.compile

@@ -1,4 +1,4 @@
-"""For how long does a rank of the testbed run at a time, and stand still? With and without a beat.
+"""Durations of runs and pauses of a throttled rank, with and without the quota tick.
 
     python -m benchmarks.pauses --fractions 0.1 0.4
 

@@ -1,4 +1,4 @@
-"""Do two versions of the code make the same plans?
+"""Compare the plans of two versions of the code by digests.
 
     python -m benchmarks.plan_digests --out before.json
     python -m benchmarks.plan_digests --against before.json     after a change

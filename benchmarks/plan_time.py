@@ -1,4 +1,4 @@
-"""How long does planning take, and how much memory?
+"""Seconds and memory of planning.
 
     python -m benchmarks.plan_time                 the real models, all tables
     python -m benchmarks.plan_time --only whole    one table: whole, alone, search

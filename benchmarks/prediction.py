@@ -1,4 +1,4 @@
-"""Do predictions come true? Steps predicted from ``hap profile`` alone, and the same steps run.
+"""Measured steps against steps predicted from ``hap profile`` alone.
 
     python -m benchmarks.prediction                    profile, plan, run; about half an hour
     python -m benchmarks.prediction --profile c.yaml   with a profile of this testbed

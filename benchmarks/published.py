@@ -1,4 +1,4 @@
-"""The paper's planner by its own arithmetic: where its gains over DP-CP come from.
+"""The paper's planner by its own arithmetic, to locate its gains over DP-CP.
 
     python -m benchmarks.published                 8 GPUs, all models
     python -m benchmarks.published --write-docs    also into docs/paper-testbed.md

@@ -1,4 +1,4 @@
-"""The race: what a plan is worth on the wall clock, against what people would run instead.
+"""The race: measured steps of plans against those of DDP, ZeRO, FSDP2 and tensor parallelism.
 
     python -m benchmarks.race             all models on all clusters; hours
     python -m benchmarks.race --quick     a part of it in about ten minutes

@@ -1,4 +1,4 @@
-"""Where does a measured step part from its prediction? Every rank, operator by operator.
+"""Errors of a predicted step by operator and rank.
 
     python -m benchmarks.step_errors benchmarks/models/bert.py:race CLUSTER --profile measured.yaml
     python -m benchmarks.step_errors ... --in-turn     nothing overlaps: prices alone

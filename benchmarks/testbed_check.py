@@ -1,4 +1,4 @@
-"""Does a testbed give what its cluster file asks for? Speeds, links, a ring all-reduce.
+"""Speeds and links of a testbed against its cluster file.
 
     python -m benchmarks.testbed_check [CLUSTER] [--cores 1.8] [--seconds 3]
 

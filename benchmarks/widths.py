@@ -1,4 +1,4 @@
-"""Products whose results have rows of other widths: what a shard's width costs on this machine.
+"""Seconds of products by the width of their rows: the cost of a shard's width.
 
     python -m benchmarks.widths [--rows 1024] [--width 256] [--out 6544 6552 6554 6556 6560]
 

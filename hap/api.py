@@ -1,4 +1,4 @@
-"""The face of the packages: plan, compile, verify, train."""
+"""The Python API: plan, compile, verify, train."""
 
 from __future__ import annotations
 

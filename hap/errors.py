@@ -1,4 +1,4 @@
-"""Errors that people read: what is wrong, where, and what to do next.
+"""Errors with a location and a remedy, for users.
 
 Every error that a user can cause derives from :class:`HapError` and carries the exit code
 of the command line. Broken invariants of our own code are ``AssertionError`` instead.

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of what makes many objects and keeps them."""
+"""Pauses Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors, and are right on shards; norms over shards.
+"""Optimizers that use norms of whole tensors, correct on shards; norms over shards.
 
 A shard of a :class:`hap.runtime.hap_module.HapModule` knows the ranks that hold the rest of its
 tensor. On a parameter that is no shard, everything here is the textbook's.

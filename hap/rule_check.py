@@ -1,4 +1,4 @@
-"""Which rows of a call hold, found by running them. (torch)
+"""Check which rows of an operator hold by running them on split inputs. (torch)
 
 A row is run as it would be in training: one instruction, emitted per rank, on shards that are
 narrowed views, on random terms that sum to the whole, with a rank that has no share. What the

@@ -1,4 +1,4 @@
-"""Rules of operators that the table lacks, found by running the operators on split inputs.
+"""Discover rules of operators that the table lacks, by running them on split inputs.
 
 A call is run on small random tensors, whole and in parts: every tensor replicated, cut along
 each of its dims, or a sum of terms. The placements in which the parts make up the whole are its

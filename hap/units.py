@@ -1,4 +1,4 @@
-"""Quantities as people write them: ``10 Gbit/s``, ``300 GB/s``, ``30 us``, ``16 GiB``.
+"""Quantities with units: ``10 Gbit/s``, ``300 GB/s``, ``30 us``, ``16 GiB``.
 
 A number never goes without its unit, and a bit is never taken for a byte: ``b`` is a bit, ``B``
 a byte, and a word in which case does not tell them apart is refused rather than guessed.

@@ -1,4 +1,4 @@
-"""Times calls on one device: windows of many calls, the device's own clock, several windows.
+"""Time calls on one device, in windows of many calls.
 
 A window is much longer than the period in which a throttled processor is stopped and continued,
 so that it sees the rate that a training step sees. On CUDA the clock is a pair of events on the

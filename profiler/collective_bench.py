@@ -1,4 +1,4 @@
-"""Times the collectives of a program, each implementation by itself, and messages between ranks.
+"""Time each implementation of each collective, and messages between ranks.
 
 All ranks go through the same list in the same order. What decides how far it goes (a size that
 would take too long is left out) is the time of the last rank, which all ranks know.

@@ -1,4 +1,4 @@
-"""How computing and communicating side by side slow each other.
+"""Measure the contention between computing and collectives.
 
 Packing, sending and adding up take some of what computing would have: cores and memory on a CPU,
 multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are

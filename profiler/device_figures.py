@@ -1,4 +1,4 @@
-"""From records of operators to devices: alike ranks are one type, and a type is one fit."""
+"""Devices from records of operators: alike ranks form a type, which is fitted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured times to a device's figures: robust least squares on the relative error.
+"""Fit a device's or a link's figures to measured times, by robust least squares on relative errors.
 
 The roofline ``launch + max(flops / rate + bytes / operands, bytes / bandwidth)`` with a given
 launch is linear in the inverses of the rates once every operator is known to be bound by arithmetic or by

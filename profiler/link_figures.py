@@ -1,4 +1,4 @@
-"""From records of messages and collectives to links, and to links as each implementation sees them."""
+"""Links from records of messages and collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run to learn a device's figures: operators of training, with the work that each is.
+"""Probes: the operators that are timed, and the work of each.
 
 Inputs are cut from an arena that is larger than the caches, each call from another place, since
 in a training step an operator's input was written long before it is read. Work is counted as

@@ -1,4 +1,4 @@
-"""Notices a rank that has died while the others wait for it, and says which.
+"""Detect a rank that died while others wait for it.
 
 Every rank writes a number that grows into the store that all of them share, and looks at the
 numbers of the others. One that stands still for :data:`DEAD_S` is dead, or so far gone that

@@ -1,4 +1,4 @@
-"""What was measured: plain records, and the file beside the output that they are appended to.
+"""Records of measurements, and the file that they are appended to.
 
 The file has a JSON object per line: first who measured, then a record per operator, link or
 collective, as soon as all ranks have it. A run that was cut short leaves whole lines, and at

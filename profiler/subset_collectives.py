@@ -1,4 +1,4 @@
-"""How much sooner collectives start, and end, where the slow ranks take no part.
+"""Measure collectives among subsets of the ranks, without the slow ones.
 
 A rank with little processor time is late to answer, and all wait for it: on a tenth of a core a
 collective of hardly any bytes takes six times as long as on a free one. And what it packs, sends and

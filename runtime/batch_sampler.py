@@ -1,4 +1,4 @@
-"""A rank's part of a dataset: the rows of each global batch that the plan gives it."""
+"""A sampler of a rank's rows of each global batch."""
 
 from __future__ import annotations
 

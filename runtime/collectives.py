@@ -1,4 +1,4 @@
-"""The collectives of a program, with uneven shards, on torch.distributed.
+"""Collectives with uneven shards on torch.distributed.
 
 :class:`Comm` is what an emitted program calls. :class:`ProcessGroupComm` runs it on NCCL or
 gloo with the same code; :mod:`hap.runtime.emulate` runs it in one process. ``sizes`` are the

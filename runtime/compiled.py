@@ -1,4 +1,4 @@
-"""A rank's graphs compiled by TorchInductor: the stretches between what the context is asked for.
+"""Compile a rank's graphs with TorchInductor, in segments between its collectives.
 
 Calls of the context's methods start collectives, or wait for one. They stay what they are, in
 the program's order, and cut the graph into pieces. Drawing a mask alone cuts nothing: it needs

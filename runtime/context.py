@@ -1,4 +1,4 @@
-"""What an emitted program calls at run time: its collectives, and its random numbers."""
+"""The context of emitted code: collectives and random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a program goes wrong: every value of every rank against one device's.
+"""Find the first value of a program that differs from one device.
 
 Slow and memory-hungry; only run when a verification has failed.
 """

@@ -1,4 +1,4 @@
-"""Plan -> one ``torch.fx.GraphModule`` pair per rank: local shapes, explicit collectives.
+"""Emit each rank's forward and backward as ``torch.fx`` graphs with local shapes and collectives.
 
 Collectives are issued where the program has them (:mod:`hap.runtime.lanes`), and waited for
 where their results are first read.

@@ -1,4 +1,4 @@
-"""N ranks in one process: a thread each, collectives through shared memory.
+"""Emulate N ranks in one process, with a thread per rank.
 
 The definition of what a collective means, in a few lines each, and the way to test a
 program for any world size without processes or a network.

@@ -1,4 +1,4 @@
-"""What the user trains: an ``nn.Module`` whose parameters are this rank's shards."""
+"""``HapModule``: an ``nn.Module`` whose parameters are one rank's shards."""
 
 from __future__ import annotations
 

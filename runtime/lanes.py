@@ -1,4 +1,4 @@
-"""Collectives beside computing: issued where the program says, waited for where they are read.
+"""Lanes: run collectives beside computing, and wait for a result where it is read.
 
 A *lane* runs a rank's collectives one after the other, in the order in which they are issued,
 which is the same on all ranks. The emitted program goes on computing, and waits for a

@@ -1,4 +1,4 @@
-"""Run one function on every rank: real processes here, or ranks that torchrun or srun started.
+"""Launch ranks: spawn local processes, or join those that torchrun or srun started.
 
 :func:`spawn` is a small torchrun for one machine, made for tests, ``hap verify`` and emulated
 clusters: results come back in rank order, the first thing that went wrong comes back as one

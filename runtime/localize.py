@@ -1,4 +1,4 @@
-"""What an operator's plain arguments become on one rank: global sizes turn into local ones.
+"""Localize an operator's arguments: global sizes become a rank's local sizes.
 
 Pure data: one row per operator that takes sizes. Every operator not named here is called on
 local tensors with the arguments that the whole tensors had.

@@ -1,4 +1,4 @@
-"""The exchanges among ranks: one call each on NCCL, messages on CPUs.
+"""Point-to-point exchanges among ranks: one call on NCCL, messages on CPUs.
 
 gloo has one connection between two ranks. Where it is told to send first, the word that a rank is
 ready to receive waits behind what it is sending, and the two directions take turns: half the rate

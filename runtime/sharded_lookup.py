@@ -1,4 +1,4 @@
-"""Looking up by number in a dim that is split over the ranks: each answers for its own numbers.
+"""Lookups in a sharded dim: each rank answers for the indices that it holds.
 
 A rank's part of the dim holds the numbers from ``start`` to ``stop`` of ``total``. It looks up
 its own ones, counted from its start; all others must leave no trace in its term of the result.

@@ -1,4 +1,4 @@
-"""Whole tensors <-> the shards that a plan stores."""
+"""Cut whole tensors into stored shards, and join them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU, to check what is computed where there are fewer GPUs than ranks.
+"""Share one GPU among several NCCL ranks, to check results where there are fewer GPUs than ranks.
 
 NCCL refuses two ranks on one GPU of one host. Here each rank names a host of its own, and ranks
 communicate over the loopback interface, which takes about 10 ms for a collective of any size: it shows

@@ -1,4 +1,4 @@
-"""Where a rank's step goes: a clock read after each operator and around each collective."""
+"""Time each operator and collective of a rank's step."""
 
 from __future__ import annotations
 

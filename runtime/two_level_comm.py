@@ -1,4 +1,4 @@
-"""Collectives in stages, for fast links inside of machines and slow ones between them.
+"""Hierarchical collectives: stages inside machines and between them.
 
 Written once over :meth:`Comm.subgroup`, so that the emulator runs the same stages as NCCL or
 gloo. Every byte crosses a machine's adapter once per stage between machines, instead of once

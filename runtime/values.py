@@ -1,4 +1,4 @@
-"""The values that emitted code holds, by name; those of collectives are waited for when read."""
+"""Names of the values in emitted code, and waits for collectives where they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a program compute what one device would? Losses, gradients, and steps of training.
+"""Verify a program against one device: losses, gradients, parameters after training steps.
 
 The ranks run in one process (:mod:`hap.runtime.emulate`) or as real ones; the reference is
 the user's own module, untouched. Errors are relative to the largest entry of the reference

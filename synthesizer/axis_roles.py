@@ -1,4 +1,4 @@
-"""What the axes of a model are, told by its products: batch, experts, tensor-parallel widths.
+"""Roles of axes, derived from the products that they occur in: batch, experts, tensor-parallel.
 
 Nothing here goes by names. A *weight* is a parameter, or what is made of parameters and
 constants alone (its transpose, its copy in another dtype). A row that shards a weight tells the

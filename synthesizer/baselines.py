@@ -1,4 +1,4 @@
-"""What people run today, as programs of the same kind, judged by the same simulator.
+"""Baselines (DDP, ZeRO, tensor and expert parallelism) as restricted searches.
 
 A baseline is the same search in a smaller space: its placements are what the method allows,
 its shares what the method gives. It does not trade time for memory: it fits or it doesn't.

@@ -1,6 +1,4 @@
-"""A program and its shares as the planner weighs them: predicted to run one after the other,
-and, where that matters, in the order that hides communication.
-"""
+"""A candidate: a program, its shares, and its predictions, serial and overlapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices to leave out: those without which the others are predicted to be faster.
+"""Select the devices to leave out: those without which the others are predicted to be faster.
 
 A program is one for all ranks: what it does not split, every rank does, and all wait for the
 slowest. So a device can cost more than it brings, whatever its shares. Tried are the clusters

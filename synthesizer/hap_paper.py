@@ -1,4 +1,4 @@
-"""The original HAP (Zhang et al., EuroSys'24), planned its way and judged ours.
+"""The planner of the HAP paper (Zhang et al., EuroSys'24), judged by this simulator.
 
 Reproduced from the paper:
 

@@ -1,4 +1,4 @@
-"""The choices that a user has when planning."""
+"""Options of planning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of itself: the figures of a candidate, its baselines, its largest batch."""
+"""Predictions for a plan file: a candidate's figures, its alternatives, its largest batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a graph and a cluster to the pair that a plan holds: all the searches, in their order.
+"""The planner: runs the searches in order and returns the best candidate.
 
 The alternation over one mesh axis, the baselines as further candidates, the cluster without
 devices that cost more than they bring, two mesh axes, the lower bounds: each is a module of its

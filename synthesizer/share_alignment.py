@@ -1,4 +1,4 @@
-"""Shares in whole blocks: widths of shards that kernels like.
+"""Align shares to blocks, such as a cache line, that kernels handle efficiently.
 
 A product whose rows do not begin on vectors writes them in pieces: on CPUs the forward of such a
 shard of a large last layer takes half as long again as that of one a few columns wider, and tensor

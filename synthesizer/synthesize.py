@@ -1,4 +1,4 @@
-"""The alternation: program for the shares, shares for the program, until nothing improves.
+"""Alternate between the program for given shares and the shares for a given program.
 
 After HAP (EuroSys'24), with an exact search in place of its A*, and integer shares in place
 of rounded ones. The best *pair* seen is returned, from several starts. If ranks run out of

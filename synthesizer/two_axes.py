@@ -1,4 +1,4 @@
-"""Planning over two mesh axes: a program between the machines, then one inside each of them.
+"""Plan over two mesh axes: a program between the machines, then one inside each.
 
 The search is exact per axis. The program between is the best of its space with whole machines
 as devices; of several such programs (:func:`_between`), each gets the cheapest program inside

@@ -1,4 +1,4 @@
-"""What all contenders have in common: how they are made, cut a batch and take a step."""
+"""The base of all contenders: construction, batches, steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel with equal shares: what people would run without a plan."""
+"""Plain DistributedDataParallel with equal shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan file, run: ours, the original HAP, or any baseline that is a program."""
+"""A plan file as a contender: ours, the original HAP, or a baseline."""
 
 from __future__ import annotations
 

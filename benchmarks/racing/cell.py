@@ -1,4 +1,4 @@
-"""One cell of the race, on one rank: all contenders alive in the same processes, step by step.
+"""One cell of the race on one rank: all contenders in the same processes, step by step.
 
 A contender that raises on all ranks is dropped and the cell goes on. One that raises on some
 ranks leaves the others in a collective: the cell then ends, and starts again without it.

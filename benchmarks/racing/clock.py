@@ -1,4 +1,4 @@
-"""How fast the devices are now, beside when they were profiled, in the kinds of work of a model.
+"""Devices' current speed relative to their profile, by kind of work.
 
 A machine that others use as well slows down by kind of work: products, which a core's arithmetic
 limits, more or less than what waits for memory. So what is looked at is a probe of each kind that

@@ -1,4 +1,4 @@
-"""What no step of a cell is faster than: its products, and what is proved of every program."""
+"""Lower limits of a cell's step: its products, and the proved bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that the race needs: ours, and any baseline as a plan of its own."""
+"""The plans of a race: ours, and baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster as the profiler measures it inside the testbed: all that the race plans by."""
+"""The cluster as the profiler measures it inside the testbed."""
 
 from __future__ import annotations
 

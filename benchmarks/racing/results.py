@@ -1,4 +1,4 @@
-"""What a race leaves behind: a line of JSON per cell, written when the cell is done."""
+"""Results of a race: a line of JSON per cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cell in the parent: start the ranks, hear what they report, start again without who failed."""
+"""Run one cell from the parent: start the ranks, collect reports, restart without the failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a race says: Markdown, JSON and a plot, from the cells that are done."""
+"""Tables of a race as Markdown, JSON and a plot."""
 
 from __future__ import annotations
 

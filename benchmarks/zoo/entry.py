@@ -1,4 +1,4 @@
-"""One architecture of the table, and how an entry for a model of transformers is written."""
+"""An entry of the table of architectures, and its construction from transformers."""
 
 from __future__ import annotations
 

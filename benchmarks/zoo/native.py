@@ -1,4 +1,4 @@
-"""Models of torch alone: what people write themselves."""
+"""Models of torch alone."""
 
 from __future__ import annotations
 

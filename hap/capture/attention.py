@@ -1,4 +1,4 @@
-"""Logical operators: one name in the graph, the best kernel of whatever device runs it.
+"""Attention and channel dropout as logical operators, run by the best kernel of each device.
 
 A captured graph must not depend on the machine that captured it, and scaled-dot-product
 attention does: its ATen operators name kernels of one device. ``hap::sdpa`` stands for it in

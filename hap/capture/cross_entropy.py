@@ -1,4 +1,4 @@
-"""Cross-entropy as a logical operator: what a rank can say of its own classes.
+"""Cross-entropy as a logical operator, computable from a rank's shard of the classes.
 
 ``log_softmax`` needs all classes of a row before it can write one number, so a graph that names
 it can't split them. ``hap::cross_entropy`` stands for the two figures that the loss is made of,

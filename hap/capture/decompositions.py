@@ -1,4 +1,4 @@
-"""Operators written out in others, whose dims stay apart and whose sizes are no arguments.
+"""Decompositions of operators whose merged dims or size arguments would prevent sharding.
 
 A group norm takes the batch, the channels and the pixels as numbers, which a rank's share
 changes; as a layer norm of the groups, its batch and its groups are dims of their own, and either

@@ -1,4 +1,4 @@
-"""The user's model file: plain Python functions that make a model, a batch, an optimizer. (torch)
+"""The user's model file: Python functions that return a model, a batch and an optimizer. (torch)
 
 ``path.py`` takes ``model()``; ``path.py:tiny`` takes ``tiny()``, and with it ``tiny_batch``,
 ``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... A mistake in the file

@@ -1,4 +1,4 @@
-"""Activations that the backward makes again in place of keeping them.
+"""Recomputation of activations in the backward instead of saving them.
 
 The forward's operators fall into *regions*. What leaves a region is kept; what the backward
 reads from inside is made again, by copies of the operators, right before it is read. That is

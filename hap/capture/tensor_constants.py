@@ -1,4 +1,4 @@
-"""Tensors that a forward makes from Python data: ``torch.tensor([0, 2])``.
+"""Tensors that the forward creates from Python data, such as ``torch.tensor([0, 2])``.
 
 ``hap::constant`` keeps the numbers in the graph, where a trace would keep a tensor beside it.
 Numbers are kept as Python has them, or as the dtype holds them that was asked for: at double

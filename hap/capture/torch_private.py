@@ -1,4 +1,4 @@
-"""Every use of an API that PyTorch does not promise to keep, in one place.
+"""All uses of private PyTorch APIs.
 
 Checked on torch 2.13.0 (2.11 and 2.12 have the same names).
 """

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph: the joint training step of a user's model, without its data.
+"""Trace an ``nn.Module`` into the graph of one training step, on fake tensors.
 
 Everything runs under fake tensors: no weight is allocated, no kernel called, and nothing of
 the capturing machine's device gets into the graph.

@@ -1,4 +1,4 @@
-"""The user's ``optimizer`` function: how it is called, and what a plan must know of what it makes."""
+"""Call the user's ``optimizer`` function, and inspect the optimizer that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated step in the trace event format of Chrome, which Perfetto opens too.
+"""The trace file of a simulated step, in the trace event format of Chrome and Perfetto.
 
 One process per rank, with a thread per stream and a counter of memory. The format is
 described in "Trace Event Format" (Google, 2016). Times are microseconds in multiples of

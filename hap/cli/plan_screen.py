@@ -1,4 +1,4 @@
-"""What people read: a plan on one screen, its program as text, a verdict.
+"""The screen of ``hap plan``, the listing of ``hap show``, the table of ``hap verify``.
 
 The same plan gives the same screen: nothing here looks at a clock.
 """

@@ -1,4 +1,4 @@
-"""What ``hap profile`` shows: devices, links, and how well the fit explains the samples."""
+"""The screen of ``hap profile``: devices, links, and residuals of the fit."""
 
 from __future__ import annotations
 

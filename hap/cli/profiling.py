@@ -1,4 +1,4 @@
-"""``hap profile``: all ranks measure, one of them fits, and a cluster file comes out.
+"""``hap profile``: all ranks measure, rank 0 fits the figures and writes a cluster file.
 
 Here the packages meet: the profiler measures the runtime's collectives and is given the
 synthesizer's prices of them, whose figures it fits.

@@ -1,4 +1,4 @@
-"""What ``hap rules`` prints: the operators that have a rule, their rows, and what is discovered."""
+"""The output of ``hap rules``: operators with a rule, their rows, discovered rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on a timeline: the simulated step, what people read of it, and its trace file.
+"""``hap simulate``: the simulated step of a plan as a screen, JSON or a trace file.
 
 Nothing here looks at a clock or needs torch: the same plan gives the same screen and trace.
 """

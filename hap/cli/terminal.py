@@ -1,4 +1,4 @@
-"""Text for people: where it is printed, aligned tables, short forms of long lists, progress."""
+"""Console output: tables, progress bars, short forms of long lists."""
 
 from __future__ import annotations
 

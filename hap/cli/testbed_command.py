@@ -1,4 +1,4 @@
-"""What ``hap testbed`` does: brings hosts up, shows them, runs a command on each; or profiles them."""
+"""``hap testbed``: start emulated hosts, and run a command or the profiler on them."""
 
 from __future__ import annotations
 

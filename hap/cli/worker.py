@@ -1,4 +1,4 @@
-"""Training by a plan file: as one rank of several, or with all the ranks on this machine."""
+"""Train by a plan file: as one rank of several, or with all ranks on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a cluster from a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
+"""Read a cluster from a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
 
 Every complaint names the line, what is wrong with it, and what to write instead. The format is
 described in docs/cluster-file.md; the other two forms are read by :mod:`hap.cluster.hostfile`.

@@ -1,4 +1,4 @@
-"""Writes a cluster as a yaml file that :mod:`hap.cluster.cluster_file` reads back."""
+"""Write a cluster as the text of a yaml file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device and its figures; one formula, the roofline of :meth:`Device.seconds`.
+"""A device, its figures, and the roofline that predicts the time of an operator.
 
 The figures are *effective* rates, as real layers reach them, not the peaks of a datasheet.
 """

@@ -1,4 +1,4 @@
-"""The figures of a device: one row each, from which all that handles them follows.
+"""The table of a device's figures: one row each, followed by reader, writer, checks and docs.
 
 A row says how the cluster file spells the figure, which values are possible, which value it has if
 nobody gives one, and how the figures of several devices make that of all of them together. The

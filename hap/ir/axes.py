@@ -1,4 +1,4 @@
-"""Logical axes: which dims of all the tensors must be split together, and how far.
+"""Logical axes: classes of dims that must be sharded together, and their granularity.
 
 An operator that shards two dims by one row ties them: their cuts must fall on the same
 places. The ties gather the dims of a graph into classes, the *axes*: the batch, the heads

@@ -1,4 +1,4 @@
-"""A global batch: tensors in tuples, lists and dicts, nested in any way, and their names.
+"""A global batch: tensors in nested tuples, lists and dicts, and their names.
 
 A tensor is named by its path: ``x`` in ``{"x": t}``, ``1`` in ``(a, t)``, ``inputs.pixels.0`` in
 ``{"inputs": {"pixels": [t]}}``; a batch that is one tensor is ``*``. What is no tensor is a

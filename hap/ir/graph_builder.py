@@ -1,4 +1,4 @@
-"""Builds a Graph node by node, leaving out what says the same thing twice.
+"""Build a graph node by node, without duplicate computations.
 
 Autograd's traces are full of views of views, transposes undone at once, and values made
 again in the backward. Dropping them changes no result, and what is left plans faster.

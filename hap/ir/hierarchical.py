@@ -1,4 +1,4 @@
-"""How a collective in stages cuts its work over the machines; prices and runtime share it.
+"""The parts of a hierarchical collective per machine, shared by the cost model and the runtime.
 
 Machines hold consecutive ranks, ``counts`` of them each. A *column* is the ranks of one place
 in their machines. Machines may differ in size: only the first ``min(counts)`` columns, which

@@ -1,4 +1,4 @@
-"""How much of the logits a loss works on at once: its kernels cut by it, the planner counts by it."""
+"""Chunk sizes of the cross-entropy kernels, shared by the runtime and the memory model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two mesh axes: a program between the machines, and one inside each of them.
+"""Two mesh axes: the step of one machine, divided from a program between machines.
 
 The program *between* treats every machine as one device. What it leaves to a machine is again
 a training step, of smaller tensors, in which the collectives between machines are operators:

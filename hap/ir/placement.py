@@ -1,4 +1,4 @@
-"""Where the data of one tensor is: replicated, sharded on a dim, or partial.
+"""Placements of a tensor: replicated, sharded on a dim, or partial.
 
 The vocabulary of PyTorch's DTensor; the HAP paper (EuroSys'24) writes Identity, Gather(d)
 and Reduce. A placement is a *property* of a tensor in the sense of Hoare: rules state which

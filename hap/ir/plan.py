@@ -1,4 +1,4 @@
-"""A plan: program + shares + predictions, bound by digests to its model and its cluster.
+"""A plan: program, shares and predictions, bound by digests to its model and cluster.
 
 A plan file is canonical JSON: the same inputs give the same bytes. It holds the captured
 graph, so that a model that changed since can be told what differs.

@@ -1,4 +1,4 @@
-"""What the cost model says of a plan: its step, ranks, collectives, what else was judged, proofs."""
+"""A plan's predictions: step, ranks, collectives, alternatives, lower bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distributed program: one list of instructions that all ranks run together.
+"""The distributed program: one list of instructions that all ranks run.
 
 A *value* is a tensor in one placement, written ``name@S0``; a tensor may exist in several
 placements at once. :class:`Compute` runs an operator on local values, :class:`Convert`

@@ -1,4 +1,4 @@
-"""The backward's own names for the parameters that it reads.
+"""Aliases of parameters for the backward, so that it may gather them a second time.
 
 A parameter read by both passes would have to be the same value for both: a replica gathered for
 the forward would lie in memory until the backward. So the backward reads an alias of the

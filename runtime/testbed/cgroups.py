@@ -1,4 +1,4 @@
-"""Control groups of the kernel, of either version: made, filled, and always taken away."""
+"""Control groups of the kernel, versions 1 and 2."""
 
 from __future__ import annotations
 

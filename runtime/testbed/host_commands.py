@@ -1,4 +1,4 @@
-"""One command on every host: environments, output told apart by rank, one exit code."""
+"""Run one command on every host, and merge output and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster file brought to life on one machine: hosts, speeds, links, memory, and their end.
+"""Emulate a cluster file on one machine: hosts, speeds, links, memory.
 
     with Testbed(load_cluster("mixed.yaml")) as bed:
         results = bed.spawn(train, args=(plan,), on_report=print)

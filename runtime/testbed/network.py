@@ -1,4 +1,4 @@
-"""Hosts in network namespaces, joined by links whose rates the kernel limits.
+"""Hosts as network namespaces, joined by links with limited rates.
 
 A rank has a namespace of its own with a loopback and one interface. All bridges stand in one
 more namespace, the switch: a core, and a bridge for each node that has several ranks. Nothing

@@ -1,4 +1,4 @@
-"""Who made what: names that tell a leftover from what is in use, and the end of stray ranks.
+"""Owners of emulated hosts: detect leftovers, and end stray ranks.
 
 All that a testbed makes on a machine (control groups, network namespaces, processes) carries a
 name: the pid namespace, pid and start time of its owner, and a number. A pid may have gone to another process

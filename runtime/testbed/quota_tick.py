@@ -1,4 +1,4 @@
-"""Have the kernel look at quotas every millisecond: ``python beat.py CORE``, until stdin is closed.
+"""Make the kernel refresh CPU quotas every millisecond: ``python quota_tick.py CORE``.
 
 It looks whether a group has used up its quota when a core switches tasks, or else at its tick, which
 comes every 4 ms on many machines: a rank with a tenth of a core then runs for 3 ms and stands still

@@ -1,4 +1,4 @@
-"""Unlike CPUs on one machine: each rank gets a fraction of a core, enforced by the kernel.
+"""CPU quotas: each rank gets a fraction of a core.
 
     with cpu_quotas([0.8, 0.8, 0.2, 0.2]) as quotas:
         spawn(train, 4, before_rank=quotas.place)

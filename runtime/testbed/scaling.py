@@ -1,4 +1,4 @@
-"""How a cluster's figures become those of this machine: everything is slower by one factor.
+"""Scale a cluster's figures by one factor, so that this machine can emulate it.
 
 A second on the cluster of the file lasts ``1 / scale`` seconds in the testbed. So rates of
 arithmetic, memory and links go down by the factor, launches and latencies up, and flops per

@@ -1,4 +1,4 @@
-"""A tighter lower bound over all shares: the shares of one axis are cut into boxes.
+"""Branch and bound over the shares of one axis, for a tighter lower bound.
 
 What :class:`hap.synthesizer.bounds.lower_bound.AnyShares` gives away is mostly one thing: it lets a single
 rank have all of an axis, which then needs no all-to-all and starts each operator once. A

@@ -1,4 +1,4 @@
-"""How fast a step could be at best: lower bounds that are proved, and the programs behind them.
+"""Proved lower bounds of the step time, and the programs that attain them.
 
 A step (:mod:`hap.synthesizer.schedule.event_simulator`) is as long as each of its streams at least: what a rank
 ``r`` computes, ``T[r]``, and what the collectives take together, ``C``. Hiding one behind the other

@@ -1,4 +1,4 @@
-"""What a conversion between placements costs on the cluster's links, by implementation.
+"""The cost of each implementation of a collective on the links of a cluster.
 
 Flat collectives take no notice of machines. Their ranks form a ring in rank order, which
 crosses every machine's adapter once each way, so that the slowest link of the ring bounds all

@@ -1,4 +1,4 @@
-"""The two streams of every rank, computing and communicating, and how they slow each other.
+"""The compute and the communication stream of every rank, and their contention.
 
 Operators and collectives are given to the streams in program order. A collective starts once it
 was issued on all ranks and those before it have ended, and ends on all ranks at once. Where ranks

@@ -1,4 +1,4 @@
-"""The cost model: seconds and bytes of everything that a program may do, under given shares.
+"""The cost model: seconds and bytes of operators and conversions under given shares.
 
 Computing: :meth:`hap.cluster.device.Device.seconds` of each device's own part of the work.
 Communicating: :mod:`hap.synthesizer.cost.collective_cost`. Every figure is a vector over ranks or a

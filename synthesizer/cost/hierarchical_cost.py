@@ -1,4 +1,4 @@
-"""Prices of collectives in stages, as :mod:`hap.runtime.two_level_comm` runs them.
+"""The cost of hierarchical collectives, as :mod:`hap.runtime.two_level_comm` runs them.
 
 Inside of its machine a rank sees that machine's link. Between machines all columns run side
 by side and share the adapters: their latencies overlap, their bytes add up. A stage ends with

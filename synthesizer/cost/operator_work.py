@@ -1,4 +1,4 @@
-"""How much arithmetic and memory traffic each operator is: one row per op that has any.
+"""Arithmetic and memory traffic of each operator.
 
 Everything not named here is memory traffic: it reads its inputs and writes its outputs. Only
 the operators in :data:`hap.ir.graph.FREE` cost nothing, because they run no kernel.

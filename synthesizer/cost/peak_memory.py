@@ -1,4 +1,4 @@
-"""What lies in each device's memory during a step, and what it is at the fullest moment.
+"""Peak memory of every rank, and the kinds of data that it consists of.
 
 Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
 are fused, all that goes in and all that comes out exists at once, from where it is issued to

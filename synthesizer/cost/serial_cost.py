@@ -1,4 +1,4 @@
-"""A program with nothing overlapped: predicted step time and peak memory of every rank.
+"""Serial cost: step time and peak memory of a program without overlap.
 
 Each rank has one stream; it computes while it can and waits at every collective until the
 last rank arrives. That is quick to work out, and what overlapping starts from

@@ -1,4 +1,4 @@
-"""Collectives between machines, seen from inside a machine: see :mod:`hap.ir.mesh`.
+"""Rules of collectives between machines, as operators of the step inside a machine.
 
 They move data along one dim, or add terms up, and treat all other dims entry by entry. So each
 device of a machine may do its part of them and, where they are linear, its term as well.

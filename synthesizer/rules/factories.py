@@ -1,4 +1,4 @@
-"""Operators that make tensors from nothing: every rank may make any part of them.
+"""Rules of operators that create tensors: a rank can create any shard.
 
 Random ones draw other numbers for other parts, and the same for replicas: hap.runtime.context.
 """

@@ -1,4 +1,4 @@
-"""Operators that look elements up by number.
+"""Rules of operators that select elements by index.
 
 If the dim that is looked up in is split, every rank finds what it has and nothing for the other
 numbers: a term of the result. How an operator is told to find nothing is written in

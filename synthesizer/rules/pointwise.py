@@ -1,4 +1,4 @@
-"""Each element of the output needs the elements of the inputs at its own place, alone."""
+"""Rules of elementwise operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sums of products: matrix products, convolutions, attention. A contracted letter is partial."""
+"""Rules of sums of products: matrix products, convolutions, attention.
+
+A contracted letter is partial.
+"""
 
 from __future__ import annotations
 

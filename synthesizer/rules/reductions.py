@@ -1,4 +1,4 @@
-"""Operators that look along some dims: those must be whole, unless the reduction is a sum."""
+"""Rules of reductions and normalizations: the reduced dims stay whole, except in sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is: rows of placements that make an operator's local runs add up to the whole.
+"""Rules: rows of placements under which the local runs of an operator make up the whole.
 
 A row is a Hoare triple ``{placements of the inputs} op {placements of the outputs}``. Rows
 are data. Almost all of them follow from one *equation* per operator, which gives each dim

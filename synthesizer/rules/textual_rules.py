@@ -1,4 +1,4 @@
-"""Rules as text, for operators that the table lacks: a user's own, and rows that were discovered.
+"""Rules as text: a user's own, and discovered ones.
 
 A rule is a few lines, of which every one that fits a call adds rows to it:
 

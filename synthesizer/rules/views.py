@@ -1,4 +1,4 @@
-"""Operators that only move or repeat elements: which dim of the input is which of the output."""
+"""Rules of views: the correspondence of input and output dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A discrete-event simulation of one training step: two streams per rank, compute and communication.
+"""Discrete-event simulation of a training step, with two streams per rank.
 
 The instructions are given to the streams in program order, which is the order in which every
 rank issues them, as :mod:`hap.runtime.lanes` runs them:

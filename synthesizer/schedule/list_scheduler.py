@@ -1,4 +1,4 @@
-"""When each collective is issued: the same program, in an order that hides communication.
+"""List scheduling: the order of instructions, and the buckets, that overlap communication.
 
 The search says what is communicated, and puts each collective right before what reads it;
 parameters are gathered together at the start, gradients reduced together at the end. Here the

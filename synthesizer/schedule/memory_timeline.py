@@ -1,4 +1,4 @@
-"""Memory over time: the bytes that are alive on each rank at every instant of a step.
+"""Bytes in use on each rank over the time of a simulated step.
 
 The rules are those of :func:`hap.synthesizer.cost.serial_cost.memory`, placed on the streams of
 :mod:`hap.synthesizer.schedule.event_simulator`. A storage is there from the start of the instruction that makes

@@ -1,4 +1,4 @@
-"""A* over partial programs, after HAP: exact if it may run on, and anytime if it may not.
+"""A* over partial programs, exact if it runs to its end and anytime otherwise.
 
 A partial program is a set of choices made: this operator runs by this row (one Hoare triple
 applied), this tensor is held so, this parameter stored so. The search starts from the empty

@@ -1,4 +1,4 @@
-"""Minimum-cost labelling by bucket elimination: exact, and linear in the depth of the model.
+"""Minimum-cost labelling by bucket elimination: exact, and linear in the depth of a model.
 
     minimise  sum over variables v of unary_v[x_v]  +  sum over pairs (u, v) of pair_uv[x_u, x_v]
 

@@ -1,4 +1,4 @@
-"""Choosing a program is labelling a graph: build the tables, solve, read the program back.
+"""The choice of a program as a labelling problem: its variables and cost tables.
 
 Variables (all costs in integer picoseconds):
 

@@ -1,4 +1,4 @@
-"""The same labelling as an integer program for CP-SAT: the referee of the other engines.
+"""The labelling problem as an integer program for CP-SAT, to check the other engines.
 
 One Boolean per label, exactly one of them true per variable. A pair whose table only forbids
 is clauses. A pair with costs has a Boolean per admitted entry, tied to its labels by sums:

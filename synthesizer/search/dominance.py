@@ -1,4 +1,4 @@
-"""Labels that no optimal labelling needs, found before anything is eliminated.
+"""Dominated labels, removed before elimination.
 
 A label that is never cheaper than another of its variable is dropped, which makes others
 droppable, until nothing changes. Variables that are left with one label become costs of

@@ -1,4 +1,4 @@
-"""The search engines by name: three ways to solve the same tables.
+"""The search engines by name.
 
 ``exact`` is bucket elimination, the fastest where its tables fit. ``astar`` is HAP's own
 search with a better bound; its tables are bounded and it may be cut short. ``cpsat`` is an

@@ -1,4 +1,4 @@
-"""From the choices of a search to a program: what converts when.
+"""Lower a labelling to a program: insert the conversions and order them.
 
 Instructions stand in graph order, each conversion right before its first use. Two kinds stand
 together instead, to be fused: what is gathered of the parameters, at the start, and what is

@@ -1,4 +1,4 @@
-"""Lower bounds on the cost to go, from elimination with bounded tables: mini-buckets.
+"""Lower bounds of the cost to go, by mini-bucket elimination with bounded tables.
 
 Bucket elimination adds up all the tables that mention a variable before it minimises over
 it. Mini-bucket elimination (Dechter and Rish, "Mini-buckets: a general scheme for bounded

@@ -1,4 +1,4 @@
-"""The space of programs of one graph: rows of every node, axes, and what each tensor may be.
+"""The space of programs of a graph: rows of every node, axes, holdings of every tensor.
 
 Built once per graph, before any cost is known. Three restrictions keep it small, and all are
 part of what "optimal" means for this planner:

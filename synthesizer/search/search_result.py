@@ -1,4 +1,4 @@
-"""What a search engine answers: a labelling, how good it is, and how well that is known."""
+"""The result of a search engine: a labelling, a bound, and a status."""
 
 from __future__ import annotations
 

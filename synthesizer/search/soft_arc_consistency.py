@@ -1,4 +1,4 @@
-"""Equivalent tables that bound better: costs are moved between them, and none is lost.
+"""Soft arc consistency: equivalent cost tables that give better bounds.
 
 The least cost of a label in a pair's table can be moved to the label's variable, and back to
 another pair. The cost of every labelling stays what it was, to the integer, and no entry

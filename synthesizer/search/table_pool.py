@@ -1,4 +1,4 @@
-"""Cost tables by number: equal tables have one number, so work on them is done once.
+"""Interned cost tables, so that work on equal tables is done once.
 
 The layers of a model repeat, and so do the tables of its labelling problem. Kept once each
 ("hash-consing"; Ershov, "On programming of arithmetic operations", 1958), they can be looked

@@ -1,4 +1,4 @@
-"""Linear costs near a split: tangents of computing and memory, slopes of the collectives.
+"""Linear approximations of costs near given shares.
 
 An operator takes launch + max(linear, linear) of its part, and nothing at part 0. Where a device
 takes part that is convex, so that a tangent is a lower bound. The peak of memory is the largest

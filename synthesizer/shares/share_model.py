@@ -1,4 +1,4 @@
-"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, as rows for PuLP."""
+"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, built with PuLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integer shares for a given program: a small integer program over types of devices.
+"""Integer shares for a given program, by an integer program over types of devices.
 
 Variables, for each group ``g`` of axes that the program uses alike (:func:`alike_axes`) and
 each type ``k`` of alike devices (:meth:`hap.cluster.topology.Cluster.types`), so that neither more

@@ -1,4 +1,4 @@
-"""The question that the search for shares answers, and the simulator's verdict on an answer.
+"""The problem of choosing shares, and the simulated value of a solution.
 
 Axes that a program uses alike have one vector of shares (:func:`alike_axes`): a *split* says
 how many units of each such group each rank gets.

@@ -1,4 +1,4 @@
-"""Where parameters lie between steps: shares of their own, apart from those of the computing.
+"""Shares in which parameters are stored, chosen apart from those of computing.
 
 A parameter that is stored in shards but used whole, gathered before and its gradient scattered
 after, need not be cut like the axis that its dim belongs to: no operator sees the cut. Such dims
