@@ -162,17 +162,7 @@ def whole(case: Case) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "plan.json")
         start = time.perf_counter()
-        words = [
-            sys.executable,
-            "-m",
-            "hap.cli",
-            "plan",
-            spec,
-            "--cluster",
-            path,
-            "-o",
-            output,
-        ]
+        words = [sys.executable, "-m", "hap.cli", "plan", spec, "--cluster", path, "-o", output]
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
             assert child.stderr is not None
             said = child.stderr.read().decode()

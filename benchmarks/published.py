@@ -34,7 +34,7 @@ from hap.ir.placement import LOCAL, P, Placement, R, conversion
 from hap.ir.program import Convert, Program
 from hap.synthesizer import rules
 from hap.synthesizer.baselines import METHODS
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.serial_cost import Superstep, supersteps
@@ -81,18 +81,14 @@ class Published(PaperCost):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         kind = conversion(src, dst)
         if kind is None or kind in LOCAL:
-            return [ImplementationCost("", 0.0)]
+            return [Quote("", 0.0)]
         if kind == "all_reduce":
-            return [ImplementationCost("one shot", tensor.nbytes / RATES[kind])]
+            return [Quote("one shot", tensor.nbytes / RATES[kind])]
         parts = self.parts(tensor, src if src.sharded else dst)
-        return [
-            ImplementationCost(
-                "padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind]
-            )
-        ]
+        return [Quote("padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind])]
 
     def seconds(self, step: Convert) -> float:
         """Whatever the implementation: there is one of each collective."""
@@ -112,9 +108,9 @@ class Judge(Published):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         if tensor.name in self._gradients and (src, dst) == (P, R):
-            return [ImplementationCost("one shot", 0.0)]  # see ``reduced_s``
+            return [Quote("one shot", 0.0)]  # see ``reduced_s``
         return super().convert(tensor, src, dst, fused=fused)
 
     def reduced_s(self, program: Program) -> float:

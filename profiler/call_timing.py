@@ -38,11 +38,7 @@ _CALLS_AFTER = 24  # in a window, of what is timed after something else
 _LONG_WINDOWS = 2  # of a call that takes longer than a window, and sees as much by itself
 
 
-def seconds_per_call(
-    call: Callable[[], object],
-    device: torch.device,
-    pace: Pace,
-) -> list[float]:
+def seconds_per_call(call: Callable[[], object], device: torch.device, pace: Pace) -> list[float]:
     """Seconds of one call, once per window; the first calls warm up and are not counted."""
     window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
     count, once = _count(call, device, window_s)

@@ -178,8 +178,7 @@ class Emitter:
         else:
             outs = zip(node.outputs, step.outs, strict=True)
             args = localize(
-                node,
-                tuple(self._shape(Value(o, p)) if o and p else None for o, p in outs),
+                node, tuple(self._shape(Value(o, p)) if o and p else None for o, p in outs)
             )
 
             def tensor(ref: Ref) -> fx.Node:

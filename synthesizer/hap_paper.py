@@ -45,7 +45,7 @@ from hap.ir.placement import LOCAL, L, P, Placement, conversion
 from hap.ir.program import Convert, Program
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.cost.serial_cost import supersteps
@@ -86,15 +86,15 @@ class PaperCost(CostModel):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         if conversion(src, dst) in (None, *LOCAL):
-            return [ImplementationCost("", 0.0)]
+            return [Quote("", 0.0)]
         choices = super().convert(tensor, src, dst)
         return [c for c in choices if c.implementation != "hierarchical"]
 
-    def convert_group(self, group: Sequence[Convert]) -> list[ImplementationCost]:
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         how = group[0].implementation
-        return [ImplementationCost(how, sum(self.seconds(step) for step in group))]
+        return [Quote(how, sum(self.seconds(step) for step in group))]
 
     def seconds(self, step: Convert) -> float:
         choices = self.convert(self.graph.tensors[step.tensor], step.src, step.dst)

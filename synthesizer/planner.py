@@ -188,9 +188,7 @@ def _on_two_axes(
     return two if two and (options.mesh or two.pair.rank < best.rank) else None
 
 
-_REMEDIES = {
-    "optimizer states": "use more devices, or an optimizer with fewer states",
-}
+_REMEDIES = {"optimizer states": "use more devices, or an optimizer with fewer states"}
 """By what takes most of the memory."""
 
 

@@ -24,7 +24,7 @@ from hap.ir.placement import LOCAL, Placement
 from hap.ir.program import BETWEEN, Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.collective_cost import Fractions, ImplementationCost, NetworkModel
+from hap.synthesizer.cost.collective_cost import Fractions, NetworkModel, Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.cost_tables import Allowed
@@ -71,7 +71,7 @@ class MeshNetwork:
 
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         """As :meth:`NetworkModel.choices`; the implementations of which all machines run one."""
         slowest: dict[str, float] = {}
         asked = set()
@@ -91,7 +91,7 @@ class MeshNetwork:
             scale = 1 / whole if _splits(kind) else 1.0
             for how, seconds in ring.choices(kind, part, s * scale, d * scale, start=start):
                 slowest[how] = max(slowest.get(how, 0.0), seconds)
-        found = [ImplementationCost(how, seconds) for how, seconds in slowest.items()]
+        found = [Quote(how, seconds) for how, seconds in slowest.items()]
         return sorted(found, key=lambda choice: choice.seconds)
 
 

@@ -27,7 +27,7 @@ from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Program
 from hap.runtime.verify import Verdict, verify
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.list_scheduler import orders
@@ -135,10 +135,10 @@ class RandomPrices(CostModel):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, **options: Any
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         choices = super().convert(tensor, src, dst, **options)
         self._rng.shuffle(choices)
-        return [ImplementationCost(c.implementation, self._rng.random() * 0.1) for c in choices]
+        return [Quote(c.implementation, self._rng.random() * 0.1) for c in choices]
 
 
 def random_plan(

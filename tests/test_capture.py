@@ -143,11 +143,7 @@ def test_capture_leaves_the_model_alone() -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        lambda loss: loss,
-        lambda loss: Output(loss=loss),
-        lambda loss: {"loss": loss},
-    ],
+    [lambda loss: loss, lambda loss: Output(loss=loss), lambda loss: {"loss": loss}],
     ids=["scalar", "object", "dict"],
 )
 def test_a_loss_comes_bare_or_in_an_object(wrap: Callable[[Tensor], Any]) -> None:

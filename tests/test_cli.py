@@ -341,17 +341,7 @@ def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
 @pytest.mark.gloo
 def test_run_trains_on_this_machine() -> None:
     planned()
-    words = [
-        sys.executable,
-        "-m",
-        "hap.cli",
-        "run",
-        "plan.json",
-        "--nproc",
-        "4",
-        "--steps",
-        "2",
-    ]
+    words = [sys.executable, "-m", "hap.cli", "run", "plan.json", "--nproc", "4", "--steps", "2"]
     run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]

@@ -226,10 +226,7 @@ def test_collectives_on_one_machine_by_hand() -> None:
     # Rank 0 is the busiest: of its half it keeps the quarter that it shall have.
     even = [0.25] * 4
     assert seconds_of(network, "all_to_all", size, parts, even) == pytest.approx(
-        {
-            "exact": 3 * a + size * 0.5 * 0.75 / bw,
-            "gathered": min(expected.values()),
-        }
+        {"exact": 3 * a + size * 0.5 * 0.75 / bw, "gathered": min(expected.values())}
     )
 
 

@@ -14,7 +14,7 @@ from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import Placement, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Convert
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.contention import Streams
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.cost.serial_cost import memory, simulate, supersteps
@@ -66,8 +66,8 @@ class Seconds(CostModel):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
-        return [ImplementationCost("ring", 3.0)]
+    ) -> list[Quote]:
+        return [Quote("ring", 3.0)]
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         return np.array([1.0, 2.0])

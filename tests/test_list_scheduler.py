@@ -18,7 +18,7 @@ from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction, Program
 from hap.runtime.hap_module import emit
 from hap.runtime.lanes import InlineLane, Lane, ThreadLane
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION, schedule
 from hap.synthesizer.schedule.list_scheduler import Order, orders
@@ -118,8 +118,8 @@ def test_what_does_not_wait_goes_first_by_hand() -> None:
 class Gathers(Seconds):
     """A collective takes 3, however much runs as one; 6 for two at once in one half."""
 
-    def convert_group(self, group: Sequence[Convert]) -> list[ImplementationCost]:
-        return [ImplementationCost("ring", 3.0)]
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
+        return [Quote("ring", 3.0)]
 
 
 def seconds() -> Seconds:

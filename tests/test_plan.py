@@ -260,8 +260,7 @@ def test_what_is_not_split_stays_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "name"),
-    [({"x": X[:4], "y": Y}, "x"), ({"x": X, "y": Y[:, :3]}, "y")],
+    ("batch", "name"), [({"x": X[:4], "y": Y}, "x"), ({"x": X, "y": Y[:, :3]}, "y")]
 )
 def test_a_batch_of_another_size_is_refused(batch: Any, name: str) -> None:
     with pytest.raises(PlanError, match=f"batch entry '{name}' has shape") as error:

@@ -69,9 +69,7 @@ def test_what_is_looked_at_is_what_the_model_spends_its_time_on(tmp_path: Path) 
     assert all(tick.seconds == (1.0, 2.0) for tick in found)
 
 
-def test_a_kind_counts_as_much_as_the_model_spends_on_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kind_counts_as_much_as_the_model_spends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([3.0, 3.0, 3.0])  # a call of three products, then a convolution
 
     def seconds(call: Callable[[], object], *_: object) -> list[float]:

@@ -34,7 +34,7 @@ UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
 """Contenders that only the ablation has."""
 
 ABSENT: Final[dict[str, str]] = {
-    "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17",
+    "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17"
 }
 """What would be raced and cannot be, with the reason."""
 

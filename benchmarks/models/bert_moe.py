@@ -195,15 +195,7 @@ def batch():
     return inputs()
 
 
-TINY = {
-    "layers": 2,
-    "hidden": 48,
-    "heads": 4,
-    "ffn": 92,
-    "experts": 6,
-    "vocab": 101,
-    "seq": 10,
-}
+TINY = {"layers": 2, "hidden": 48, "heads": 4, "ffn": 92, "experts": 6, "vocab": 101, "seq": 10}
 
 
 def tiny():

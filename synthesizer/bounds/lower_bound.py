@@ -65,7 +65,7 @@ from hap.ir.axes import Shares
 from hap.ir.graph import FREE, Graph, Node, Tensor
 from hap.ir.placement import LOCAL, Placement, R, conversion
 from hap.ir.program import FUSIBLE, Program
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
@@ -147,15 +147,13 @@ class Floors(CostModel, ABC):
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         kind = conversion(src, dst)
         if kind is None or tensor.name not in self._read:
-            return [ImplementationCost("", 0.0)]
+            return [Quote("", 0.0)]
         if kind in LOCAL:
-            return [
-                ImplementationCost("", 0.0)
-            ]  # a copy, beside the products that a step is made of
-        return [ImplementationCost("", self._collective(kind, tensor, src, dst))]
+            return [Quote("", 0.0)]  # a copy, beside the products that a step is made of
+        return [Quote("", self._collective(kind, tensor, src, dst))]
 
     @abstractmethod
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:

@@ -30,8 +30,8 @@ Fractions = npt.NDArray[np.float64]
 """Per rank, its part of a sharded dim; sums to 1."""
 
 
-class ImplementationCost(NamedTuple):
-    """One implementation of a conversion and its predicted time."""
+class Quote(NamedTuple):
+    """The predicted seconds of a conversion by one implementation."""
 
     implementation: str
     seconds: float
@@ -100,7 +100,7 @@ class NetworkModel:
 
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         """All implementations of a collective, the fastest first.
 
         Args:
@@ -112,19 +112,14 @@ class NetworkModel:
         """
         found = self._added(kind, nbytes, src, dst, start)
         if self._least_s and start == 1:
-            found = [
-                ImplementationCost(how, max(s, self._least_s.get((kind, how), 0.0)))
-                for how, s in found
-            ]
+            found = [Quote(how, max(s, self._least_s.get((kind, how), 0.0))) for how, s in found]
         return sorted(found, key=lambda choice: choice.seconds)
 
     def _added(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, start: float
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         """What starts and bytes add up to."""
-        found: list[ImplementationCost] = getattr(self, f"_{kind}")(
-            float(nbytes), src, dst, float(start)
-        )
+        found: list[Quote] = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return found
 
     def floor_s(
@@ -169,18 +164,14 @@ class NetworkModel:
         largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
         return nbytes * max(0.0, one, largest) / self._exchange_bytes_per_s
 
-    def _gather(
-        self, kind: str, nbytes: float, parts: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    def _gather(self, kind: str, nbytes: float, parts: Fractions, on: float) -> list[Quote]:
         found = [
-            ImplementationCost("padded", self._links[kind, "padded"].padded(nbytes, parts, on)),
-            ImplementationCost(
-                "grouped", self._grouped(self._links[kind, "grouped"], nbytes, parts, on)
-            ),
+            Quote("padded", self._links[kind, "padded"].padded(nbytes, parts, on)),
+            Quote("grouped", self._grouped(self._links[kind, "grouped"], nbytes, parts, on)),
         ]
         if stages := self._stages.get(kind):
             seconds = stages.gather(nbytes, parts, on, scatter=kind == "reduce_scatter")
-            found.append(ImplementationCost("hierarchical", seconds))
+            found.append(Quote("hierarchical", seconds))
         return found
 
     def _grouped(self, links: Links, nbytes: float, parts: Fractions, on: float) -> float:
@@ -189,34 +180,30 @@ class NetworkModel:
         latency_s = max(senders * links.latency_s, links.tree_s)
         return on * latency_s + nbytes / links.bytes_per_s
 
-    def _all_gather(
-        self, nbytes: float, src: Fractions, dst: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    def _all_gather(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Quote]:
         return self._gather("all_gather", nbytes, src, on)
 
     def _reduce_scatter(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         return self._gather("reduce_scatter", nbytes, dst, on)
 
-    def _all_reduce(
-        self, nbytes: float, src: Fractions, dst: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    def _all_reduce(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Quote]:
         n = self.world_size
         one, two = self._links["all_reduce", "one shot"], self._links["all_reduce", "two step"]
         slowest = Link(one.bytes_per_s, one.latency_s)
         around = 2 * (n - 1) / n * nbytes / two.bytes_per_s
         found = [
-            ImplementationCost("one shot", all_reduce(n, nbytes, on * one.tree_s, slowest)),
-            ImplementationCost("two step", 2 * on * (two.tree_s + two.latency_s) + around),
+            Quote("one shot", all_reduce(n, nbytes, on * one.tree_s, slowest)),
+            Quote("two step", 2 * on * (two.tree_s + two.latency_s) + around),
         ]
         if stages := self._stages.get("all_reduce"):
-            found.append(ImplementationCost("hierarchical", stages.all_reduce(nbytes, on)))
+            found.append(Quote("hierarchical", stages.all_reduce(nbytes, on)))
         return found
 
     def _all_reduce_lse(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         # The largest term is found first, then the exponentials less it are summed.
         links = self._links["all_reduce_lse", "two reductions"]
         slowest = Link(links.bytes_per_s, links.latency_s)
@@ -225,14 +212,9 @@ class NetworkModel:
         # Or every rank gets all the terms: a whole tensor from each.
         links = self._links["all_reduce_lse", "terms gathered"]
         gathered = links.padded(n * nbytes, np.full(n, 1 / n), on)
-        return [
-            ImplementationCost("terms gathered", gathered),
-            ImplementationCost("two reductions", reduced),
-        ]
+        return [Quote("terms gathered", gathered), Quote("two reductions", reduced)]
 
-    def _all_to_all(
-        self, nbytes: float, src: Fractions, dst: Fractions, on: float
-    ) -> list[ImplementationCost]:
+    def _all_to_all(self, nbytes: float, src: Fractions, dst: Fractions, on: float) -> list[Quote]:
         links = self._links["all_to_all", "exact"]
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / links.inner).max())
@@ -241,11 +223,11 @@ class NetworkModel:
             busiest = max(busiest, nbytes * between / links.adapter)
         gathered = self._links["all_to_all", "gathered"]
         found = [
-            ImplementationCost("exact", on * links.peers_s + busiest),
-            ImplementationCost("gathered", gathered.padded(nbytes, src, on)),
+            Quote("exact", on * links.peers_s + busiest),
+            Quote("gathered", gathered.padded(nbytes, src, on)),
         ]
         stages = self._stages.get("all_to_all")
         if stages and stages.regular:
             seconds = stages.all_to_all(nbytes, src, dst, on)
-            found.append(ImplementationCost("hierarchical", seconds))
+            found.append(Quote("hierarchical", seconds))
         return found

@@ -21,7 +21,7 @@ from hap.ir.graph import ITEM_BYTES, Graph, Node, Tensor
 from hap.ir.loss_chunks import CHUNK, CHUNKS
 from hap.ir.placement import LOCAL, Placement, conversion
 from hap.ir.program import Convert
-from hap.synthesizer.cost.collective_cost import ImplementationCost, NetworkModel
+from hap.synthesizer.cost.collective_cost import NetworkModel, Quote
 from hap.synthesizer.cost.operator_work import node_work, update_work
 from hap.synthesizer.rules.rule_table import Row
 
@@ -118,7 +118,7 @@ class CostModel:
         self._parts = {name: vectors[units] for name, units in shares.items()}
         self._computed: dict[object, PerRank] = {}
         self._computed_alike: dict[object, PerRank] = {}
-        self._converted: dict[object, tuple[list[ImplementationCost], object]] = {}
+        self._converted: dict[object, tuple[list[Quote], object]] = {}
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 
     def where(self, tensor: str, placement: Placement) -> Hashable:
@@ -236,20 +236,18 @@ class CostModel:
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[ImplementationCost]:
+    ) -> list[Quote]:
         """Implementations of a conversion, the fastest first; local ones are priced as copies.
 
         ``fused``: the conversion will run with its neighbours, which pay for the start.
         """
         kind = conversion(src, dst)
         if kind is None or kind == "slice":  # a slice is a view of what is there
-            return [ImplementationCost("", 0.0)]
+            return [Quote("", 0.0)]
         if kind in LOCAL:
             traffic = 2 * tensor.nbytes * self._one
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
-            return [
-                ImplementationCost("", float(self.machine.seconds(work, self._one, traffic).max()))
-            ]
+            return [Quote("", float(self.machine.seconds(work, self._one, traffic).max()))]
         parts = self.parts(tensor, src), self.parts(tensor, dst)
         key = kind, tensor.nbytes, *map(id, parts), fused
         if key not in self._converted:
@@ -261,7 +259,7 @@ class CostModel:
         """What else the prices of a tensor's conversions depend on: here nothing."""
         return None
 
-    def convert_group(self, group: Sequence[Convert]) -> list[ImplementationCost]:
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
         steps = [(self.graph.tensors[s.tensor], s.src, s.dst) for s in group]
         if len(steps) == 1:

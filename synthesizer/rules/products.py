@@ -89,10 +89,7 @@ def _sdpa_backward(call: Call) -> list[Row]:
     q, kv, lse, mask = _attention_letters(call, 1, keys="m")
     has_mask = len(call.ins) == 7
     return equation(
-        call,
-        [q, q, kv, kv, *([mask] if has_mask else []), q, lse],
-        [q, kv, kv],
-        linear=[{0}],
+        call, [q, q, kv, kv, *([mask] if has_mask else []), q, lse], [q, kv, kv], linear=[{0}]
     )
 
 

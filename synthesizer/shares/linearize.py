@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hap.ir.graph import Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import Convert, Instruction, Program
-from hap.synthesizer.cost.collective_cost import ImplementationCost
+from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
 from hap.synthesizer.cost.peak_memory import Buffers, communication_buffers, memory
 from hap.synthesizer.cost.serial_cost import supersteps
@@ -45,10 +45,10 @@ class _Probe(CostModel):
             return self._one
         return self._of[self.axes.of[tensor.name, placement.dim]]
 
-    def convert_group(self, group: Sequence[Convert]) -> list[ImplementationCost]:
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         if group[0].local:
             return super().convert_group(group)
-        return [ImplementationCost(group[0].implementation, 0.0)]
+        return [Quote(group[0].implementation, 0.0)]
 
 
 @dataclass(frozen=True, slots=True)
