@@ -68,16 +68,15 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     drifts = sorted(statistics.median(cell.drift) for cell in known)
     lines = [
         "",
-        f"What ranks look at before a round took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long in the "
-        f"cells as when the cluster was profiled. Predictions, taken times what of that was not made up "
-        f"for by more of a core, are off by {statistics.median(errors):.1%} in the median, by {max(errors):.1%} at "
-        "worst.",
+        f"The probes before a round took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as in the profile. "
+        "Predictions, scaled by the part of it that a larger share of a core did not make up for, are off by "
+        f"{statistics.median(errors):.1%} in the median and {max(errors):.1%} at worst.",
     ]
     if held := [cell for cell in known if cell.pace]:
         off = [abs(error) for cell in held for error in prediction_errors(cell).values()]
         lines[-1] += (
-            f" In the {len(held)} cells whose devices were held at their speed, predictions as they "
-            f"are are off by {statistics.median(off):.1%} and {max(off):.1%}."
+            f" In the {len(held)} cells whose devices were held at their speed, unscaled predictions "
+            f"are off by {statistics.median(off):.1%} and {max(off):.1%}."
         )
     return lines
 
