@@ -43,6 +43,7 @@ from hap.ir.program import Convert, Program
 from hap.runtime.testbed import Testbed
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.schedule.list_scheduler import orders
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer, spread
@@ -99,13 +100,13 @@ SEARCHED: dict[str, Callable[[Synthesizer], Candidate]] = {
 
 def in_turn(s: Synthesizer, best: Candidate) -> Variant:
     """The best program with nothing overlapped."""
-    first, *_ = orders(s.space.graph, best.program, s.cost(best))
+    first, *_ = orders(s.space.graph, best.serial, s.cost(best))
     return Variant(best, first.program, best.serial.step_s)
 
 
 def one_bucket(s: Synthesizer, best: Candidate) -> Variant:
     """Overlapped, but what is reduced or gathered together stays together."""
-    found = list(orders(s.space.graph, best.program, s.cost(best)))
+    found = list(orders(s.space.graph, best.serial, s.cost(best)))
     order = min(found[:2], key=lambda o: o.step_s)
     return Variant(best, order.program, order.step_s)
 
@@ -120,10 +121,11 @@ def plain_collectives(s: Synthesizer, best: Candidate) -> Variant:
             for i in program.instructions
         ))  # fmt: skip
 
-    first, *_ = orders(s.space.graph, plain(best.program), s.cost(best))
-    chosen, *_ = orders(s.space.graph, best.program, s.cost(best))
+    graph, cost = s.space.graph, s.cost(best)
+    first, *_ = orders(graph, simulate(graph, plain(best.program), cost), cost)
+    chosen, *_ = orders(graph, best.serial, cost)
     step_s = best.timeline.step_s * first.step_s / chosen.step_s
-    return Variant(best, plain(best.scheduled.program), step_s)
+    return Variant(best, plain(best.timeline.program), step_s)
 
 
 SCHEDULED: dict[str, Callable[[Synthesizer, Candidate], Variant]] = {
@@ -146,7 +148,7 @@ def variants(synthesizer: Synthesizer) -> dict[str, Variant | str]:
     """Row -> what is left, or why nothing is."""
 
     def as_it_is(found: Candidate) -> Variant:
-        return Variant(found, found.scheduled.program, found.timeline.step_s)
+        return Variant(found, found.timeline.program, found.timeline.step_s)
 
     best = synthesizer.best()
     found: dict[str, Variant | str] = {WHOLE: as_it_is(best)}

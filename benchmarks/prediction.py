@@ -163,7 +163,7 @@ def programs(case: Case, cluster: Cluster) -> Iterator[tuple[str, Plan, dict[str
 
 
 def _as_plan(made: Plan, found: Candidate) -> Plan:
-    program = found.scheduled.program
+    program = found.timeline.program
     shares = {name: found.shares[name] for name in program.used_axes()}
     return replace(made, program=program, shares=shares, inside=None, idle=())
 

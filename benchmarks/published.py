@@ -18,7 +18,7 @@ not ours to reach or to miss. Here the same alternation runs over the same space
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,15 +30,16 @@ from hap.capture import torch_private
 from hap.capture.tracing import capture
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph, Node, Tensor
-from hap.ir.placement import LOCAL, P, Placement, R, conversion
+from hap.ir.placement import LOCAL, Placement, R, conversion
 from hap.ir.program import Convert, Program
 from hap.synthesizer import rules
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
+from hap.synthesizer.cost.parts import AxisParts, Parts, vectors_of
 from hap.synthesizer.cost.serial_cost import Superstep, supersteps
-from hap.synthesizer.hap_paper import PaperCost, alternate
+from hap.synthesizer.hap_paper import UnfusedPrices, alternate, one_ratio
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.search.program_space import Space, build_space
@@ -61,12 +62,22 @@ Pair = tuple[float, float]
 COMMAND = "python -m benchmarks.published --write-docs"
 
 
-class Published(PaperCost):
-    """The prices of the published code."""
+class Published(UnfusedPrices):
+    """The prices of the published code.
+
+    Args:
+        prepaid: tensors whose all-reduce :func:`reduced_s` counts.
+    """
+
+    def __init__(
+        self, graph: Graph, machine: Machine, parts: Parts, prepaid: Container[str] = ()
+    ) -> None:
+        super().__init__(graph, machine, parts)
+        self._prepaid = prepaid
 
     def compute(self, node: Node, row: rules.Row) -> PerRank:
         # Not by what looks alike: the count depends on the layer, too.
-        seconds: PerRank = self._count(node) * self.share(node, row) / self._rate
+        seconds: PerRank = self._count(node) * self.parts.of_work(node, row) / self.rate
         return seconds
 
     def _count(self, node: Node) -> float:
@@ -86,8 +97,9 @@ class Published(PaperCost):
         if kind is None or kind in LOCAL:
             return [Quote("", 0.0)]
         if kind == "all_reduce":
-            return [Quote("one shot", tensor.nbytes / RATES[kind])]
-        parts = self.parts(tensor, src if src.sharded else dst)
+            seconds = 0.0 if tensor.name in self._prepaid else tensor.nbytes / RATES[kind]
+            return [Quote("one shot", seconds)]
+        parts = self.parts.of(tensor.name, src if src.sharded else dst)
         return [Quote("padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind])]
 
     def seconds(self, step: Convert) -> float:
@@ -95,31 +107,24 @@ class Published(PaperCost):
         return self.convert(self.graph.tensors[step.tensor], step.src, step.dst)[0].seconds
 
 
-class Judge(Published):
+def of_ratios(graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> Published:
+    """The published prices under one vector of ratios for all axes."""
+    return Published(graph, machine, one_ratio(axes, ratios))
+
+
+def of_shares(graph: Graph, axes: Axes, machine: Machine, shares: Shares) -> Published:
     """The published prices of a finished pair, whose axes may have shares of their own."""
+    parts = AxisParts(axes, machine.cluster.world_size, vectors_of(shares))
+    return Published(graph, machine, parts, prepaid=frozenset(graph.gradients.values()))
 
-    def __init__(self, graph: Graph, axes: Axes, machine: Machine, shares: Shares) -> None:
-        super().__init__(graph, axes, machine, machine.speed)
-        self._own = CostModel(graph, axes, machine, shares, ADAM)
-        self._gradients = frozenset(graph.gradients.values())
 
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return self._own.parts(tensor, placement)
-
-    def convert(
-        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[Quote]:
-        if tensor.name in self._gradients and (src, dst) == (P, R):
-            return [Quote("one shot", 0.0)]  # see ``reduced_s``
-        return super().convert(tensor, src, dst, fused=fused)
-
-    def reduced_s(self, program: Program) -> float:
-        """All that is stored whole has its gradient reduced, also if all ranks have made it."""
-        return sum(
-            self.graph.tensors[i.tensor].nbytes / RATES["all_reduce"]
-            for i in self.graph.role("parameter")
-            if i.target in self.graph.gradients and not program.inputs[i.tensor].sharded
-        )
+def reduced_s(graph: Graph, program: Program) -> float:
+    """All that is stored whole has its gradient reduced, also if all ranks have made it."""
+    return sum(
+        graph.tensors[i.tensor].nbytes / RATES["all_reduce"]
+        for i in graph.role("parameter")
+        if i.target in graph.gradients and not program.inputs[i.tensor].sharded
+    )
 
 
 def reduced(space: Space) -> Space:
@@ -151,15 +156,15 @@ def compare(model: str) -> Row:
     space = build_space(capture(module, batch, None))
     judge = Synthesizer(space, cluster, ADAM)
     even = next(m for m in METHODS if m.name == BASE).plan(space, cluster, ADAM)
-    _, program, ratios = alternate(reduced(space), judge.machine, Published)
+    _, program, ratios = alternate(reduced(space), judge.machine, of_ratios)
     found = judge.judge(program, spread(space.axes, ratios))
     plan = choose(space, cluster, ADAM, PlanOptions(all_devices=True)).pair
     three = (even, found, plan)
     theirs = []
     for c in three:
-        prices = Judge(space.graph, judge.axes(c), judge.machine, c.shares)
+        prices = of_shares(space.graph, judge.axes(c), judge.machine, c.shares)
         computing, communicating = _pair(supersteps(space.graph, c.program, prices))
-        theirs.append((computing, communicating + prices.reduced_s(c.program)))
+        theirs.append((computing, communicating + reduced_s(space.graph, c.program)))
     ours = [_pair(supersteps(space.graph, c.program, judge.cost(c))) for c in three]
     return Row(model=model, theirs=tuple(theirs), ours=tuple(ours))
 

@@ -123,7 +123,7 @@ def plan(
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
     """The program and its shares; on two mesh axes those between machines, and what is inside."""
-    program = chosen.pair.scheduled.program
+    program = chosen.pair.timeline.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:
         return program, shares, None

@@ -19,7 +19,7 @@ from hap.ir.placement import Placement, R, S
 from hap.ir.regather import twin_of
 from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.cost_model import Machine, PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.hap_paper import plan_as_paper
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from hap.ir.axes import Shares
 from hap.ir.program import Program
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
-from hap.synthesizer.cost.peak_memory import memory
-from hap.synthesizer.cost.serial_cost import Timeline, timeline
-from hap.synthesizer.schedule.list_scheduler import Order, estimate_s, orders
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.serial_cost import Timeline
+from hap.synthesizer.schedule.list_scheduler import estimate_s, orders
 
 _WORTH = 1e-3
 """Part of a step; for less than that, no more buckets."""
@@ -26,54 +25,34 @@ Merit = tuple[float, float]
 """Bytes that lack on the rank that lacks most, seconds of a step."""
 
 
-class Scheduled(NamedTuple):
-    """A program in the order in which it runs, and what that is predicted to do."""
-
-    program: Program
-    timeline: Timeline
-    until: tuple[int, ...]
-    """As of :class:`hap.synthesizer.schedule.list_scheduler.Order`."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
     """A program and its shares, and what they are predicted to do.
 
-    ``program`` is as the search wrote it, ``serial`` its prediction with nothing overlapped.
-    What runs is ``scheduled``. With ``overlap=False`` its collectives stay where they are, as
-    of a method that knows no better.
+    ``program`` is as the search wrote it, ``serial`` its timeline with nothing overlapped. The
+    program that runs is that of ``timeline``. With ``overlap=False`` its collectives stay in place.
     """
 
-    program: Program
     shares: Shares
     serial: Timeline
     price: Callable[[], CostModel]
     overlap: bool = True
 
+    @property
+    def program(self) -> Program:
+        return self.serial.program
+
     @cached_property
-    def scheduled(self) -> Scheduled:
+    def timeline(self) -> Timeline:
         """The fastest schedule that fits the memory; if none does, the one that lacks least."""
         cost = self.price()
-        found = list(orders(cost.graph, self.program, cost))
+        found = list(orders(cost.graph, self.serial, cost))
         first, tried = found[0], found if self.overlap else found[:1]
         least = min(order.step_s for order in tried)
         # The simplest that is about as fast as the fastest, then what runs as it stands: it
         # holds gathered parameters and unreduced gradients for the shortest time.
         fastest = next(o for o in tried if o.step_s <= least * (1 + _WORTH))
-        judged = [self._judged(fastest, cost)]
-        if fastest is not first and _lacking(judged[0].timeline, cost).any():
-            judged.append(self._judged(first, cost))
-        return min(judged, key=lambda s: (_lacking(s.timeline, cost).max(), s.timeline.step_s))
-
-    def _judged(self, order: Order, cost: CostModel) -> Scheduled:
-        held = memory(cost.graph, order.program, cost, until=order.until)
-        line = timeline(order.step_s, self.serial.compute_s, order.communicate_s, *held)
-        return Scheduled(order.program, line, order.until)
-
-    @property
-    def timeline(self) -> Timeline:
-        """The prediction of the schedule that runs."""
-        return self.scheduled.timeline
+        return min((fastest, first), key=lambda o: (_lacking(o, cost).max(), o.step_s))
 
     @cached_property
     def lacking_bytes(self) -> PerRank:

@@ -31,7 +31,8 @@ Where it deviates, mostly in the original's favour:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import ABC
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,8 +47,11 @@ from hap.ir.program import Convert, Program
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.operator_work import node_work
+from hap.synthesizer.cost.parts import AxisParts, Parts
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import supersteps
 from hap.synthesizer.rules import Row
 from hap.synthesizer.search.cost_tables import Aims, Problem
@@ -61,48 +65,66 @@ ROUNDS = 8
 """Alternations at most; the original stops when the cost no longer falls."""
 
 
-class PaperCost(CostModel):
-    """The original's prices under one vector of ratios for all axes."""
+class UnfusedPrices(Prices, ABC):
+    """Prices of a planner that knows neither the optimizer's time nor fused collectives.
 
-    def __init__(self, graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> None:
-        super().__init__(graph, axes, machine, {}, 0)
-        self._ratios = ratios
-        devices = machine.cluster.devices
-        self._rate = np.array([d.rate("matmul", "float32") for d in devices])
+    ``rate``: floating-point operations per second in float32 products, per rank.
+    """
 
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return self._ratios if placement.sharded else self._one
-
-    def lies(self, axis: str) -> Hashable:
-        return None
-
-    def _compute(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
-        part = self._ratios if any(p.sharded for _, p in placed) else self._one
-        seconds: PerRank = node_work(node, self.graph).flops * part / self._rate
-        return seconds
+    def __init__(self, graph: Graph, machine: Machine, parts: Parts) -> None:
+        super().__init__(graph, machine, parts, 0)
+        self.rate = np.array([d.rate("matmul", "float32") for d in machine.cluster.devices])
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
-        return np.zeros_like(self._one)
-
-    def convert(
-        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
-    ) -> list[Quote]:
-        if conversion(src, dst) in (None, *LOCAL):
-            return [Quote("", 0.0)]
-        choices = super().convert(tensor, src, dst)
-        return [c for c in choices if c.implementation != "hierarchical"]
+        return np.zeros_like(self.parts.one)
 
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         how = group[0].implementation
         return [Quote(how, sum(self.seconds(step) for step in group))]
 
     def seconds(self, step: Convert) -> float:
+        """Seconds of one conversion by its implementation."""
         choices = self.convert(self.graph.tensors[step.tensor], step.src, step.dst)
         return next(c.seconds for c in choices if c.implementation == step.implementation)
 
     def step_s(self, program: Program) -> float:
+        """Seconds of a step: the sum over its supersteps."""
         found = supersteps(self.graph, program, self)
         return sum(float(s.compute_s.max()) + s.communicate_s for s in found)
+
+
+class PaperCost(UnfusedPrices):
+    """The original's prices under one vector of ratios for all axes."""
+
+    def __init__(self, graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> None:
+        parts = one_ratio(axes, ratios)
+        super().__init__(graph, machine, parts)
+        self._network = CostModel(graph, axes, machine, parts, 0)
+        self._computed: dict[tuple[int, bool], PerRank] = {}
+
+    def compute(self, node: Node, row: Row) -> PerRank:
+        part = self.parts.of_work(node, row)
+        key = self.graph.alike[node.name], part is self.parts.one
+        if key not in self._computed:
+            self._computed[key] = node_work(node, self.graph).flops * part / self.rate
+        return self._computed[key]
+
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
+    ) -> list[Quote]:
+        if conversion(src, dst) in (None, *LOCAL):
+            return [Quote("", 0.0)]
+        choices = self._network.convert(tensor, src, dst)
+        return [c for c in choices if c.implementation != "hierarchical"]
+
+
+def one_ratio(axes: Axes, ratios: PerRank) -> Parts:
+    """The same parts on every axis."""
+    return AxisParts(axes, len(ratios), dict.fromkeys(axes.axes, ratios))
+
+
+PricesOf = Callable[[Graph, Axes, Machine, PerRank], UnfusedPrices]
+"""Prices of a graph on a cluster under one vector of ratios."""
 
 
 def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
@@ -118,7 +140,7 @@ def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Cand
 
 
 def alternate(
-    space: Space, machine: Machine, prices: type[PaperCost] = PaperCost
+    space: Space, machine: Machine, prices: PricesOf = PaperCost
 ) -> tuple[float, Program, PerRank]:
     """(step in the original's own prices, its program, its ratios).
 
@@ -171,7 +193,7 @@ def paper_space(space: Space) -> Space:
     )
 
 
-def _search(space: Space, cost: PaperCost) -> Program:
+def _search(space: Space, cost: UnfusedPrices) -> Program:
     labelling = (problem := Problem(space, cost, Aims())).solve()
     if labelling is None:
         raise HapError("no program exists in the restricted space")
@@ -179,11 +201,7 @@ def _search(space: Space, cost: PaperCost) -> Program:
 
 
 def best_ratios(
-    space: Space,
-    program: Program,
-    machine: Machine,
-    now: PerRank,
-    prices: type[PaperCost] = PaperCost,
+    space: Space, program: Program, machine: Machine, now: PerRank, prices: PricesOf = PaperCost
 ) -> PerRank:
     """The original's linear program: sum of stage maxima plus padded traffic, least.
 

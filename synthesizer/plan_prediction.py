@@ -12,9 +12,10 @@ from hap.ir.graph import Graph, Tensor
 from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
 from hap.ir.program import BETWEEN, Compute, Convert
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
-from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.peak_memory import at_peak, memory
 from hap.synthesizer.rules import Row
 from hap.synthesizer.shares.share_solver import proportional
@@ -105,7 +106,7 @@ def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
     """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
-    run = candidate.scheduled
+    run = candidate.timeline
     peak = at_peak(graph, run.program, cost, run.until)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
     return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
@@ -145,13 +146,15 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
     total: PerRank = np.zeros(cost.machine.cluster.world_size)
     for step in candidate.program.instructions:
         if isinstance(step, Compute) and graph.by_name[step.node].op in FLOPS:
-            total = total + cost.flops(graph.by_name[step.node], Row(step.outs, step.ins))
+            node = graph.by_name[step.node]
+            part = cost.parts.of_work(node, Row(step.outs, step.ins))
+            total = total + node_work(node, graph).flops * part
     return total
 
 
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:
     found = []
-    for group in candidate.scheduled.program.groups(graph):
+    for group in candidate.timeline.program.groups(graph):
         nodes = nodes_and_rows(graph, group)
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:

@@ -22,6 +22,7 @@ from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import Ranks, best_part
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
@@ -29,7 +30,7 @@ from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.synthesize import Synthesizer
-from hap.synthesizer.two_axes import Between, MeshCandidate, best_on_mesh
+from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.units import format_bytes
 
 Progress = Callable[[str], None]

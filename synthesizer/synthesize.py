@@ -22,8 +22,9 @@ from hap.ir.program import Convert, Program
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
@@ -268,7 +269,7 @@ class Synthesizer:
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         return Candidate(
-            program=program, shares=shares, serial=simulate(self.space.graph, program, cost),
+            shares=shares, serial=simulate(self.space.graph, program, cost),
             price=lambda: self._cost(program, shares),
         )  # fmt: skip
 

@@ -9,24 +9,18 @@ under the simulator wins. That no other pair is better is not proved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from hap.cluster.link import messages
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.ir.axes import Axes, Shares
-from hap.ir.graph import Graph, Node, Tensor
-from hap.ir.mesh import Mesh, divide, ends, is_mesh_op, origin
-from hap.ir.placement import LOCAL, Placement
-from hap.ir.program import BETWEEN, Program
+from hap.ir.axes import Shares
+from hap.ir.mesh import Mesh, origin
+from hap.ir.program import Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.collective_cost import Fractions, NetworkModel, Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
-from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.search.program_space import Space, build_space
@@ -36,198 +30,12 @@ from hap.synthesizer.synthesize import Synthesizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Between:
-    """A program between machines and its shares, in units per machine."""
-
-    mesh: Mesh
-    graph: Graph
-    program: Program
-    shares: Shares
-
-    def inside(self) -> Graph:
-        """The step that is left to a machine, with the sizes of the whole."""
-        return divide(self.graph, self.program, self.shares)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCandidate:
     """A pair of programs; ``pair`` is the one inside, its timeline that of the whole step."""
 
     between: Between
     pair: Candidate
     cost: CostModel
-
-
-class MeshNetwork:
-    """What :class:`NetworkModel` tells of one ring, for the machines' rings side by side.
-
-    Parts are those of the whole tensor, for all ranks; every machine converts its own part of
-    it at the same time, and the slowest machine counts.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._rings = [NetworkModel(mesh.inside(m)) for m in range(len(mesh.machines))]
-
-    def choices(
-        self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
-    ) -> list[Quote]:
-        """As :meth:`NetworkModel.choices`; the implementations of which all machines run one."""
-        slowest: dict[str, float] = {}
-        asked = set()
-        width = self._mesh.width
-        for ring, ranks in zip(self._rings, self._mesh.machines, strict=True):
-            mine = slice(ranks[0], ranks[0] + width)
-            s, d = src[mine], dst[mine]
-            key = (ring.bytes_per_s, ring.latency_s, s.tobytes(), d.tobytes())
-            if key in asked:
-                continue
-            asked.add(key)
-            split = d if kind == "reduce_scatter" else s
-            whole = float(split.sum() if _splits(kind) else split[0])
-            if not whole:
-                continue
-            part = round(nbytes * whole)
-            scale = 1 / whole if _splits(kind) else 1.0
-            for how, seconds in ring.choices(kind, part, s * scale, d * scale, start=start):
-                slowest[how] = max(slowest.get(how, 0.0), seconds)
-        found = [Quote(how, seconds) for how, seconds in slowest.items()]
-        return sorted(found, key=lambda choice: choice.seconds)
-
-
-def _splits(kind: str) -> bool:
-    return kind in ("all_gather", "reduce_scatter", "all_to_all")
-
-
-class MeshCost(CostModel):
-    """Prices of the program inside, for all ranks of the cluster at once.
-
-    A rank's part of a tensor is its machine's part times its own part of that.
-
-    Args:
-        shares: units per rank of the whole cluster, as :class:`hap.ir.mesh.Inside` has them.
-    """
-
-    def __init__(
-        self, between: Between, graph: Graph, axes: Axes, machine: Machine, shares: Shares,
-        optimizer_states: int,
-    ) -> None:  # fmt: skip
-        super().__init__(graph, axes, machine, {}, optimizer_states)
-        mesh = between.mesh
-        self.network = MeshNetwork(mesh)  # type: ignore[assignment]
-        self.ring_size = mesh.width
-        self._between = between
-        self._slow = NetworkModel(mesh.between)
-        self._ends = ends(graph)
-        vectors: dict[tuple[int, ...], PerRank] = {}
-        for units in shares.values():
-            if units not in vectors:
-                own = np.array(units, dtype=np.float64).reshape(-1, mesh.width)
-                total = own.sum(axis=1, keepdims=True)
-                vectors[units] = (own / np.maximum(total, 1)).ravel()
-        self._parts = {name: vectors[units] for name, units in shares.items()}
-        self._of_machine: dict[tuple[int, ...], PerRank] = {}
-        self._origin: dict[str, PerRank] = {}
-        self._product: dict[tuple[int, int], PerRank] = {}
-
-    def outer(self, tensor: str) -> PerRank:
-        """Each rank's machine's part of a tensor."""
-        found = self._origin.get(tensor)
-        if found is None:
-            found = self._origin[tensor] = self._outer(tensor)
-        return found
-
-    def _outer(self, tensor: str) -> PerRank:
-        value = origin(tensor)
-        if not value.placement.sharded:
-            return self._one
-        axis = self._between.program.axis(value.tensor, value.placement.dim)[0]
-        units = self._between.shares[axis]
-        if units not in self._of_machine:
-            parts = np.array(units, dtype=np.float64) / sum(units)
-            self._of_machine[units] = np.repeat(parts, self._between.mesh.width)
-        return self._of_machine[units]
-
-    def where(self, tensor: str, placement: Placement) -> Hashable:
-        return super().where(tensor, placement), self.alike(tensor)
-
-    def alike(self, tensor: str) -> Hashable:
-        """The machines' parts of it."""
-        return id(self.outer(tensor))
-
-    def around(self, node: Node) -> Hashable:
-        if is_mesh_op(node.op):  # what crosses between machines has arguments of its own
-            return node.name
-        return tuple(id(self.outer(name)) for name in (*node.inputs, *node.outputs) if name)
-
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        outer = self.outer(tensor.name)
-        if not placement.sharded:
-            return outer
-        inner = self._parts[self.axes.of[tensor.name, placement.dim]]
-        key = (id(outer), id(inner))
-        if key not in self._product:
-            self._product[key] = outer * inner
-        return self._product[key]
-
-    def whole_bytes(self, tensor: Tensor) -> PerRank:
-        return tensor.nbytes * self.outer(tensor.name)
-
-    def share(self, node: Node, row: Row) -> PerRank:
-        """Each rank's part of an operator's arithmetic."""
-        outer = inner = self._one
-        names = (*node.inputs, *node.outputs)
-        for name, p in zip(names, (*row.ins, *row.outs), strict=True):
-            if name is None or p is None:
-                continue
-            outer = self.outer(name) if outer is self._one else outer
-            if p.sharded and inner is self._one:
-                inner = self._parts[self.axes.of[name, p.dim]]
-        return outer * inner
-
-    def compute(self, node: Node, row: Row) -> PerRank:
-        start = node.inputs[:1] and node.inputs[0] not in self._ends
-        seconds = self.cross([(node, row)], start=bool(start))
-        return super().compute(node, row) if seconds is None else np.full_like(self._one, seconds)
-
-    def cross(self, group: Sequence[tuple[Node, Row]], *, start: bool = True) -> float | None:
-        """Seconds of neighbouring collectives between machines, run as one.
-
-        All columns use their machine's adapter at once: what is split inside crosses once,
-        what is not once per device.
-        """
-        op = group[0][0].op
-        if not is_mesh_op(op) or op.removeprefix(BETWEEN) in LOCAL:
-            return None
-        cuts = [self._cut(node) for node, _ in group]
-        nbytes = np.array([self._crossing_bytes(node, row) for node, row in group])
-        total = float(nbytes.sum())
-        src, dst = (
-            np.sum([n * cut[side] for n, cut in zip(nbytes, cuts, strict=True)], axis=0) / total
-            for side in (0, 1)
-        )
-        how = str(group[0][0].args[-1])
-        choices = self._slow.choices(op.removeprefix(BETWEEN), round(total), src, dst, start=start)
-        return next(c.seconds for c in choices if c.implementation == how)
-
-    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        kind = group[0][0].op.removeprefix(BETWEEN)
-        return messages(kind, len(self._between.mesh.machines))
-
-    def _crossing_bytes(self, node: Node, row: Row) -> float:
-        columns = 1 if row.ins[0].sharded else self._between.mesh.width
-        return float(self.graph.tensors[node.inputs[0]].nbytes * columns)
-
-    def _cut(self, node: Node) -> tuple[PerRank, PerRank]:
-        """The machines' parts of a tensor before and after a collective, where it is sharded."""
-        vectors = [np.array(a, dtype=np.float64) for a in node.args[1:] if isinstance(a, tuple)]
-        parts = [v / v.sum() for v in vectors]
-        one = np.ones(len(self._between.mesh.machines))
-        if node.op == "mesh.all_to_all":
-            return parts[0], parts[1]
-        if node.op == "mesh.all_gather":
-            return parts[0], one
-        return one, parts[0] if parts else one
 
 
 class InsideSynthesizer(Synthesizer):
@@ -281,7 +89,7 @@ class InsideSynthesizer(Synthesizer):
         return pair.shares
 
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
-        return MeshCost(
+        return mesh_cost(
             self._between, self.space.graph, self.space.axes, self.machine, shares, self._states
         )
 

@@ -7,6 +7,7 @@ one. Shares hold zeros and primes, so that ranks without a share and odd cuts ar
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -25,10 +26,13 @@ from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import Placement
 from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
-from hap.ir.program import Program
+from hap.ir.program import Convert, Program
 from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.prices import Prices
+from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.list_scheduler import orders
 from hap.synthesizer.search.cost_tables import Aims, Problem
@@ -118,13 +122,14 @@ def random_shares(units: int, world: int, rng: random.Random, least: int = 0) ->
     return tuple(least + taken.count(rank) for rank in range(world))
 
 
-class RandomPrices(CostModel):
+class RandomPrices(Prices):
     """Seconds that depend on nothing but the generator."""
 
     def __init__(
         self, space: Space, cluster: Cluster, shares: dict[str, tuple[int, ...]], rng: random.Random
     ) -> None:
-        super().__init__(space.graph, space.axes, Machine(cluster), shares, 2)
+        self._real = CostModel(space.graph, space.axes, Machine(cluster), shares, 2)
+        super().__init__(space.graph, self._real.machine, self._real.parts, 2)
         self._rng, self._world = rng, cluster.world_size
 
     def compute(self, node: Node, row: Row) -> PerRank:
@@ -136,9 +141,12 @@ class RandomPrices(CostModel):
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, **options: Any
     ) -> list[Quote]:
-        choices = super().convert(tensor, src, dst, **options)
+        choices = self._real.convert(tensor, src, dst, **options)
         self._rng.shuffle(choices)
         return [Quote(c.implementation, self._rng.random() * 0.1) for c in choices]
+
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
+        return self._real.convert_group(group)
 
 
 def random_plan(
@@ -190,7 +198,9 @@ def random_order(
     """One of the orders in which the program may run."""
     cost = CostModel(space.graph, program.own_axes(), Machine(cluster), shares, 2)
     program = choose_implementations(space.graph, program, cost) if rng.random() < 0.5 else program
-    return rng.choice([order.program for order in orders(space.graph, program, cost)])
+    return rng.choice(
+        [order.program for order in orders(space.graph, simulate(space.graph, program, cost), cost)]
+    )
 
 
 def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:

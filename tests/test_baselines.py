@@ -18,7 +18,7 @@ from hap.ir.regather import twin_of
 from hap.synthesizer.axis_roles import expert_weights, tensor_parallel_axes
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.cost_model import Machine
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.hap_paper import PaperCost, best_ratios
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, spread

@@ -16,7 +16,8 @@ from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph, Input, Output, Ref
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute
-from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search import bucket_elimination, table_pool
 from hap.synthesizer.search.bucket_elimination import (

@@ -18,7 +18,8 @@ from hap.ir.graph import FREE, ITEM_BYTES, Graph, Input, Output, Ref, Tensor
 from hap.ir.placement import L, P, Placement, R, S, conversion, convertible
 from hap.ir.program import Compute, Convert, Program
 from hap.synthesizer.cost.collective_cost import NetworkModel
-from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.serial_cost import simulate, supersteps
@@ -98,7 +99,7 @@ def test_bytes_are_bytes(dtype: str) -> None:
     # What crosses the links scales with the size of the elements.
     gather = [c.seconds for c in cost.convert(t, S(0), R)]
     floats = model("float32")
-    of_floats = floats.network.choices("all_gather", 24 * size, floats.parts(t, S(0)), floats.parts(t, R))  # fmt: skip
+    of_floats = floats.machine.network.choices("all_gather", 24 * size, floats.parts.of(t.name, S(0)), floats.parts.of(t.name, R))  # fmt: skip
     assert gather == [c.seconds for c in of_floats]
 
 

@@ -16,7 +16,9 @@ from hap.ir.plan import Plan
 from hap.ir.program import Convert
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.contention import Streams
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.parts import AxisParts, vectors_of
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import memory, simulate, supersteps
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import (
@@ -50,7 +52,7 @@ def both(plan: Plan) -> tuple[Schedule, Schedule]:
 # --- by hand -------------------------------------------------------------------------------
 
 
-class Seconds(CostModel):
+class Seconds(Prices):
     """A second per kernel on rank 0 and two on rank 1; three for every collective."""
 
     together: frozenset[str] = frozenset()
@@ -58,7 +60,8 @@ class Seconds(CostModel):
     def __init__(self, graph: Graph) -> None:
         names = {"x": 0, "xt": 1, "y0": 0, "y1": 0, "g0": 0, "g1": 0}
         axes = Axes(axes={"batch": Axis(name="batch", units=8)}, of=dict.fromkeys(names.items(), "batch"))  # fmt: skip
-        super().__init__(graph, axes, Machine(small_cluster(1, 1)), {"batch": (4, 4)}, 0)
+        parts = AxisParts(axes, 2, vectors_of({"batch": (4, 4)}))
+        super().__init__(graph, Machine(small_cluster(1, 1)), parts, 0)
 
     def compute(self, node: Node, row: Row) -> PerRank:
         view = node.op in ("aten.t.default", "aten.expand.default")
@@ -68,6 +71,9 @@ class Seconds(CostModel):
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
     ) -> list[Quote]:
         return [Quote("ring", 3.0)]
+
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
+        return [Quote(group[0].implementation, 3.0)]
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         return np.array([1.0, 2.0])

@@ -21,7 +21,8 @@ from hap.runtime.collectives import Comm, Sizes
 from hap.runtime.emulate import run_ranks
 from hap.runtime.two_level_comm import NAME, Levels, TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
-from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.synthesize import choose_implementations
 from tests.small_plan import small_graph, small_program
 

@@ -25,7 +25,7 @@ from hap.synthesizer.bounds.lower_bound import (
     Relaxation,
     dearest,
 )
-from hap.synthesizer.cost.cost_model import Machine
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
 from hap.synthesizer.search.program_space import Space, build_space

@@ -17,7 +17,8 @@ from hap.ir.axes import Axes, Axis, Shares
 from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute, Convert, Program
-from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.serial_cost import Timeline, simulate
 from hap.synthesizer.shares.linearize import exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import Model as IntegerProgram

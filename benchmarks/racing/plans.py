@@ -48,7 +48,7 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
         lacking = float(found.lacking_bytes[worst]) / 2**20
         raise InfeasibleError(f"{cluster.devices[worst].name} would lack {lacking:.0f} MiB")
     synthesizer = Synthesizer(space, cluster, kind.states)
-    return runnable(file, str(kind), synthesizer, found, found.scheduled.program)
+    return runnable(file, str(kind), synthesizer, found, found.timeline.program)
 
 
 def graph_of(file: ModelFile) -> Graph:

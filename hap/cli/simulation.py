@@ -22,10 +22,11 @@ from hap.files import write_whole
 from hap.ir.graph import Input
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
-from hap.synthesizer.cost.cost_model import CostModel, Machine
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.schedule.event_simulator import Schedule, Usage, schedule, usage
 from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
-from hap.synthesizer.two_axes import Between, MeshCost
 from hap.units import format_bytes, format_seconds
 
 _LONGEST = 10
@@ -69,7 +70,7 @@ def plan_costs(plan: Plan) -> CostModel:
         return CostModel(plan.graph, axes, machine, plan.shares, states)
     between = Between(mesh=plan.mesh, graph=plan.graph, program=plan.program, shares=plan.shares)
     graph, program = plan.whole
-    return MeshCost(between, graph, program.own_axes(), machine, plan.inside.shares, states)
+    return mesh_cost(between, graph, program.own_axes(), machine, plan.inside.shares, states)
 
 
 def write_trace(made: Simulation, path: str) -> None:

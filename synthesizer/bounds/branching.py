@@ -34,8 +34,17 @@ import numpy as np
 from hap.ir.graph import Node, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import FUSIBLE, Compute, Program
-from hap.synthesizer.bounds.lower_bound import AnyShares, Floats, Hiding, Relaxation, Weights
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.bounds.lower_bound import (
+    AnyShares,
+    Floats,
+    Floors,
+    Hiding,
+    Relaxation,
+    Weights,
+)
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.parts import AxisParts
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
@@ -119,36 +128,35 @@ _TOTALS = 8.0
 """How much a type's total counts against a factor between loads when ranges are compared."""
 
 
-class _At(CostModel):
-    """Times of every rank with a given part of one axis and all of the others."""
-
-    def __init__(
-        self, space: Space, machine: Machine, states: int, axis: str, part: PerRank
-    ) -> None:
-        super().__init__(space.graph, space.axes, machine, {}, states)
-        self._axis, self._part = axis, part
-
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        on = placement.sharded and self.axes.of[tensor.name, placement.dim] == self._axis
-        return self._part if on else self._one
-
-
-class BoxPrices(AnyShares):
+class BoxPrices(Floors):
     """Prices below those of all shares in a box. Two classes per type: most loaded, mean."""
 
     def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
-        super().__init__(space, machine, states)
-        self._box = box
-        types = machine.cluster.types()
-        low, high, start, again = (np.zeros_like(self._one) for _ in range(4))
+        axes, types = space.axes, machine.cluster.types()
+        one = np.ones(machine.cluster.world_size)
+        whole = dict.fromkeys(axes.axes, one)
+        keys: dict[str, Hashable] = {
+            name: tuple(d for d in range(len(t.shape)) if axes.of.get((name, d)) == box.axis)
+            for name, t in space.graph.tensors.items()
+        }
+        super().__init__(space, machine, {**whole, box.axis: one.copy()}, states, keys)
+        self._box, self._outside = box, AnyShares(space, machine, states)
+        self._ranks = [ranks[0] for ranks in types]
+        self._sizes = np.array(box.sizes, dtype=np.float64)
+        low, high, start, again = (np.zeros_like(one) for _ in range(4))
         for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
             low[ranks], high[ranks] = np.array(box.most[k]) / box.units
             # Has each of its ranks a unit at least, though all others have the most?
             if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
                 start[ranks] = machine.cluster.devices[ranks[0]].launch_s
             again[ranks] = machine.cluster.devices[ranks[0]].relaunch
-        self._low = _At(space, machine, states, box.axis, low)
-        self._high = _At(space, machine, states, box.axis, high)
+        self._low, self._high = (
+            CostModel(
+                space.graph, axes, machine, AxisParts(axes, len(one), {**whole, box.axis: part}),
+                states,
+            )
+            for part in (low, high)
+        )  # fmt: skip
         self._part = np.maximum(high[self._ranks], 1e-300)
         self._launch = start[self._ranks]
         self._relaunch = (start * again)[self._ranks]
@@ -158,16 +166,8 @@ class BoxPrices(AnyShares):
 
     @property
     def hiding(self) -> Hiding:
-        own = super().hiding
+        own = self._outside.hiding
         return replace(own, lost=np.tile(own.lost, 2))
-
-    def alike(self, tensor: str) -> object:
-        rank = len(self.graph.tensors[tensor].shape)
-        inside = tuple(d for d in range(rank) if self.axes.of.get((tensor, d)) == self._box.axis)
-        return super().alike(tensor), inside
-
-    def lies(self, axis: str) -> Hashable:
-        return axis == self._box.axis
 
     def compute(self, node: Node, row: Row) -> Floats:
         names = (*node.inputs, *node.outputs)
@@ -176,13 +176,13 @@ class BoxPrices(AnyShares):
             low_s, high_s = (model.compute(node, row) for model in (self._low, self._high))
             start = self._relaunch if node.name in self.graph.after_small else self._launch
             return self._ways_inside(low_s, high_s, start)
-        return self._doubled(super().compute(node, row))
+        return self._doubled(self._outside.compute(node, row))
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if self._inside(parameter.name, stored):
             low_s, high_s = (model.update(parameter, stored) for model in (self._low, self._high))
             return self._ways_inside(low_s, high_s, self._relaunch)
-        return self._doubled(super().update(parameter, stored))
+        return self._doubled(self._outside.update(parameter, stored))
 
     def _inside(self, tensor: str, p: Placement) -> bool:
         return p.sharded and self.axes.of[tensor, p.dim] == self._box.axis

@@ -54,7 +54,7 @@ Memory is ignored: a plan that must also fit is no faster. Prices are rounded to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +64,12 @@ from ortools.linear_solver import pywraplp
 from hap.ir.axes import Shares
 from hap.ir.graph import FREE, Graph, Node, Tensor
 from hap.ir.placement import LOCAL, Placement, R, conversion
-from hap.ir.program import FUSIBLE, Program
+from hap.ir.program import FUSIBLE, Convert, Program
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.parts import AxisParts, vectors_of
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
@@ -121,29 +124,34 @@ class Hiding:
         return total
 
 
-class Floors(CostModel, ABC):
+class Floors(Prices, ABC):
     """Prices that are never above the simulator's; what is never read is converted for nothing.
 
     The times of a label are given per *class* of ranks, as a vector or as a matrix: one row
     per way in which the shares may turn out, of which the cheapest counts (:func:`_weighted`).
     """
 
-    def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
-        super().__init__(space.graph, space.axes, machine, shares, states)
+    def __init__(
+        self, space: Space, machine: Machine, vectors: Mapping[str, PerRank], states: int,
+        keys: Mapping[str, Hashable] | None = None,
+    ) -> None:  # fmt: skip
+        graph, world = space.graph, machine.cluster.world_size
         self._starts = start_parts(space)
         self._ranks: list[int] = []
         """One of each class."""
-        graph = space.graph
         self._read = {o.tensor for o in graph.outputs}
         self._read |= {name for name, readers in graph.consumers.items() if readers}
+        own = {name: (self._starts[name], name in self._read) for name in graph.tensors}
+        tensor_keys = {name: (key, keys and keys[name]) for name, key in own.items()}
+        parts = AxisParts(space.axes, world, vectors, tensor_keys)
+        super().__init__(graph, machine, parts, states)
+        self.network = machine.network
+        self._exact = CostModel(graph, space.axes, machine, parts, states)
 
     @property
     def hiding(self) -> Hiding:
         """What the weights of :meth:`Hiding.mean` depend on."""
         return Hiding(1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks])
-
-    def alike(self, tensor: str) -> object:
-        return self._starts[tensor], tensor in self._read
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
@@ -155,6 +163,12 @@ class Floors(CostModel, ABC):
             return [Quote("", 0.0)]  # a copy, beside the products that a step is made of
         return [Quote("", self._collective(kind, tensor, src, dst))]
 
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
+        """Each member pays for its part of the start: see :func:`start_parts`."""
+        tensors = self.graph.tensors
+        each = [self.convert(tensors[c.tensor], c.src, c.dst)[0].seconds for c in group]
+        return [Quote("", sum(each))]
+
     @abstractmethod
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
         """Seconds of a collective, at most what the simulator charges for it."""
@@ -164,7 +178,7 @@ class FixedShares(Floors):
     """The prices of given shares. Ranks with alike devices and equal parts are one class."""
 
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
-        super().__init__(space, machine, shares, states)
+        super().__init__(space, machine, vectors_of(shares), states)
         names = list(space.axes.axes)
         type_of = {r: k for k, ranks in enumerate(machine.cluster.types()) for r in ranks}
         alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
@@ -187,12 +201,12 @@ class FixedShares(Floors):
         return chosen
 
     def compute(self, node: Node, row: Row) -> Floats:
-        return self.per_class(super().compute(node, row))
+        return self.per_class(self._exact.compute(node, row))
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if not stored.sharded:
-            return self.per_class(super().update(parameter, stored))
-        whole = self.per_class(super().update(parameter, R))  # the shares of storing are free
+            return self.per_class(self._exact.update(parameter, stored))
+        whole = self.per_class(self._exact.update(parameter, R))  # the shares of storing are free
         return np.diag(whole / self._sizes)
 
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
@@ -200,7 +214,7 @@ class FixedShares(Floors):
         fused = start < 1 or tensor.name in self._first
         if tensor.name in self._apart or (kind in FUSIBLE and fused):
             return self.network.floor_s(kind, tensor.nbytes, start=start)
-        sides = self.parts(tensor, src), self.parts(tensor, dst)
+        sides = self.parts.of(tensor.name, src), self.parts.of(tensor.name, dst)
         return self.network.choices(kind, tensor.nbytes, *sides, start=start)[0].seconds
 
 
@@ -220,12 +234,11 @@ class AnyShares(Floors):
     """Prices below those of all shares. Ranks with alike devices are one class."""
 
     def __init__(self, space: Space, machine: Machine, states: int) -> None:
-        one = np.ones(machine.cluster.world_size, dtype=int)
-        shares = {name: tuple(one.tolist()) for name in space.axes.axes}
-        super().__init__(space, machine, shares, states)
+        one = np.ones(machine.cluster.world_size)  # as if each rank did all of it: t[r] of (3)
+        super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
         types = machine.cluster.types()
         self._ranks = [ranks[0] for ranks in types]
-        self._sizes = np.array([len(ranks) for ranks in types], dtype=np.float64)
+        self._sizes: Floats = np.array([len(ranks) for ranks in types], dtype=np.float64)
         self._made: dict[tuple[int, bool], Floats] = {}
 
     @property
@@ -235,18 +248,12 @@ class AnyShares(Floors):
         speed = self.machine.speed[self._ranks] * self._sizes
         return self.hiding.mean(speed, speed)
 
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        return self._one  # each rank as if it did all of it: t[r] of (3)
-
-    def lies(self, axis: str) -> Hashable:
-        return None
-
     def compute(self, node: Node, row: Row) -> Floats:
         split = any(p is not None and p.sharded for p in (*row.ins, *row.outs))
-        return self._ways(super().compute(node, row), split)
+        return self._ways(self._exact.compute(node, row), split)
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
-        return self._ways(super().update(parameter, stored), stored.sharded)
+        return self._ways(self._exact.update(parameter, stored), stored.sharded)
 
     def _ways(self, whole_s: PerRank, split: bool) -> Floats:
         """The whole on every rank, or all of it on one class, shared evenly inside of it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.synthesizer.cost.cost_model import Machine, PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
 
 
 @dataclass(slots=True)

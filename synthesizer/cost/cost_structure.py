@@ -13,8 +13,8 @@ import numpy as np
 
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value
-from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.liveness import Indices, LiveRanges, storages
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 
 Item = TypeVar("Item")
@@ -51,7 +51,7 @@ class CostStructure:
         live: their live ranges if no collective overlaps with anything.
     """
 
-    def __init__(self, graph: Graph, program: Program, cost: CostModel, bounds: Bounds) -> None:
+    def __init__(self, graph: Graph, program: Program, cost: Prices, bounds: Bounds) -> None:
         self.bounds = bounds
         self.axes = cost.axes
         self.storages = storages(graph, program)
@@ -68,12 +68,14 @@ class CostStructure:
             self.moved.append(self.moving.number(moves, at) if moves else -1)
             nodes = nodes_and_rows(graph, group)
             self.nodes.append(nodes)
-            numbers = (self.computing.number(cost.kind(*entry), entry) for entry in nodes)
+            numbers = (
+                self.computing.number(_compute_key(graph, cost, *entry), entry) for entry in nodes
+            )
             self.work.append(tuple(numbers))
         self.updated = [
             self.updating.number(
                 (_shape_and_dtype(graph.tensors[i.tensor]),
-                 cost.where(i.tensor, program.inputs[i.tensor])),
+                 cost.parts.value_key(i.tensor, program.inputs[i.tensor])),
                 i.tensor,
             )
             for i in graph.role("parameter") if i.target in graph.gradients
@@ -81,7 +83,7 @@ class CostStructure:
         self.parts: EquivalenceClasses[Value] = EquivalenceClasses()
         self.inputs = [Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs]
         values = [*self.inputs, *(storage.value for storage in self.storages)]
-        where = [self.parts.number(cost.where(*v), v) for v in values]
+        where = [self.parts.number(cost.parts.value_key(*v), v) for v in values]
         self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
         self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
 
@@ -95,17 +97,17 @@ def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Nod
     return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
-def structure_of(graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+def structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
     """The structure of a program, from its memo if it is known."""
     return _memoized("structure", graph, program, cost)
 
 
-def unimplemented_structure_of(graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+def unimplemented_structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
     """The structure before implementations are chosen: none of them keeps groups apart."""
     return _memoized("unimplemented structure", graph, program, cost)
 
 
-def _memoized(name: str, graph: Graph, program: Program, cost: CostModel) -> CostStructure:
+def _memoized(name: str, graph: Graph, program: Program, cost: Prices) -> CostStructure:
     found = program.memo.get(name)
     if found is not None and found[0] is graph and found[1].axes == cost.axes:
         structure: CostStructure = found[1]
@@ -124,7 +126,18 @@ def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tensor.shape, tensor.dtype
 
 
-def _conversion_key(graph: Graph, cost: CostModel, step: Convert) -> Hashable:
+def _compute_key(graph: Graph, cost: Prices, node: Node, row: Row) -> Hashable:
+    """Equal for nodes and rows that cost the same whatever the shares."""
+    names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
+    values = tuple(
+        cost.parts.value_key(name, p)
+        for name, p in zip(names, placements, strict=True)
+        if name is not None and p is not None
+    )
+    return graph.alike[node.name], placements, values, cost.parts.node_key(node)
+
+
+def _conversion_key(graph: Graph, cost: Prices, step: Convert) -> Hashable:
     """All that the price of a conversion and its buffers depend on but the implementation."""
-    sides = [(p.kind, cost.where(step.tensor, p)) for p in (step.src, step.dst)]
-    return _shape_and_dtype(graph.tensors[step.tensor]), tuple(sides), cost.alike(step.tensor)
+    sides = [(p.kind, cost.parts.value_key(step.tensor, p)) for p in (step.src, step.dst)]
+    return _shape_and_dtype(graph.tensors[step.tensor]), tuple(sides)

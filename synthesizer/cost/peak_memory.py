@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hap.ir.graph import Graph
+from hap.ir.graph import ITEM_BYTES, Graph, Node
 from hap.ir.loss_chunks import CHUNKS
+from hap.ir.placement import R
 from hap.ir.program import Convert, Instruction, Program, Value
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
 from hap.synthesizer.cost.cost_structure import CostStructure, structure_of
 from hap.synthesizer.cost.liveness import Indices, LiveRanges
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.prices import Prices
+from hap.synthesizer.rules.rule_table import Row
 
 KINDS = (
     "parameters", "optimizer states", "batch and buffers", "gathered parameters", "gradients",
@@ -36,7 +39,7 @@ Buffers = Callable[[Sequence[Instruction]], PerRank]
 
 
 def memory(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None = None,
+    graph: Graph, program: Program, cost: Prices, buffers: Buffers | None = None,
     until: Until = None,
 ) -> tuple[PerRank, PerRank]:  # fmt: skip
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
@@ -56,7 +59,7 @@ def memory(
 
 
 def at_peak(
-    graph: Graph, program: Program, cost: CostModel, until: Until = None
+    graph: Graph, program: Program, cost: Prices, until: Until = None
 ) -> dict[str, PerRank]:
     """By kind, the bytes that each rank holds at its fullest moment."""
     structure = structure_of(graph, program, cost)
@@ -81,7 +84,7 @@ def _live(structure: CostStructure, until: Until) -> LiveRanges:
     return structure.live if until is None else structure.live_until(until)
 
 
-def _given(graph: Graph, structure: CostStructure, cost: CostModel) -> dict[str, PerRank]:
+def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, PerRank]:
     """What lies there from the start to the end."""
     local = _local_bytes(graph, structure, cost, structure.inputs, structure.part_of_input)
     roles = np.array([i.role == "parameter" for i in graph.inputs])
@@ -94,7 +97,7 @@ def _given(graph: Graph, structure: CostStructure, cost: CostModel) -> dict[str,
 
 
 def _moments(
-    graph: Graph, program: Program, cost: CostModel, buffers: Buffers | None, structure: CostStructure,
+    graph: Graph, program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
     live: LiveRanges,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Bytes alive, of workspace, and in buffers; dims moment, rank.
@@ -115,7 +118,7 @@ def _moments(
         if moved < 0:
             for node, row in structure.nodes[at]:
                 if node.op in CHUNKS:
-                    own[at + 1] = cost.workspace(node, row)
+                    own[at + 1] = workspace(node, row, cost)
             continue
         group = program.instructions[slice(*structure.bounds[at])]
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
@@ -127,14 +130,10 @@ def _moments(
 
 
 def _local_bytes(
-    graph: Graph,
-    structure: CostStructure,
-    cost: CostModel,
-    values: Sequence[Value],
-    part_of: Indices,
+    graph: Graph, structure: CostStructure, cost: Prices, values: Sequence[Value], part_of: Indices
 ) -> Floats:
     """Dims value, rank; ``part_of`` are classes in ``structure.parts``."""
-    parts = [cost.parts(graph.tensors[v.tensor], v.placement) for v in structure.parts.first]
+    parts = [cost.parts.of(*v) for v in structure.parts.first]
     nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
     if not parts:
         return np.zeros((0, cost.machine.cluster.world_size))
@@ -142,7 +141,25 @@ def _local_bytes(
     return found
 
 
-def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerRank:
+def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
+    """Bytes that a node's kernels hold beside its inputs and its outputs."""
+    pieces = CHUNKS.get(node.op, 0)
+    if not pieces:
+        return np.zeros_like(cost.parts.one)
+    tensors = cost.graph.tensors
+    ins = [(tensors[name], p) for name, p in zip(node.inputs, row.ins, strict=True)]
+    logits, placed = max(ins, key=lambda each: each[0].numel)
+    part = cost.parts.of(logits.name, placed)
+    elements, rows = logits.numel * part, logits.shape[0] * (part if placed.dim == 0 else 1)
+    line = np.divide(elements, rows, out=np.zeros_like(elements), where=elements > 0)
+    piece = np.minimum(elements, np.maximum(line, cost.machine.chunk))
+    width = max(4, ITEM_BYTES[logits.dtype])
+    pieces += width > ITEM_BYTES[logits.dtype]
+    found: PerRank = pieces * width * piece
+    return found
+
+
+def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank:
     """Bytes that the runtime holds during a collective beside what it reads and what it makes.
 
     Padded collectives pass through a tensor of ``world size`` largest parts; fused ones lay
@@ -155,7 +172,7 @@ def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerR
     tensors = [cost.graph.tensors[c.tensor] for c in converts]
     src = sum((cost.local_bytes(t, c.src) for t, c in zip(tensors, converts, strict=True)), nothing)
     dst = sum((cost.local_bytes(t, c.dst) for t, c in zip(tensors, converts, strict=True)), nothing)
-    whole = sum((cost.whole_bytes(t) for t in tensors), nothing)
+    whole = sum((cost.local_bytes(t, R) for t in tensors), nothing)
     joined = whole if len(converts) > 1 else nothing
     kind, how = converts[0].kind, converts[0].implementation
     if kind == "all_to_all":
@@ -168,7 +185,7 @@ def communication_buffers(group: Sequence[Instruction], cost: CostModel) -> PerR
     return joined + (_padded(parts, cost) if how == "padded" else whole)
 
 
-def _padded(parts: PerRank, cost: CostModel) -> PerRank:
+def _padded(parts: PerRank, cost: Prices) -> PerRank:
     """As many of the largest part as there are ranks in a ring."""
-    rings = parts.reshape(-1, cost.ring_size)
-    return np.repeat(rings.max(axis=1) * cost.ring_size, cost.ring_size)
+    size = cost.parts.ring_size
+    return np.repeat(parts.reshape(-1, size).max(axis=1) * size, size)

@@ -14,43 +14,48 @@ import numpy as np
 
 from hap.ir.graph import Graph
 from hap.ir.program import Convert, Program
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
 from hap.synthesizer.cost.cost_structure import structure_of
+from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.cost.prices import Prices
 
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """What one training step does to each rank; vectors have one entry per rank.
+    """A program and the predicted course of its training step; vectors have one entry per rank.
 
-    ``step_s`` ends with the slowest rank's optimizer step. It is ``compute_s`` + ``wait_s`` +
-    ``communicate_s`` - ``hidden_s`` for every rank. Hidden is the part of communicating beside
-    which the busiest rank computes.
+    Attributes:
+        program: the instructions in the order in which they run.
+        step_s: until the slowest rank has ended its optimizer step.
+        compute_s: seconds that each rank computes.
+        communicate_s: of all collectives together, overlapped or not.
+        stored_bytes: parameters and optimizer states.
+        peak_bytes: the most that is in use at once.
+        until: per group of the program, the last group that begins before it has ended, on the
+            last rank; ``None`` if nothing overlaps.
     """
 
+    program: Program
     step_s: float
     compute_s: PerRank
-    wait_s: PerRank
     communicate_s: float
-    hidden_s: float
     stored_bytes: PerRank
     peak_bytes: PerRank
+    until: tuple[int, ...] | None = None
 
+    @property
+    def hidden_s(self) -> float:
+        """The part of communicating beside which the busiest rank computes."""
+        return max(0.0, float(self.compute_s.max()) + self.communicate_s - self.step_s)
 
-def timeline(
-    step_s: float, compute_s: PerRank, communicate_s: float, stored: PerRank, peak: PerRank
-) -> Timeline:
-    """From the sums to what each rank does otherwise."""
-    hidden_s = max(0.0, float(compute_s.max()) + communicate_s - step_s)
-    waiting = step_s - compute_s - communicate_s + hidden_s
-    waiting[waiting < _ROUNDING * step_s] = 0.0
-    return Timeline(
-        step_s=step_s, compute_s=compute_s, communicate_s=communicate_s, hidden_s=hidden_s,
-        wait_s=waiting,
-        stored_bytes=stored, peak_bytes=peak,
-    )  # fmt: skip
+    @property
+    def wait_s(self) -> PerRank:
+        """Per rank: ``step_s`` is ``compute_s + wait_s + communicate_s - hidden_s``."""
+        waiting: PerRank = self.step_s - self.compute_s - self.communicate_s + self.hidden_s
+        waiting[waiting < _ROUNDING * self.step_s] = 0.0
+        return waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class Superstep:
     communicate_s: float
 
 
-def supersteps(graph: Graph, program: Program, cost: CostModel) -> list[Superstep]:
+def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
     """The supersteps of a step in order; the optimizer's step is the last one."""
     structure = structure_of(graph, program, cost)
     nothing = np.zeros((1, cost.machine.cluster.world_size))
@@ -107,7 +112,7 @@ def supersteps(graph: Graph, program: Program, cost: CostModel) -> list[Superste
     ]
 
 
-def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
+def convert_seconds(group: Sequence[Convert], cost: Prices) -> float:
     """Predicted time of neighbouring conversions by the implementation that the program names."""
     times = {c.implementation: c.seconds for c in cost.convert_group(group)}
     named = group[0].implementation
@@ -116,12 +121,15 @@ def convert_seconds(group: Sequence[Convert], cost: CostModel) -> float:
     return times[named]
 
 
-def simulate(graph: Graph, program: Program, cost: CostModel) -> Timeline:
-    """Run a program on the cost model's cluster and shares."""
-    world = cost.machine.cluster.world_size
-    compute, slowest_s, communicate = np.zeros(world), 0.0, 0.0
+def simulate(graph: Graph, program: Program, cost: Prices) -> Timeline:
+    """Run a program with nothing overlapped."""
+    compute, slowest_s, communicate = np.zeros(cost.machine.cluster.world_size), 0.0, 0.0
     for stage in supersteps(graph, program, cost):
         compute = compute + stage.compute_s
         slowest_s += float(stage.compute_s.max())
         communicate += stage.communicate_s
-    return timeline(slowest_s + communicate, compute, communicate, *memory(graph, program, cost))
+    stored, peak = memory(graph, program, cost)
+    return Timeline(
+        program=program, step_s=slowest_s + communicate, compute_s=compute,
+        communicate_s=communicate, stored_bytes=stored, peak_bytes=peak,
+    )  # fmt: skip

@@ -30,8 +30,9 @@ import numpy as np
 from hap.ir.graph import Graph, Input
 from hap.ir.program import Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Job, Streams
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import convert_seconds
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -99,7 +100,7 @@ class Usage:
     idle_s: PerRank
 
 
-def schedule(graph: Graph, program: Program, cost: CostModel, *, overlap: bool = True) -> Schedule:
+def schedule(graph: Graph, program: Program, cost: Prices, *, overlap: bool = True) -> Schedule:
     """Run a program on the streams of the cost model's cluster, under its shares."""
     streams = Streams(cost.machine, overlap=overlap)
     numbers: dict[Value, int] = {}  # of what collectives make
@@ -154,7 +155,7 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
     return Span(COMMUNICATION, at, group, ready, start, end)
 
 
-def priced(graph: Graph, group: Sequence[Instruction], cost: CostModel) -> tuple[PerRank, int]:
+def priced(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
     """(seconds per rank, messages one after the other) of instructions that run as one.
 
     What computes has no messages; what has some runs on all ranks at once.

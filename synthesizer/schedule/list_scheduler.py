@@ -29,7 +29,10 @@ import numpy as np
 from hap.ir.graph import Graph
 from hap.ir.program import Compute, Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Streams
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.cost.prices import Prices
+from hap.synthesizer.cost.serial_cost import Timeline
 from hap.synthesizer.schedule.event_simulator import priced
 
 BUCKETS = (1, 3, 8, 24)
@@ -39,22 +42,34 @@ BUCKETS = (1, 3, 8, 24)
 _TYPICAL = 3
 
 
-class Order(NamedTuple):
+class _Order(NamedTuple):
     """A schedule: a program in the order in which it runs, and how long that takes."""
 
     program: Program
     step_s: float
     communicate_s: float
-    """Of all collectives together, hidden or not."""
     until: tuple[int, ...]
-    """Per group of the program, the last that begins before it has ended, on the last rank."""
+    """As of :class:`Timeline`."""
 
 
-def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
-    """Schedules of a program. The first leaves all in its place; others have more and more buckets.
+def orders(graph: Graph, serial: Timeline, cost: Prices) -> Iterator[Timeline]:
+    """Schedules of a program whose collectives overlap with computing.
 
-    Of the fastest of these, one more holds back what is needed later.
+    The first leaves every instruction in its place; others have more and more buckets. One more
+    delays the collectives of the fastest of these that are needed later.
+
+    Args:
+        serial: of the program as the search wrote it.
     """
+    for order in _orders(graph, serial.program, cost):
+        stored, peak = memory(graph, order.program, cost, until=order.until)
+        yield replace(
+            serial, program=order.program, step_s=order.step_s, until=order.until,
+            communicate_s=order.communicate_s, stored_bytes=stored, peak_bytes=peak,
+        )  # fmt: skip
+
+
+def _orders(graph: Graph, program: Program, cost: Prices) -> Iterator[_Order]:
     flow = _Flow(graph, program, cost)
     yield _Run(flow, flow.steps).in_place(program)
     if not any(step.lane for step in flow.steps):
@@ -72,7 +87,7 @@ def orders(graph: Graph, program: Program, cost: CostModel) -> Iterator[Order]:
         yield flow.listed(program, steps, hold=True)
 
 
-def estimate_s(graph: Graph, program: Program, cost: CostModel) -> float:
+def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
     """About how long the fastest of :func:`orders` takes, by two of them."""
     flow = _Flow(graph, program, cost)
     in_place = _Run(flow, flow.steps).in_place(program).step_s
@@ -120,7 +135,7 @@ class _Step:
 class _Flow:
     """The steps of a program as the search wrote it."""
 
-    def __init__(self, graph: Graph, program: Program, cost: CostModel) -> None:
+    def __init__(self, graph: Graph, program: Program, cost: Prices) -> None:
         self._graph, self._cost = graph, cost
         self._values: dict[Value, int] = {}
         self._given = {*self._numbers(Value(t, p) for t, p in program.inputs.items())}
@@ -168,7 +183,7 @@ class _Flow:
         else:
             step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
 
-    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
+    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> _Order:
         """The program in an order found by list scheduling of its steps."""
         order = _Run(self, steps).listed(program, hold=hold)
         if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
@@ -247,7 +262,7 @@ class _Run:
         self._issued: list[int] = []  # the steps that communicate
         self._middle = 0  # the first step of the backward
 
-    def in_place(self, program: Program) -> Order:
+    def in_place(self, program: Program) -> _Order:
         """The program in the order that it has."""
         for backward in (False, True):
             for step in self._steps:
@@ -256,7 +271,7 @@ class _Run:
             self._end_half(backward)
         return self._made(program)
 
-    def listed(self, program: Program, *, hold: bool) -> Order:
+    def listed(self, program: Program, *, hold: bool) -> _Order:
         """The program in an order found by list scheduling.
 
         Args:
@@ -305,13 +320,13 @@ class _Run:
         if not backward:
             self._middle = len(self._begin)
 
-    def _made(self, program: Program) -> Order:
+    def _made(self, program: Program) -> _Order:
         until = list(range(len(self._begin)))
         for at, job in zip(self._issued, self._streams.jobs, strict=True):
             last = bisect.bisect_left(self._begin, job.end_s) - 1
             until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
         ends_s = np.maximum(self._streams.clock_s, self._streams.least_s)
-        return Order(
+        return _Order(
             program=program, step_s=float((ends_s + self._updates_s).max()),
             communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
             until=tuple(until),

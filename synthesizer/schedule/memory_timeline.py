@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from hap.ir.graph import Graph
 from hap.ir.program import Program
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.liveness import Storage, storages
-from hap.synthesizer.cost.peak_memory import communication_buffers
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.peak_memory import communication_buffers, workspace
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.schedule.event_simulator import Schedule
 
 Floats = npt.NDArray[np.float64]
@@ -46,7 +47,7 @@ class Curve:
 
 
 def memory_over_time(
-    graph: Graph, program: Program, cost: CostModel, run: Schedule
+    graph: Graph, program: Program, cost: Prices, run: Schedule
 ) -> tuple[Curve, ...]:
     """One curve per rank; it begins with the inputs, parameters and optimizer states."""
     changes = list(_changes(graph, program, cost, run))
@@ -64,7 +65,7 @@ def memory_over_time(
     return tuple(curves)
 
 
-def _held_bytes(graph: Graph, program: Program, cost: CostModel) -> PerRank:
+def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
     """What is there before the first instruction and after the last."""
     held = np.zeros(cost.machine.cluster.world_size)
     for i in graph.inputs:
@@ -75,7 +76,7 @@ def _held_bytes(graph: Graph, program: Program, cost: CostModel) -> PerRank:
 
 
 def _changes(
-    graph: Graph, program: Program, cost: CostModel, run: Schedule
+    graph: Graph, program: Program, cost: Prices, run: Schedule
 ) -> Iterator[tuple[int, PerRank, PerRank]]:
     """(instruction, time, bytes more) per rank of all that comes and goes, in program order.
 
@@ -105,7 +106,7 @@ def _changes(
         for at in members:
             yield from ((at, run.begin_s[at], size(s)) for s in born.get(at, ()))
         beside = communication_buffers(group, cost) + sum(
-            cost.workspace(node, row) for node, row in nodes_and_rows(graph, group)
+            workspace(node, row, cost) for node, row in nodes_and_rows(graph, group)
         )
         if beside.any():
             yield first, run.begin_s[first], beside

@@ -25,7 +25,8 @@ from hap.ir.mesh import ends
 from hap.ir.placement import P, Placement, R, convertible
 from hap.ir.program import Convert, Program
 from hap.ir.regather import twin_of
-from hap.synthesizer.cost.cost_model import CostModel, PerRank
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.search.lowering import Choices, write_program
@@ -67,7 +68,7 @@ class Problem:
     """The tables of one search."""
 
     def __init__(
-        self, space: Space, cost: CostModel, aims: Aims, allowed: Allowed | None = None
+        self, space: Space, cost: Prices, aims: Aims, allowed: Allowed | None = None
     ) -> None:
         self.space, self.cost, self.aims = space, cost, aims
         self._restricted = allowed is not None
@@ -77,7 +78,7 @@ class Problem:
         self._tables: dict[object, Costs] = {}
         self._numbers: dict[object, int] = {}
         self._kinds: dict[object, _Kind] = {}
-        self._lie = {axis: cost.lies(axis) for axis in space.axes.axes}
+        self._lie = {axis: cost.parts.axis_key(axis) for axis in space.axes.axes}
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
         self._gradients = frozenset(graph.gradients.values())
@@ -155,7 +156,7 @@ class Problem:
         self.rows[node.name] = rows
         number, axes = self.space.node_kinds[node.name]
         lie = tuple(self._lie[axis] for axis in axes)
-        key = number, lie, self.cost.around(node), self._restricted and rows
+        key = number, lie, self.cost.parts.node_key(node), self._restricted and rows
         if key not in self._kinds:
             self._kinds[key] = self._kind(node, rows)
         kind = self._kind_of[node.name] = self._kinds[key]
@@ -296,7 +297,12 @@ class Problem:
         """What the prices of a tensor's conversions depend on; layers repeat it."""
         fused = tensor in self._fused, tensor in self._gradients
         number, axes = self.space.tensor_kinds[tensor]
-        return number, tuple(self._lie[axis] for axis in axes), fused, self.cost.alike(tensor)
+        return (
+            number,
+            tuple(self._lie[axis] for axis in axes),
+            fused,
+            self.cost.parts.tensor_key(tensor),
+        )
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding

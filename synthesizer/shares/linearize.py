@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hap.ir.graph import Tensor
+from hap.cluster.link import IMPLEMENTATIONS
 from hap.ir.placement import Placement
 from hap.ir.program import Convert, Instruction, Program
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.parts import AxisParts
 from hap.synthesizer.cost.peak_memory import Buffers, communication_buffers, memory
 from hap.synthesizer.cost.serial_cost import supersteps
 from hap.synthesizer.shares.share_task import Split, Task
@@ -29,26 +31,25 @@ _STEP = 1e-6
 """The difference of parts over which slopes are taken."""
 
 
-class _Probe(CostModel):
-    """A cost model whose ranks hold any parts that one likes to ask about.
+class _FreeNetwork:
+    """Collectives that cost nothing."""
 
-    Its ranks are questions, not devices at work together, so its communication means nothing.
+    def choices(
+        self, kind: str, nbytes: int, src: PerRank, dst: PerRank, *, start: bool = True
+    ) -> list[Quote]:
+        return [Quote(how, 0.0) for how in IMPLEMENTATIONS[kind]]
+
+
+def _probe(task: Task, machine: Machine, parts: Floats) -> CostModel:
+    """A cost model of given parts, dims group, rank.
+
+    Its ranks are separate questions, not devices that work together: communication is free.
     """
-
-    def __init__(self, task: Task, machine: Machine, parts: Floats) -> None:
-        super().__init__(task.graph, task.axes, machine, {}, task.optimizer_states)
-        vectors = list(parts)  # the cost model tells parts apart by identity
-        self._of: dict[str, PerRank] = {axis: vectors[g] for axis, g in task.group_of.items()}
-
-    def parts(self, tensor: Tensor, placement: Placement) -> PerRank:
-        if not placement.sharded:
-            return self._one
-        return self._of[self.axes.of[tensor.name, placement.dim]]
-
-    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
-        if group[0].local:
-            return super().convert_group(group)
-        return [Quote(group[0].implementation, 0.0)]
+    vectors = list(parts)  # the cost model tells parts apart by identity
+    of_axis = {axis: vectors[g] for axis, g in task.group_of.items()}
+    probed = AxisParts(task.axes, machine.cluster.world_size, of_axis)
+    graph, states = task.graph, task.optimizer_states
+    return CostModel(graph, task.axes, machine, probed, states, _FreeNetwork())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
         replace(cluster.devices[task.types[k][0]], name=f"{split} {k} {question}")
         for split, k, question in np.ndindex(*parts.shape[1:])
     )
-    probe = _Probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
+    probe = _probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
     shape = (len(splits), types, 1 + 3 * groups)
     buffers = _padded_buffers(task, splits)
     peak = memory(task.graph, task.program, probe, buffers)[1].reshape(shape)
@@ -108,11 +109,11 @@ def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
     models = []
     for split in splits:
         parts = np.array([np.array(u) / sum(u) for u in split])
-        models.append([_Probe(task, task.machine, parts)])
+        models.append([_probe(task, task.machine, parts)])
         for g in range(groups):
             more = parts.copy()
             more[g] += _STEP
-            models[-1].append(_Probe(task, task.machine, more))
+            models[-1].append(_probe(task, task.machine, more))
 
     def buffers(group: Sequence[Instruction]) -> PerRank:
         most = np.array([[communication_buffers(group, m).max() for m in row] for row in models])

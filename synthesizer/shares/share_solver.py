@@ -47,7 +47,7 @@ from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
-from hap.synthesizer.cost.cost_model import Machine, PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import SCALE, Model
 from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional

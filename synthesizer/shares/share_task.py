@@ -17,7 +17,8 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import Compute, Program
-from hap.synthesizer.cost.cost_model import CostModel, Machine, PerRank
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 
 

@@ -1,0 +1,90 @@
+"""Seconds of an operator on every device of a cluster at once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from hap.cluster.topology import Cluster
+from hap.cluster.work import Work
+from hap.ir.loss_chunks import CHUNK
+from hap.synthesizer.cost.collective_cost import NetworkModel
+
+PerRank = npt.NDArray[np.float64]
+"""One number per rank, shape [world_size]."""
+
+
+class Machine:
+    """:meth:`hap.cluster.device.Device.seconds` for all ranks at once.
+
+    Attributes:
+        interference: per rank, the part of a collective's time that computing beside it loses.
+        drag: per rank, how many times as long a collective takes while the rank computes.
+        delay_s: per rank, seconds by which computing delays each of its messages.
+        chunk: per rank, the number of elements that a loss processes at once.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.network = NetworkModel(cluster)
+        self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
+        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
+        self._relaunch_s = np.array([d.relaunch_s for d in cluster.devices])
+        self.interference, self.drag = _contention_of_all(cluster)
+        self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
+        self.chunk = np.array(
+            [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
+        )
+
+    def seconds(
+        self, work: Work, flops: PerRank, nbytes: PerRank, *, after_small: bool = False
+    ) -> PerRank:
+        """Time per rank of one operator, given each rank's operations and traffic.
+
+        Args:
+            after_small: it follows a small operator (:attr:`hap.ir.graph.Graph.after_small`).
+        """
+        key = (work.kind, work.dtype)
+        if key not in self._rates:
+            devices = self.cluster.devices
+            rates = np.array([d.rate(*key) for d in devices])
+            operand_s = np.array([d.operand_s(work.kind) for d in devices])
+            self._rates[key] = rates, operand_s, np.array([d.launch_of(work.kind) for d in devices])
+        rates, operand_s, launch_s = self._rates[key]
+        busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
+        start_s = self._relaunch_s if after_small else launch_s
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), start_s + busy, 0.0)
+        return seconds
+
+    @cached_property
+    def speed(self) -> PerRank:
+        """Relative speed of the ranks in float32 products; sums to 1."""
+        rates = np.array([d.rate("matmul", "float32") for d in self.cluster.devices])
+        speed: PerRank = rates / rates.sum()
+        return speed
+
+
+def _contention_of_all(cluster: Cluster) -> tuple[PerRank, PerRank]:
+    """(interference, drag) per rank in collectives of all devices.
+
+    A device's own figures were measured in collectives with faster devices. Slower devices make a
+    collective longer, but not the device's work for it: interference and drag are at most those
+    of any slower device, interference in proportion to speed.
+    """
+    rate, lost, drag = (
+        np.array(figures)
+        for figures in zip(
+            *(
+                (d.rate("matmul", "float32"), d.contention.interference, d.contention.drag)
+                for d in cluster.devices
+            ),
+            strict=True,
+        )
+    )
+    slower = rate[None, :] <= rate[:, None]
+    return (
+        np.where(slower, (lost * rate)[None, :], np.inf).min(axis=1) / rate,
+        np.where(slower, drag[None, :], np.inf).min(axis=1),
+    )

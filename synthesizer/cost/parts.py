@@ -1,0 +1,102 @@
+"""The part of every tensor that each rank holds, and keys of what has equal parts.
+
+Layers repeat, so few tables and prices are unlike. Two keys decide: :meth:`Parts.axis_key` is
+equal for axes that are split alike under the given shares, :meth:`Parts.tensor_key` for tensors
+whose prices differ in nothing but shape, dtype, placements and axes. The other keys follow.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from hap.ir.axes import Axes, Shares
+from hap.ir.graph import Node
+from hap.ir.mesh import is_mesh_op
+from hap.ir.placement import Placement
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.rules.rule_table import Row
+
+
+class Parts(ABC):
+    """Parts between 0 and 1, per rank.
+
+    Attributes:
+        ring_size: the number of ranks that convert placements among each other.
+        one: the vector of a tensor that every rank holds whole.
+    """
+
+    def __init__(self, axes: Axes, world_size: int, ring_size: int) -> None:
+        self.axes, self.ring_size = axes, ring_size
+        self.one: PerRank = np.ones(world_size)
+
+    @abstractmethod
+    def of(self, tensor: str, placement: Placement) -> PerRank:
+        """Each rank's part of a tensor. Equal parts are the same object."""
+
+    @abstractmethod
+    def of_work(self, node: Node, row: Row) -> PerRank:
+        """Each rank's part of an operator's arithmetic."""
+
+    @abstractmethod
+    def axis_key(self, axis: str) -> Hashable:
+        """Equal for axes under which all prices are equal."""
+
+    @abstractmethod
+    def tensor_key(self, tensor: str) -> Hashable:
+        """The properties of a tensor, beside its looks, on which prices depend."""
+
+    def value_key(self, tensor: str, placement: Placement) -> Hashable:
+        """The properties of a value on which its parts depend, beside the shares."""
+        axis = self.axes.of[tensor, placement.dim] if placement.sharded else None
+        return axis, self.tensor_key(tensor)
+
+    def node_key(self, node: Node) -> Hashable:
+        """The properties of an operator, beside its looks, on which its price depends."""
+        if is_mesh_op(node.op):  # a collective between machines has arguments of its own
+            return node.name
+        return tuple(self.tensor_key(name) for name in (*node.inputs, *node.outputs) if name)
+
+
+class AxisParts(Parts):
+    """One vector of parts per axis.
+
+    Args:
+        vectors: parts by axis, each of shape [world_size].
+        tensor_keys: of :meth:`tensor_key`, where prices depend on more than parts.
+    """
+
+    def __init__(
+        self, axes: Axes, world_size: int, vectors: Mapping[str, PerRank],
+        tensor_keys: Mapping[str, Hashable] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(axes, world_size, world_size)
+        self._vectors, self._tensor_keys = vectors, tensor_keys or {}
+
+    def of(self, tensor: str, placement: Placement) -> PerRank:
+        if not placement.sharded:
+            return self.one
+        return self._vectors[self.axes.of[tensor, placement.dim]]
+
+    def of_work(self, node: Node, row: Row) -> PerRank:
+        names = (*node.inputs, *node.outputs)
+        for name, p in zip(names, (*row.ins, *row.outs), strict=True):
+            if name is not None and p is not None and p.sharded:
+                return self.of(name, p)
+        return self.one
+
+    def axis_key(self, axis: str) -> Hashable:
+        return id(self._vectors[axis])
+
+    def tensor_key(self, tensor: str) -> Hashable:
+        return self._tensor_keys.get(tensor)
+
+
+def vectors_of(shares: Shares) -> dict[str, PerRank]:
+    """Parts by axis of shares in units; axes with equal shares have one vector."""
+    vectors: dict[tuple[int, ...], PerRank] = {}
+    for units in shares.values():
+        vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))
+    return {name: vectors[units] for name, units in shares.items()}

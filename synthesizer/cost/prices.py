@@ -1,0 +1,77 @@
+"""The interface of prices: what the searches, the simulators and the memory models ask.
+
+:class:`hap.synthesizer.cost.cost_model.CostModel` has the prices of the cluster; lower bounds and
+reproduced planners have prices of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hap.cluster.link import messages
+from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.placement import Placement
+from hap.ir.program import Convert
+from hap.synthesizer.cost.collective_cost import Quote
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.parts import Parts
+from hap.synthesizer.rules.rule_table import Row
+
+
+class Prices(ABC):
+    """Seconds and bytes on one graph, one cluster and given parts of tensors.
+
+    Every price is a vector over ranks or a number of seconds for all of them.
+    """
+
+    def __init__(self, graph: Graph, machine: Machine, parts: Parts, optimizer_states: int) -> None:
+        self.graph, self.machine, self.parts, self.axes = graph, machine, parts, parts.axes
+        self.optimizer_states = optimizer_states
+        self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
+
+    def local_bytes(self, tensor: Tensor, placement: Placement) -> PerRank:
+        """Bytes of each rank's part of a tensor."""
+        key = (tensor.name, placement)
+        if key not in self._local_bytes:
+            self._local_bytes[key] = tensor.nbytes * self.parts.of(*key)
+        return self._local_bytes[key]
+
+    def stored_bytes(self, parameter: Tensor, stored: Placement, *, trained: bool) -> PerRank:
+        """Parameter, gradient and optimizer states of a stored shard."""
+        copies = 2 + self.optimizer_states if trained else 1
+        return copies * self.local_bytes(parameter, stored)
+
+    @abstractmethod
+    def compute(self, node: Node, row: Row) -> PerRank:
+        """Seconds per rank of a node run by one of its rows."""
+
+    @abstractmethod
+    def update(self, parameter: Tensor, stored: Placement) -> PerRank:
+        """Seconds per rank of the optimizer's elementwise step on the stored shard."""
+
+    @abstractmethod
+    def convert(
+        self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
+    ) -> list[Quote]:
+        """Implementations of a conversion, the fastest first.
+
+        Args:
+            fused: the conversion will run with its neighbours, which pay for the start.
+        """
+
+    @abstractmethod
+    def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
+        """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
+
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
+        """Seconds of neighbouring collectives between machines; ``None`` for other operators."""
+        return None
+
+    def messages(self, kind: str) -> int:
+        """The number of consecutive messages of a collective in a ring."""
+        return messages(kind, self.parts.ring_size)
+
+    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
+        """The number of consecutive messages of what :meth:`cross` prices; else 0."""
+        return 0
