@@ -37,7 +37,7 @@ def summary(found: Found) -> str:
 
 
 def counts(results: dict[str, Found]) -> str:
-    """How many of the table verify and plan."""
+    """Numbers of models of the table that verify and that plan."""
     known = entries()
     done = {
         what: [n for n in known if results.get(n, {}).get(what, {}).get("ok")] for what in STAGES

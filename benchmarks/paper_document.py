@@ -95,7 +95,7 @@ def _bound(row: Mapping[str, Any] | None, k: int) -> str:
 
 
 def plans(done: Results) -> str:
-    """What each plan does: devices, axes, computing, and communicating by kind of collective."""
+    """Per plan: devices, axes, computing, and communicating by kind of collective."""
     body = []
     for model in CLAIMS:
         for cluster, rows in _of_model(done, model).items():
@@ -120,7 +120,7 @@ def _spent(row: Mapping[str, Any]) -> str:
 
 
 def _best_other(rows: Mapping[str, Any]) -> str:
-    """How much faster than the best method that a user could run instead."""
+    """Speed-up over the best method that a user could run instead."""
     found = [
         row for name, row in rows.items()
         if name in _STYLES.keys() - {PLAN, EVERYONE} | {BASE}

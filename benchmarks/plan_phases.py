@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_phases benchmarks/models/bert.py benchmarks/clusters/unlike8.yaml
 
-What ``hap plan`` does: capture, rules, then all the searches as the planner runs them, or with
+Steps of ``hap plan``: capture, rules, then all the searches as the planner runs them, or with
 ``--search`` one of them from the first start, table by table, three times. For
 :mod:`benchmarks.plan_time`.
 """

@@ -96,7 +96,7 @@ RATIOS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a case took: seconds, bytes, and for some kinds the seconds of each phase."""
+    """Cost of a case: seconds, bytes, and for some kinds the seconds of each phase."""
 
     case: Case
     wall_s: float
@@ -179,7 +179,7 @@ def whole(case: Case) -> Seen:
 
 
 def phases(case: Case) -> Seen:
-    """What :mod:`benchmarks.plan_phases` prints in a process of its own."""
+    """The output of :mod:`benchmarks.plan_phases`, run in a process of its own."""
     from benchmarks.plan_phases import PLANNING, SEARCH
 
     words = [sys.executable, "-m", "benchmarks.plan_phases", *_paths(case)]

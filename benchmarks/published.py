@@ -103,7 +103,7 @@ class Published(UnfusedPrices):
         return [Quote("padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind])]
 
     def seconds(self, step: Convert) -> float:
-        """Whatever the implementation: there is one of each collective."""
+        """Seconds of a conversion; each collective has one implementation."""
         return self.convert(self.graph.tensors[step.tensor], step.src, step.dst)[0].seconds
 
 

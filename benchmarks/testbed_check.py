@@ -73,7 +73,7 @@ def path_bytes_per_s(one: Host, other: Host) -> float:
 
 
 class Figures:
-    """What one rank measured; those of links are the same on all."""
+    """Measurements of one rank; those of links are the same on all."""
 
     def __init__(self) -> None:
         self.flops = 0.0

@@ -155,7 +155,7 @@ def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, 
 
 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
-    """What ``make`` builds, without data; for real where it reads tensor values."""
+    """Return the result of ``make``, without data; for real where it reads tensor values."""
     try:
         with torch_private.fake_mode():
             return make()
@@ -290,7 +290,7 @@ def verify(
 
 
 def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
-    """What one real process of ``verify`` sees."""
+    """Results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(

@@ -15,7 +15,7 @@ class HapError(Exception):
     Args:
         what: One sentence that says what is wrong.
         where: The place, as ``file``, ``file:line`` or a name in the model; may be empty.
-        hint: What to do next; may be empty.
+        hint: The remedy; may be empty.
     """
 
     exit_code: ClassVar[int] = 1

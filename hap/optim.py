@@ -18,14 +18,14 @@ from hap.errors import InputError
 
 
 class Reduces(Protocol):
-    """What of a rank's collectives is needed here."""
+    """The collectives that global norms need."""
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What a rank's parameter is of the whole: ``copies`` ranks hold these very elements."""
+    """A rank's part of a parameter: ``copies`` ranks hold these very elements."""
 
     comm: Reduces
     copies: int

@@ -1,8 +1,8 @@
 """Check which rows of an operator hold by running them on split inputs. (torch)
 
 A row is run as it would be in training: one instruction, emitted per rank, on shards that are
-narrowed views, on random terms that sum to the whole, with a rank that has no share. What the
-ranks hold must add up to what one device computes.
+narrowed views, on random terms that sum to the whole, with a rank that has no share. The ranks'
+values must add up to the result of one device.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Case:
         return results
 
     def _split(self, name: str, p: Placement, units: int, shares: Shares) -> list[Tensor]:
-        """What every rank holds of an input: views of the whole, not made contiguous."""
+        """The values of an input on every rank: views of the whole, not made contiguous."""
         x = self.given[name]
         if p == P:
             return terms(x, len(shares))

@@ -3,7 +3,7 @@
 A call is run on small random tensors, whole and in parts: every tensor replicated, cut along
 each of its dims, or a sum of terms. The placements in which the parts make up the whole are its
 rows. They are kept if they hold for all samples of the call, other sizes and other values among
-them. What no sample shows, such as a branch on values that are never drawn, is not known.
+them. Behaviour that no sample shows, such as a branch on values never drawn, stays unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST = 1 << 20
 """Elements of the largest tensor of a sample."""
 
 PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
-"""What to compute in, the first that the operator takes, and up to what results are equal."""
+"""(dtype, tolerance) of the comparison; the first that the operator takes is used."""
 
 _PRIMES = ((5, 3, 7, 11, 13, 17, 19, 23), (7, 11, 5, 3, 19, 13, 23, 17))
 _VALUES = 2
@@ -359,7 +359,7 @@ def calls_of(op: str) -> list[Call]:
 
 
 def _patterns(dims: int) -> list[tuple[int, ...]]:
-    """Which of some dims are equal: all ways, those with the most unlike ones first."""
+    """All partitions of some dims into equal ones, those with the most unlike dims first."""
     found: list[tuple[int, ...]] = [()] if dims <= 7 else []
     for _ in range(dims):
         found = [(*p, k) for p in found for k in range(max(p, default=-1) + 2)]

@@ -57,7 +57,7 @@ def parse(text: object, dimension: str) -> float:
     """Reads a quantity in base units.
 
     Args:
-        text: What the person wrote; a bare number is refused, for want of a unit.
+        text: The user's text; a bare number is refused, for want of a unit.
         dimension: One of ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``.
 
     Returns:

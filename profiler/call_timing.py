@@ -107,7 +107,7 @@ def timed(call: Callable[[], object], count: int, device: torch.device) -> float
 
 
 def memory_bytes(device: torch.device, ranks_here: int) -> int:
-    """What a plan may use of a device; the ranks of a machine share its main memory."""
+    """Bytes of a device that a plan may use; the ranks of a machine share its main memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_FREE)
     page = os.sysconf("SC_PAGE_SIZE")
@@ -134,5 +134,5 @@ def memory_limits(memberships: str, groups: Path = _GROUPS) -> list[int]:
 
 
 def kind_name(device: torch.device) -> str:
-    """What the device calls itself: ``NVIDIA H200``, or ``cpu``."""
+    """The name that the device reports: ``NVIDIA H200``, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,7 +1,7 @@
 """Time each implementation of each collective, and messages between ranks.
 
-All ranks go through the same list in the same order. What decides how far it goes (a size that
-would take too long is left out) is the time of the last rank, which all ranks know.
+All ranks go through the same list in the same order. Sizes that would take too long are left out;
+the time of the last rank decides that, which all ranks know.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONG = 4  # parts of the longest: what takes more than one is repeated but twic
 
 
 class BenchComm(Protocol):
-    """What is measured: a rank's end of the collectives (:class:`hap.runtime.collectives.Comm`)."""
+    """A rank's end of the measured collectives (:class:`hap.runtime.collectives.Comm`)."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ class BenchComm(Protocol):
 
 
 def everyones(mine: Any) -> list[Any]:
-    """What each rank gives, known to all."""
+    """The values of all ranks, known to all."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     return told

@@ -3,10 +3,10 @@
 Packing, sending and adding up take some of what computing would have: cores and memory on a CPU,
 multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are
 about as fast compute products, alone and beside an all-reduce among them and all faster ranks, which
-only communicate, while the slower ones idle: a plan may leave these out. What the products lose, by the
-undisturbed time of the all-reduce, is the devices' *interference*; how many times as long its bytes
-take while they compute is their *drag*. Small collectives, several in a row, tell by how much each of
-their messages is later, however few its bytes: the *delay*, since it waits for who computes.
+only communicate, while the slower ones idle: a plan may leave these out. The time that products lose, by the
+undisturbed time of the all-reduce, is the devices' *interference*; the factor by which its bytes take
+longer while they compute is their *drag*. Consecutive small collectives show the *delay*: the seconds
+by which each message is later, however few its bytes, as it waits for ranks that compute.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class _Clock:
 
 
 def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
-    """How many times as long a collective takes beside computing, if it runs for ``alone_s``
-    undisturbed, others computed during its first ``computed_s``, and it ended at ``ended_s``.
+    """Time of a collective beside computing, relative to its undisturbed time ``alone_s``, if the
+    others computed during its first ``computed_s``, and it ended at ``ended_s``.
     """
     if ended_s <= computed_s:
         found = ended_s / alone_s

@@ -29,7 +29,7 @@ _STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What was run, and how long it took; ``noise`` is how far repeats were off, relative, and
+    """A measured call and its time; ``noise`` is how far repeats were off, relative, and
     ``weight`` how much the sample counts beside others.
     """
 
@@ -118,11 +118,11 @@ def fit_links(
     Args:
         price: Seconds of a sample, by its index, on given links; a maximum, minimum or sum of
             terms that are latencies and inverse bandwidths times constants.
-        seconds: What each sample took.
+        seconds: The time of each sample.
         prior: First guess of the links, which keeps what the samples say nothing about. The least
             that a collective takes is not fitted.
         source: Provenance of the links that were fitted.
-        noise: How far the repeats of each sample were off, relative.
+        noise: Relative deviation of the repeats of each sample.
 
     Raises:
         ValueError: No sample, or a time that is not positive.

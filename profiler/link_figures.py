@@ -142,7 +142,7 @@ def _fit(
             LinkResidual(record=r, predicted_s=predicted(found, i)) for i, r in enumerate(records)
         ]
 
-    # What a start costs is far from a message's latency where ranks have little processor time.
+    # The cost of a start differs from a message's latency where ranks have little processor time.
     slow_s = max(guess[name].latency_s for name in names) or 1.0
     starts = [Link(_ANY, guess[name].latency_s / slow_s or 1.0) for name in names]
     fewest = min(r.nbytes for r in records)
@@ -169,12 +169,12 @@ def _fit(
 
 
 def _off(residuals: Sequence[LinkResidual]) -> float:
-    """How far a fit is off, where one that is far off counts like one that is twice too long."""
+    """Error of a fit; a large error counts like one of twice the time."""
     return fmean(min(abs(r.error), 1.0) for r in residuals)
 
 
 def _least_s(cluster: Cluster, level: str, records: Sequence[ExchangeRecord]) -> float:
-    """What small collectives take on a level; 0 if there are none."""
+    """Seconds of small collectives on a level; 0 if there are none."""
     small = [
         expected(r.seconds) for r in records
         if r.nbytes <= _SMALL_BYTES and _level(cluster, r) == level

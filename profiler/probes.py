@@ -24,9 +24,9 @@ from hap.cluster.work import Work
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"
-"""What one operator costs whatever it does: in a step, and in a loop; on CUDA the first alone."""
+"""Fixed cost of one operator: in a step, and in a loop; on CUDA the first alone."""
 UPDATE = "update"
-"""What the update of a parameter costs, however small."""
+"""Fixed cost of the update of a parameter."""
 ARENA_BYTES = 96 * 2**20
 Call = Callable[[], object]
 
@@ -37,11 +37,11 @@ class Probe:
 
     Attributes:
         name: Unique; what a resumed run knows it by.
-        work: What one call is.
+        work: The work of one call.
         make: Allocates what the call needs, and gives the call.
         quick: ``--quick`` measures it too.
-        after: What is run before each call, and not timed.
-        count: How many times the work is in a call.
+        after: A call that runs before each timed one, and is not timed.
+        count: Number of times that a call does the work.
     """
 
     name: str
@@ -156,7 +156,7 @@ def _memory() -> Iterator[Probe]:
 
 
 def _elementwise() -> Iterator[Probe]:
-    """What may be slower than its traffic, at 2 MiB and 8 MiB of float32."""
+    """Operators that may be slower than their traffic, at 2 MiB and 8 MiB of float32."""
     width = 512
 
     def table(arena: Arena, rows: int, function: Callable[..., object], tensors: int) -> Call:

@@ -54,7 +54,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def at(self, where: str) -> None:
-        """What this rank does now; told to others if it dies."""
+        """Record the current work of this rank; others are told of it if it dies."""
         self._at = where
 
     def __enter__(self) -> Self:

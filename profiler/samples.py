@@ -35,7 +35,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Who measured, and how thoroughly. Records of another header are of another cluster."""
+    """The measured ranks and the settings. Records of another header are of another cluster."""
 
     ranks: tuple[RankInfo, ...]
     quick: bool
@@ -113,7 +113,7 @@ class StartsRecord:
 def exchange_key(
     kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
 ) -> str:
-    """What a resumed run knows an exchange by."""
+    """The key by which a resumed run finds an exchange."""
     ranks = "|".join(",".join(map(str, group)) for group in groups)
     return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
 
@@ -210,7 +210,7 @@ def _frozen(value: Any) -> Any:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """How far a few repeats are off: their median distance from the median, relative to it."""
+    """Spread of a few repeats: their median distance from the median, relative to it."""
     middle = median(seconds)
     return median(abs(s - middle) for s in seconds) / middle
 

@@ -14,7 +14,7 @@ class RankBatchSampler(Sampler[list[int]]):
     """For ``DataLoader(dataset, batch_sampler=RankBatchSampler(plan, len(dataset), rank))``.
 
     All ranks draw the same order; of every global batch this rank gets its own rows, as many
-    as its share of the batch. What does not fill a global batch at the end is left out.
+    as its share of the batch. A last, incomplete global batch is dropped.
 
     Args:
         length: samples in the dataset.

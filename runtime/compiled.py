@@ -49,7 +49,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runnable:
-    """What a rank runs: both functions take ``(ctx, arguments)`` and empty the list.
+    """The functions of a rank: both take ``(ctx, arguments)`` and empty the list.
 
     The fields are those of :class:`hap.runtime.emit.Emitted`.
     """
@@ -156,7 +156,7 @@ class Picked:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What runs, the slots that it reads and writes, and those that nothing reads after it."""
+    """A function, the slots that it reads and writes, and those that nothing reads after it."""
 
     run: Piece | Asked | Picked
     reads: tuple[int, ...]
@@ -261,7 +261,7 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
             asked.add(node)
             found.append(_ask(node, slots))
         elif node.target is operator.getitem and node.args[0] in asked:
-            # What several results come from ran before: this needn't wait for the piece.
+            # The operator with several results ran before: this needn't wait for the piece.
             asked.add(node)
             read = (slots[node.args[0]],)
             found.append(Segment(Picked(node.args[1]), read, (slots[node],), ()))
@@ -306,7 +306,7 @@ def _with_last(stages: list[Segment], results: set[int]) -> list[Segment]:
 
 
 def describe(graph: fx.Graph) -> Hashable:
-    """What a graph computes, whatever its values are called: equal graphs, equal descriptions."""
+    """A key of a graph's computation without names: equal graphs, equal keys."""
     number = {node: ("value", k) for k, node in enumerate(graph.nodes)}
     return tuple(
         (n.op, None if n.op == "placeholder" else n.target, _plain(n.args, number),

@@ -124,7 +124,7 @@ class Context:
         return mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
 
     def scale(self, factor: float, device: torch.device) -> Tensor:
-        """What dropout multiplies the kept elements by, 1 unless the module trains. No dims."""
+        """The factor of elements that dropout keeps, 1 unless the module trains. No dims."""
         factor = factor if self._drops else 1.0
         if (factor, device) not in self._scales:
             self._scales[factor, device] = torch.tensor(factor, device=device)
@@ -144,12 +144,12 @@ class Context:
 
 
 def kept_scale(p: float) -> float:
-    """By how much dropout scales what it keeps."""
+    """The factor of elements that dropout keeps."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
 def fixed(kind: str, numbers: Sequence[float]) -> float:
-    """What stands for random numbers where runs are compared: a value that they may have."""
+    """The constant in place of random numbers where runs are compared: a value that they may have."""
     if kind == "bernoulli":  # a mask that keeps p, scaled by 1/p: it lets everything through
         return numbers[0]
     if kind == "randint":

@@ -5,8 +5,8 @@ where their results are first read.
 
 The forward takes the rank's context, parameters, buffers and batch, and returns the loss,
 the new buffers, and what the backward needs; the backward takes those and the gradient of
-the loss, and returns a gradient per parameter. Which instruction belongs where is written
-in the program, so that all ranks cut alike.
+the loss, and returns a gradient per parameter. The program says which instruction belongs where,
+so that all ranks cut alike.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Emitter:
     def _zeros(self, out: fx.Graph, value: Value) -> fx.Node:
         dtype = self._dtype(self.graph.tensors[value.tensor].dtype)
         options: dict[str, Any] = {"dtype": dtype, "device": self.device}
-        # What adds nothing to the sum, or to the log of the sum of exponentials.
+        # The neutral element of the sum, or of the log of the sum of exponentials.
         fill = -math.inf if value.placement == L else 0
         return out.call_function(torch.full, (list(self._shape(value)), fill), options)
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class EmulatedWorld:
-    """What the ranks share: a slot each, and a barrier between writing and reading."""
+    """State that the ranks share: a slot each, and a barrier between writing and reading."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -204,7 +204,7 @@ class HapModule(nn.Module):
                 state[first].copy_(self._cut(first, whole))
 
     def _copies(self, name: str) -> int:
-        """How many ranks hold the same elements of a parameter as this one."""
+        """Number of ranks that hold the same elements of a parameter as this one."""
         tensor = self._inputs.get(name)
         copies = self._comm.world_size
         for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
@@ -277,7 +277,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 class _Step(torch.autograd.Function):
     """The emitted forward and backward as one autograd node.
 
-    What the forward made for the backward is kept in a list, from which the backward takes each
+    Values that the forward saves for the backward are in a list, from which the backward takes each
     tensor to free it after its last use. Inputs, results and views of them are kept by autograd,
     which knows when they change in place, and that they may lead back to this node.
     """

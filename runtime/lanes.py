@@ -9,7 +9,7 @@ which is the same on all ranks. The emitted program goes on computing, and waits
 * :class:`StreamLane`: for NCCL, a CUDA stream; nothing blocks the host.
 * :class:`InlineLane`: at once, where ranks are emulated in one process.
 
-What packs and unpacks tensors around a collective runs in the lane as well.
+The lane also packs and unpacks tensors around a collective.
 """
 
 from __future__ import annotations

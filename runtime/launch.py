@@ -183,7 +183,7 @@ class Where:
     """At which ranks find the store that :func:`spawn` opens."""
 
     def inside(self, rank: int | None) -> contextlib.AbstractContextManager[None]:
-        """What to enter while a rank is started, or (None) while the store is opened."""
+        """A context in which a rank is started, or (None) the store is opened."""
         return contextlib.nullcontext()
 
     def variables(self, rank: int) -> Mapping[str, str]:
@@ -337,7 +337,7 @@ def _answer(pipe: Connection, message: bytes) -> None:
 
 
 class RankError(HapError):
-    """What one rank raised; it keeps the exit code of the error that it stands for."""
+    """The error of one rank; it keeps the exit code of the original error."""
 
     def __init__(self, text: str, rank: int, exit_code: int) -> None:
         super().__init__(text, where=f"rank {rank}")
@@ -387,7 +387,7 @@ def _rank_main(pipe: Connection, backend: str, parent: int) -> None:
     except BaseException as error:
         # The group is left to the death of this process: an orderly end could wait for the peers.
         summary = "".join(traceback.format_exception_only(error)).strip()
-        # What is meant for people reads as it is; the rest needs its traceback.
+        # Messages for people are printed as they are; other errors need their traceback.
         told = isinstance(error, HapError)
         text = str(error) if told else f"{summary}\n\n{traceback.format_exc().rstrip()}"
         _send(pipe, "error", (text, error.exit_code if isinstance(error, HapError) else 1))

@@ -15,7 +15,7 @@ Span = tuple[int, int, int]
 """The numbers of one rank: (its first, the first after its last, how many there are in all)."""
 
 PASSED_OVER = -1
-"""What stands for the numbers of other ranks where an operator can pass over a number."""
+"""Placeholder of other ranks' numbers where an operator can ignore a number."""
 
 
 def own_or_passed_over(index: Tensor, span: Span, skip: int) -> Tensor:

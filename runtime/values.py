@@ -47,7 +47,7 @@ class Values:
     def finish(self) -> None:
         """Wait for what nobody read, as where a rank has no share of what comes next.
 
-        What a collective reads, a parameter perhaps, is changed in place after the step.
+        A tensor that a collective reads, such as a parameter, may change in place after the step.
         """
         for value in self._pending:
             self[value]

@@ -69,7 +69,7 @@ def restricted(
 
 
 def data_parallel(space: Space) -> Allowed:
-    """Whatever has a batch dim is split along it; parameters are stored whole."""
+    """Tensors with a batch dim are split along it; parameters are stored whole."""
     return _on_batch(space, {i.tensor: R for i in space.graph.role("parameter")})
 
 

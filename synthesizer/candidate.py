@@ -89,7 +89,7 @@ class Candidate:
 
     @cached_property
     def floor(self) -> Merit:
-        """What :attr:`estimate` is hardly ever below: the busier of computing and communicating."""
+        """Rarely above :attr:`estimate`: the busier of computing and communicating."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
         return float(self.lacking_in_series.max()), busiest_s
 

@@ -23,7 +23,7 @@ Where it deviates, mostly in the original's favour:
   its gathered parameter is stored).
 * Partial tensors of the backward are allowed: they are the duals of the forward's gathers.
 * Latency and bandwidth of a collective are those of our network model, where the original has
-  a measured bandwidth per collective. What is local (a slice, a mask) costs nothing.
+  a measured bandwidth per collective. Local conversions (a slice, a mask) cost nothing.
 * An all-to-all counts as a constant in the linear program, being bilinear in the ratios.
 * The pair that comes out is simulated like every other: with launches, memory traffic and the
   optimizer, with neighbouring collectives fused, and the implementations chosen anew.
@@ -59,7 +59,7 @@ from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, spread
 
 TERMS = (P, L)
-"""What every rank has a term of."""
+"""Placements in which every rank has a term."""
 
 ROUNDS = 8
 """Alternations at most; the original stops when the cost no longer falls."""

@@ -51,7 +51,7 @@ def predict(
 
 
 def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
-    """What is proved of a candidate: how much faster another pair or program could be at most.
+    """Proved bounds of a candidate: how much faster another pair or program could be at most.
 
     Args:
         prove: searches to spend on the bound over all shares, beyond those already made.
@@ -61,7 +61,7 @@ def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tu
     here = synthesizer.fixed(candidate.shares)
     proofs = (
         ("all programs, any shares of every axis", *everything),
-        # What holds for all shares holds for these.
+        # A bound for all shares holds for these.
         ("all programs with these shares", max(here.bound_s, everything[0]), here.searches),
     )
     found = []
@@ -105,7 +105,7 @@ def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Al
 def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
-    """What a rank holds at its fullest moment: (kind, bytes), the largest first."""
+    """Contents of a rank's memory at its peak: (kind, bytes), the largest first."""
     run = candidate.timeline
     peak = at_peak(graph, run.program, cost, run.until)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]

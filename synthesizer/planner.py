@@ -216,7 +216,7 @@ def _must_fit(
 
 
 def _smaller_batch(space: Space, synthesizer: Synthesizer, best: Candidate) -> str:
-    """What to say of the largest batch that would fit, before another remedy."""
+    """A sentence on the largest batch that would fit, before another remedy."""
     axis = batch_axis(space)
     if axis is None:
         return ""

@@ -58,7 +58,7 @@ def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
 def in_blocks(shares: Shares, blocks: dict[str, int]) -> Shares:
     """The shares with whole blocks on every rank, where no rank's share grows by much.
 
-    What remains of an axis beside whole blocks goes to the rank with the largest share.
+    The rest of an axis beside whole blocks goes to the rank with the largest share.
     """
     found = dict(shares)
     for axis, units in blocks.items():

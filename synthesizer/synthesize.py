@@ -45,7 +45,7 @@ WIDE = 0.05
 """Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
 
 MOST_S = FORBIDDEN / PICOSECONDS / 4
-"""What all bytes of a program may cost together."""
+"""Highest price of all bytes of a program together."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Powers of two of the price of a byte, as parts of the step's time per byte of memory."""

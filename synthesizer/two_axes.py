@@ -52,7 +52,7 @@ class InsideSynthesizer(Synthesizer):
     def starts(self) -> Iterator[Shares]:
         """Each machine's part of an axis in proportion to its devices' speeds.
 
-        What crosses between machines must be cut alike in all of them: there the columns'
+        Collectives between machines need equal cuts in all of them: there the columns'
         mean speeds decide.
         """
         mesh = self._between.mesh

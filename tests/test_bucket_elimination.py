@@ -227,7 +227,7 @@ def test_equal_tables_are_one() -> None:
 
 
 def eliminations(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many eliminations a ladder of equal layers takes that were not known before."""
+    """Number of new eliminations for a ladder of equal layers."""
     rng = random.Random(1)
     along, across = table(rng, (3, 3), 0, 99), table(rng, (3, 3), 0, 99)
     pairs = {}

@@ -36,7 +36,7 @@ Losses = dict[str, list[float]]
 
 
 def losses(names: tuple[str, ...], setting: Setting, planned: Mapping[str, Path]) -> Losses:
-    """What one rank sees of each contender."""
+    """Losses of one rank by each contender."""
     found: Losses = {}
     for name in names:
         contender = make(name, replace(setting, plan=planned.get(name)))

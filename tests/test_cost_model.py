@@ -96,7 +96,7 @@ def test_bytes_are_bytes(dtype: str) -> None:
     # A trained parameter has a gradient and two states beside it.
     assert cost.stored_bytes(t, R, trained=True).tolist() == [4 * 24 * size] * 3
     assert cost.stored_bytes(t, R, trained=False).tolist() == [24 * size] * 3
-    # What crosses the links scales with the size of the elements.
+    # Traffic scales with the size of the elements.
     gather = [c.seconds for c in cost.convert(t, S(0), R)]
     floats = model("float32")
     of_floats = floats.machine.network.choices("all_gather", 24 * size, floats.parts.of(t.name, S(0)), floats.parts.of(t.name, R))  # fmt: skip
@@ -122,7 +122,7 @@ def test_an_operator_costs_each_rank_its_part() -> None:
 
 @pytest.mark.parametrize(("elements", "sooner"), [(2**15, {"c"}), (2**15 + 1, set())])
 def test_what_follows_a_small_operator_starts_sooner(elements: int, sooner: set[str]) -> None:
-    """Whatever views are between the two; a large one takes from the caches what would be there."""
+    """With any views between the two; a large operator evicts the caches."""
     nodes = (
         node("a", "aten.relu.default", Ref("x")),
         node("b", "aten.view.default", Ref("a")),

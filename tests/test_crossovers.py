@@ -120,7 +120,7 @@ def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() ->
 
 
 def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
-    """What ends sharded, what is reduced, what is gathered twice; less memory stage by stage."""
+    """Results that end sharded, are reduced, are gathered twice; less memory stage by stage."""
     graph = space().graph
     twins = set(twin_of(graph).values())
     one, two, three = (searched(all_of(1 << 17), stage(n)) for n in (1, 2, 3))
@@ -138,7 +138,7 @@ def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
     assert kinds == [{"all_reduce"}, {"reduce_scatter"}, {"reduce_scatter"}]
     assert [bool(gathers(x.program, twins)) for x in (one, two, three)] == [False, False, True]
     peaks = [x.serial.peak_bytes.max() for x in (one, two, three)]
-    # What the first gathers, the second reduces by parts; the fullest moment may be the same.
+    # The second stage reduces by parts what the first gathers; the peaks may be equal.
     assert peaks[0] >= peaks[1] > peaks[2]
 
 

@@ -98,7 +98,7 @@ def in_rows(graph: Graph) -> Allowed:
 
 
 def no_repeated_products(graph: Graph) -> Allowed:
-    """What a product makes is not held whole, but for gradients of parameters."""
+    """Results of products are not held whole, but for gradients of parameters."""
     gradients = set(graph.gradients.values())
     made = {o for n in graph.nodes if n.op in FLOPS for o in n.outputs if o} - gradients
     return lambda t, p, stored: not (t in made and p == R)

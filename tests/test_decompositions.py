@@ -105,7 +105,7 @@ def test_large_constants_are_refused() -> None:
 
 
 class Hinted(nn.Module):
-    """What torch reads of a causal mask, and asks of an input, is passed over."""
+    """Capture ignores that torch reads a causal mask, and queries an input."""
 
     def __init__(self) -> None:
         super().__init__()

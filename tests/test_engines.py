@@ -76,7 +76,7 @@ def tried(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> int
 def check(
     outcome: SearchResult, unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
 ) -> None:
-    """What holds for every outcome, whatever the engine."""
+    """Properties of every result, whatever the engine."""
     if outcome.labelling is not None:
         assert cost_of(outcome.labelling.labels, unary, pairs) == outcome.labelling.cost
         assert outcome.bound <= outcome.labelling.cost < FORBIDDEN
@@ -263,7 +263,7 @@ def model_problem(file: str, prices: str, memory_price: float = 0.0) -> Problem:
 
 
 def program_cost(problem: Problem, program: Program) -> float:
-    """What a written program costs under the prices of the labelling, in picoseconds."""
+    """Cost of a written program under the prices of the labelling, in picoseconds."""
     graph, cost = problem.space.graph, problem.cost
     trained = {i.tensor: i.target in graph.gradients for i in graph.role("parameter")}
     seconds = sum(

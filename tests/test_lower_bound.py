@@ -88,7 +88,7 @@ def random_space(space: Space, rng: random.Random) -> Space:
     while True:
         rows = {n: some(rows, 0, 2) for n, rows in space.rows.items()}
         sources = {t: some(options, 1, 1) for t, options in space.sources.items()}
-        # What is made can be held as it is made, as in any space.
+        # A tensor can be held as it is made, as in any space.
         made = {t: set(options) for t, options in sources.items()}
         for node in space.graph.nodes:
             for row in rows[node.name]:

@@ -1,4 +1,4 @@
-"""What the user trains: shards with the model's names, whole state dicts, global norms."""
+"""The module that users train: shards with the model's names, whole state dicts, global norms."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def cluster(nodes: str, inside: Link, between: Link) -> Cluster:
 def exchange_records(
     true: Cluster, noise: float, rng: random.Random, sizes: tuple[int, ...]
 ) -> list[ExchangeRecord]:
-    """What the ranks of a cluster would measure, were the prices true."""
+    """Measurements of the ranks of a cluster, if the prices were true."""
     nodes = [d.node for d in true.devices]
     world = tuple(range(len(nodes)))
     groups: list[tuple[tuple[int, ...], ...]] = [(world,)]

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 
 def op_records(speeds: list[float], noise: float, rng: random.Random) -> list[OpRecord]:
-    """What ranks of given speeds would measure of the profiler's own operators, three windows."""
+    """Measurements of the profiler's operators by ranks of given speeds, three windows."""
     return [
         OpRecord(
             name=probe.name,
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         return tuple(map(self._arg, arg)) if isinstance(arg, list | tuple) else arg
 
 
-# What is several operators at once, or never in a graph.
+# Several operators at once, or operators that never occur in a graph.
 COMPOSED = ("dropout", "sgd", "adamw", "update", "launch", "transposed", "exp", "relu", "sum")
 
 

@@ -27,7 +27,7 @@ def graph(model: str) -> Graph:
 
 
 def record(probe: Probe, seconds: float) -> OpRecord:
-    """What two ranks, the second twice as slow, would have measured, twice each."""
+    """Measurements of two ranks, the second twice as slow, twice each."""
     return OpRecord(
         name=probe.name, work=probe.work, seconds=((seconds,) * 2, (2 * seconds,) * 2)
     )  # fmt: skip

@@ -79,7 +79,7 @@ def test_a_batch_that_the_forward_writes_into_is_written_within_the_step_alone()
 
 
 def test_dropout_of_an_input_has_no_noise_in_the_reference() -> None:
-    """What needs no gradient is dropped by another operator, which may be given no probability."""
+    """Inputs that need no gradient are dropped by another operator, which may get no probability."""
     recipe = Recipe(
         params={"p0": (3,)}, inputs={"x0": ((3,), "float")}, devices=TWO,
         lines=("v0 = F.dropout(x0)", "loss = (v0 * self.p0).sum()", "return loss"),

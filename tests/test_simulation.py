@@ -1,4 +1,4 @@
-"""What people read of a simulated step, and its trace: valid, whole, and of the same times."""
+"""The printed simulated step, and its trace: valid, whole, and of the same times."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def unlike() -> Cluster:
 
 
 def left(pid: int) -> list[str]:
-    """What testbeds of a process have on this machine: namespaces, groups, processes."""
+    """Leftovers of a process's testbeds on this machine: namespaces, groups, processes."""
     mark = f"-{pid}-"
     folders = [Path("/run/netns"), Path("/sys/fs/cgroup")]
     found = [str(f) for folder in folders for f in folder.rglob("hap-*") if mark in f.name]

@@ -1,4 +1,4 @@
-"""What a training step may hold: batch norm, checkpoints, buffers, batches and outputs of any form."""
+"""Contents of a training step: batch norm, checkpoints, buffers, batches and outputs of any form."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def test_devices_may_each_move_their_part_between_machines(op: str) -> None:
 
 @pytest.mark.parametrize("file", ["mlp", "vgg19", "gpt2"])
 def test_no_program_inside_beats_ideal_machines(file: str) -> None:
-    """What lets the planner pass over a program between machines that is too slow already."""
+    """The proof by which the planner skips a program between machines that is too slow already."""
     case = benchmark_case(file, "tiny")
     cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
     mesh, compared = Mesh(cluster), 0

@@ -36,7 +36,7 @@ SEEDS = (0, 1)
 
 
 def story(found: Verdict) -> str:
-    """What a failure should print."""
+    """The text that a failure should print."""
     worst = max(found.rows, key=lambda row: row.error)
     return f"first: {found.first_bad}; worst: {worst.what} of {worst.tensor}, {worst.error:.1e}"
 

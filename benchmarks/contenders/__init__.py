@@ -36,7 +36,7 @@ UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
 ABSENT: Final[dict[str, str]] = {
     "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17"
 }
-"""What would be raced and cannot be, with the reason."""
+"""Contenders that cannot be raced, with the reason."""
 
 
 def make(name: str, setting: Setting) -> Contender:

@@ -23,7 +23,7 @@ IGNORED = -100  # labels that torch's cross entropy leaves out of its mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a contender may know.
+    """The information that a contender may use.
 
     Attributes:
         file: The model file.
@@ -141,7 +141,7 @@ def size_of(batch: Any) -> int:
 
 
 def terms(batch: Any) -> int:
-    """How many terms the mean loss of a batch has: labels that count, or else rows."""
+    """Number of terms of a batch's mean loss: labels that count, or else rows."""
     labels = batch.get("labels") if isinstance(batch, dict) else None
     return size_of(batch) if labels is None else int((labels != IGNORED).sum())
 

@@ -25,7 +25,7 @@ class FSDP(EqualRows):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """What is gathered at a time: the entries of lists of layers, or where there are none the
+    """Modules that are gathered as one: the entries of lists of layers, or where there are none the
     layers of sequences that have parameters."""
     for kind in (nn.ModuleList, nn.Sequential):
         found = [

@@ -2,7 +2,7 @@
 
 Each family has a recipe: a module's name pattern -> how its weights are cut. The vocabulary or
 the classes of a last layer are cut as well, and the loss is computed on the parts
-(``loss_parallel``). What no pattern names, every rank computes whole: convolutions, norms.
+(``loss_parallel``). Every rank computes modules that no pattern names whole: convolutions, norms.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def run(settings: Settings) -> Iterator[Line]:
 def observed(
     comm: Comm, device: torch.device, plans: Mapping[Job, Prepared]
 ) -> dict[Job, Observed]:
-    """What this rank computes by each plan."""
+    """Results of this rank under each plan."""
     found = {}
     for job, prepared in plans.items():
         model, batch, _, optimizer = built(prepared.family)

@@ -38,7 +38,7 @@ SETTLED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the ranks of a cell are told.
+    """Instructions for the ranks of a cell.
 
     Attributes:
         names: The contenders, in order.
@@ -50,7 +50,7 @@ class Task:
         sit_out: A contender that has taken more than so many times as long as the fastest, in all
             rounds so far and one of them counted, takes no further ones; plans do, since their
             predictions are judged.
-        ticks: What the ranks look at before a round; nothing where no profile tells its speed.
+        ticks: Probes that the ranks time before a round; none where no profile tells their speed.
     """
 
     file: ModelFile
@@ -129,7 +129,7 @@ def race_rank(task: Task) -> None:
 
 
 def sits_out(rounds: Sequence[Mapping[str, float]], times: float) -> set[str]:
-    """Who took more than so many times as long as the fastest in every round it took part in.
+    """Contenders that took more than ``times`` times as long as the fastest in every round.
 
     Args:
         rounds: Contender -> seconds of its step, by round.
@@ -139,7 +139,7 @@ def sits_out(rounds: Sequence[Mapping[str, float]], times: float) -> set[str]:
 
 
 class _Course:
-    """What ranks agree on stays outside of the contenders' own communication."""
+    """Agreement among ranks, outside of the contenders' own communication."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

@@ -39,7 +39,7 @@ class Tick:
     Attributes:
         name: The probe's.
         part: Of the step's computing, what is of the probe's kind.
-        seconds: What it took on each rank when the cluster was profiled.
+        seconds: Its time on each rank when the cluster was profiled.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Clock:
         self._told = [(tick.name, tick.part, tick.seconds[rank]) for tick in told]
 
     def slower(self) -> float:
-        """How many times as long as in the profile the model's kinds of work take now."""
+        """Time of the model's kinds of work now, relative to the profile."""
         ratios = [part * self._seconds(name) / then for name, part, then in self._told]
         return sum(ratios) / sum(part for _, part, _ in self._told)
 
@@ -97,11 +97,11 @@ class Clock:
 
 
 def settled(look: Callable[[], float]) -> float:
-    """What a look says; or if that is a surprise, the middle of it and of two more: whoever else uses
-    the machine may do so for a second.
+    """The value of a look; if it is a surprise, the median of three: another process may use
+    work on the machine for a second.
 
     Args:
-        look: How many times as long as in the profile the model's work takes now.
+        look: Returns the time of the model's work now, relative to the profile.
     """
     found = [look()]
     while abs(found[0] - 1) > SURPRISE and len(found) < LOOKS:

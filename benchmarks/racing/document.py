@@ -129,7 +129,7 @@ def _step(cell: Cell, name: str) -> str:
 
 
 def _clusters(cells: Sequence[Cell]) -> str:
-    """How far the predicted steps of each cluster are off."""
+    """Errors of the predicted steps of each cluster."""
     rows = []
     for cluster in dict.fromkeys(cell.cluster for cell in cells):
         here = [cell for cell in cells if cell.cluster == cluster]

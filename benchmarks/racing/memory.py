@@ -1,10 +1,10 @@
 """The peak of live tensor bytes, as torch's CPU allocator reports it to the profiler.
 
 Every block that torch allocates and frees on the thread is an event, so the figure is exact and
-does not depend on what malloc keeps. Python, libraries and buffers inside gloo do not count. What
-overlaps in several threads would be missed: contenders run their steps in one meanwhile. So would
-what a thread of gloo frees because it is the last to let go of a tensor: whoever waits for a
-collective gives it a moment for that.
+does not depend on malloc. Python, libraries and buffers inside gloo do not count. Overlapping blocks
+of several threads would be missed, so contenders run their steps in one thread meanwhile. The last
+reference to a tensor may be gloo's: a rank that waited for a collective gives gloo's thread a moment
+to free it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LETTING_GO_S = 1e-3
 
 
 class Trace:
-    """What :func:`traced` yields; ``peak_bytes`` is known after the block has ended."""
+    """The result of :func:`traced`; ``peak_bytes`` is known after the block has ended."""
 
     peak_bytes = 0
 
@@ -56,7 +56,7 @@ def traced() -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def _lingering() -> Iterator[None]:
-    """Who has waited for a collective stays a moment, and holds its tensors meanwhile."""
+    """Keep the threads that waited for a collective, and their tensors, for a moment."""
     wait = Work.wait
 
     def waited(work: Work, *args: Any, **kwargs: Any) -> Any:

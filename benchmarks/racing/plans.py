@@ -26,7 +26,7 @@ PAPER_METHOD = "HAP 2024"
 
 
 def ours(spec: str, cluster: Cluster, progress: Progress = lambda text: None) -> Plan:
-    """What ``hap plan`` finds, with nothing asked of it."""
+    """The plan of ``hap plan`` with default options."""
     return api.plan_file(spec, cluster, progress=progress)
 
 

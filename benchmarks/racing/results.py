@@ -22,7 +22,7 @@ class Entry:
         peak_bytes: By rank: live tensor bytes at the fullest moment of its second step.
         predicted_s: Of a plan: its step.
         predicted_bytes: Of a plan: its peak by rank; 0 for a rank that it leaves out.
-        note: What else is to know, such as the devices that a plan leaves out.
+        note: A remark, such as the devices that a plan leaves out.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def slower(self) -> float:
-        """How many times as slow the devices were as when they were profiled."""
+        """Time of the devices relative to the profile."""
         pairs = zip_longest(self.drift, self.pace, fillvalue=1.0)
         return statistics.median([drift / pace for drift, pace in pairs] or [1.0])
 

@@ -17,7 +17,7 @@ AIM_EVEN = 2.41  # HAP's headline
 
 
 def ratio(other: Entry, ours: Entry) -> float:
-    """How many times as long the other takes: the median of the ratios within one round."""
+    """Time of the other relative to ours: the median of the ratios within one round."""
     pairs = zip(other.seconds, ours.seconds, strict=False)
     return statistics.median(a / b for a, b in pairs)
 

@@ -32,7 +32,7 @@ from hap.ir.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What a model file defines.
+    """The contents of a model file.
 
     All the callables but ``loss`` (which is traced) raise :class:`ModelError` with the line in
     the file, if the user's code raises or returns something else than it should.
@@ -227,7 +227,7 @@ def _line(error: BaseException, path: str) -> str:
 
 
 def _near(name: str, module: ModuleType) -> str:
-    """What could have been meant: functions that the file itself defines."""
+    """Suggest functions of the file with a similar name."""
     own = [
         key for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__

@@ -1,7 +1,7 @@
 """Recomputation of activations in the backward instead of saving them.
 
-The forward's operators fall into *regions*. What leaves a region is kept; what the backward
-reads from inside is made again, by copies of the operators, right before it is read. That is
+The forward's operators fall into *regions*. Outputs of a region are kept; values that the backward
+reads from inside are made again, by copies of the operators, right before they are read. That is
 ``torch.utils.checkpoint`` (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)
 as a rewriting of the graph, so that the search places and prices the copies like all else.
 """
@@ -24,7 +24,7 @@ PRODUCTS = frozenset({
 """Operators of the forward whose arithmetic takes longer than reading what they made."""
 
 WAYS = ("cheap", "blocks")
-"""What :func:`chosen` may be asked for, the least to make again first."""
+"""Arguments of :func:`chosen`, the least recomputation first."""
 
 
 class Region(NamedTuple):
@@ -95,7 +95,7 @@ class _Copies:
         return node.op == DROPOUT and out == node.outputs[0] and node.outputs[1] is not None
 
     def of(self, name: str, nodes: list[Node]) -> str:
-        """What the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
+        """The value that the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
         if name not in self._inside:
             return name
         if name not in self._made:

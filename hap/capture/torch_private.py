@@ -41,7 +41,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise when Python asks for data that they don't have."""
+    """Exceptions that fake tensors raise when Python asks for data that they don't have."""
     from torch._subclasses import fake_tensor
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -149,7 +149,7 @@ def _without_hints() -> Iterator[None]:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """What a capture raises when the code can't be one graph."""
+    """Exceptions that a capture raises when the code can't be one graph."""
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException, *data_dependent_errors())
@@ -208,7 +208,7 @@ def joint_graph(
                 return ("gradient" if role == "parameter" else "unused"), target
             case d.InputMutationAOTOutput():
                 role, target = name(end.mutated_input)
-                # What is written into the batch is seen by the rest of the step alone.
+                # Only the rest of the step sees a value that is written into the batch.
                 return ("unused" if role == "input" else "buffer"), target
         raise AssertionError(f"unknown end of a joint graph: {end!r}")
 
@@ -256,7 +256,7 @@ def plain_example(argument: Any) -> Any:
 
 
 def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
-    """What TorchInductor needs for a device and does not find here: (what lacks, what to do)."""
+    """A requirement of TorchInductor that is missing for a device: (requirement, remedy)."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -276,7 +276,7 @@ _compiling = threading.Lock()  # emulated ranks are threads, and inductor keeps 
 def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list[Any]], Any]:
     """A graph of operators compiled for inputs of the shapes and strides of ``args``.
 
-    What it returns takes the inputs as one list, which it empties to free each in time. So does
+    The compiled function takes the inputs as one list, which it empties to free each in time. So does
     the function that ``aot_module_simplified`` wraps in its ``forward``, whose own arguments
     live until it returns (2.13).
     """

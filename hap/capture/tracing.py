@@ -71,7 +71,7 @@ def capture(
 ) -> Graph:  # fmt: skip
     """The joint forward and backward graph of one step on the *global* batch.
 
-    What ``torch.utils.checkpoint`` runs inside of the module is made again in the backward.
+    The backward recomputes what ``torch.utils.checkpoint`` runs inside of the module.
 
     Args:
         module: the user's module, real, on the meta device, or built under fake tensors.

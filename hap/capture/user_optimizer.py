@@ -19,7 +19,7 @@ NAMED = "named_parameters"
 
 
 def default_optimizer(params: Any) -> torch.optim.Optimizer:
-    """What trains a model whose file has no ``optimizer``."""
+    """The optimizer of a model whose file has no ``optimizer``."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 

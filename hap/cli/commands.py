@@ -325,5 +325,5 @@ def _started_as_rank() -> bool:
 
 
 def _note(text: str) -> None:
-    """What differs from run to run goes to stderr; stdout is the same for the same inputs."""
+    """Print to stderr text that differs from run to run; stdout is the same for the same inputs."""
     click.echo(text, err=True)

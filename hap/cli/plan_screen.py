@@ -344,7 +344,7 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
 
 
 def verdict_table(verdict: Verdict) -> RenderableType:
-    """What was compared with one device, the worst first; the rest is counted."""
+    """Comparisons with one device, the worst first; the rest is counted."""
     worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
     shown = table(
         ("tensor", "", "relative error", ""),

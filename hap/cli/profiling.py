@@ -62,7 +62,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (records there, records wanted at most, what comes next)."""
 
 _HEAP_BYTES = 64 * 2**20
-"""What operators give out, and then some: as in a step, it is not from new pages."""
+"""More than the outputs of an operator: as in a step, they are not in new pages."""
 
 Launch = Callable[..., Any]
 """Called with a rank's function, ``args`` and ``on_report``, as
@@ -71,7 +71,7 @@ Launch = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all ranks are told.
+    """Settings that all ranks receive.
 
     Attributes:
         output: the cluster file; samples are kept beside it.
@@ -169,7 +169,7 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
 
 
 def _header(settings: Settings, device: torch.device, rank: int) -> Header:
-    """Who measures, known to all."""
+    """The header of this run's records, known to all ranks."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
     told = everyones((socket.gethostname(), local_rank, call_timing.kind_name(device)))
     hosts = [host for host, _, _ in told]
@@ -209,7 +209,7 @@ def _known(settings: Settings, header: Header) -> dict[str, Record]:
 
 
 def _shared(known: dict[str, Record] | None) -> dict[str, Record]:
-    """What rank 0 has, on all ranks."""
+    """The records of rank 0, on all ranks."""
     box: list[Any] = [known]
     dist.broadcast_object_list(box, src=0)
     found: dict[str, Record] = box[0]
@@ -218,7 +218,7 @@ def _shared(known: dict[str, Record] | None) -> dict[str, Record]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What is to be measured, the same on all ranks."""
+    """The measurements to make, the same on all ranks."""
 
     device: torch.device
     ranks: int
@@ -250,7 +250,7 @@ class _Work:
         )
 
     def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
-        """What comes next, and then its record, measured unless it is known."""
+        """Yield the name of each step, and then its record, measured unless it is known."""
         arena = Arena(self.device)
         if self.device.type == "cpu":
             torch.zeros(_HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory

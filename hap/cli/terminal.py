@@ -93,7 +93,7 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _bar(out: Console) -> Progress:
-    """How many of how many, the time that it took, and a text."""
+    """A progress bar: count, total, elapsed time, and a text."""
     at = TextColumn("{task.fields[at]}")
     return Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), at, console=out)
 

@@ -1,4 +1,4 @@
-"""What the hardware can do: devices, links, and the files that describe them.
+"""The hardware: devices, links, and the files that describe them.
 
 Imports only ``hap.errors`` and ``hap.units``. No torch. Everything above may import it.
 """

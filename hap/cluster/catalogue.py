@@ -98,7 +98,7 @@ def like(kind: str) -> str | None:
 def _share(
     figure: str, like: str | None, fitted: Mapping[str, Mapping[str, float]]
 ) -> tuple[float, str]:
-    """Which part of the vendor's peak to expect, and on what ground."""
+    """The part of the vendor's peak to expect, and its source."""
     # Half precisions are fitted as float16 only.
     measured = "float16" if figure == "bfloat16" else figure
     if like and measured in fitted.get(like, {}):

@@ -159,7 +159,7 @@ def _node(node: _Section, links: _Section) -> _Node:
         for item, where in node.items("gpus"):
             item = {"type": item} if isinstance(item, (str, int)) else item
             gpu = _Section(item, where, node.file, ("type", "count", *_FIGURES))
-            # What the node says holds for its GPUs, unless the entry itself says otherwise.
+            # Figures of the node hold for its GPUs, unless the entry itself says otherwise.
             device = _figures(_figures(_pattern(gpu, (gpu, node)), node), gpu)
             devices += [device] * gpu.count("count", at_least=1)
     elif number := node.count("gpus", at_least=0):

@@ -46,7 +46,7 @@ _ROUNDS: Final[Mapping[str, int]] = {
 
 
 def messages(kind: str, ranks: int) -> int:
-    """How many messages of a collective go one after the other, each around a ring of ranks."""
+    """Number of consecutive messages of a collective, each around a ring of ranks."""
     return _ROUNDS[kind] * max(1, ranks - 1)
 
 

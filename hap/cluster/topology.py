@@ -25,8 +25,8 @@ class Cluster:
         devices: One per rank.
         intra: Node -> the link between two devices of that node.
         inter: Each node's adapter: what leaves or enters the node shares it.
-        collectives: Measured figures of single implementations, in place of the links'. What
-            is absent costs what the links say.
+        collectives: Measured figures of single implementations, in place of the links'. Those
+            that are absent have the links' prices.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """A global batch: tensors in nested tuples, lists and dicts, and their names.
 
 A tensor is named by its path: ``x`` in ``{"x": t}``, ``1`` in ``(a, t)``, ``inputs.pixels.0`` in
-``{"inputs": {"pixels": [t]}}``; a batch that is one tensor is ``*``. What is no tensor is a
-constant of the program.
+``{"inputs": {"pixels": [t]}}``; a batch that is one tensor is ``*``. Other objects are
+constants of the program.
 """
 
 from __future__ import annotations

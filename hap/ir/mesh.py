@@ -1,6 +1,6 @@
 """Two mesh axes: the step of one machine, divided from a program between machines.
 
-The program *between* treats every machine as one device. What it leaves to a machine is again
+The program *between* treats every machine as one device. It leaves to each machine
 a training step, of smaller tensors, in which the collectives between machines are operators:
 :func:`divide` writes it down as a graph. The program *inside* is planned over that graph like
 any other, and so may decide in which placement inside the machine a tensor crosses the slow
@@ -47,7 +47,7 @@ class Offset(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank runs: ``program`` over ``graph``, as rank ``rank`` of those beside it.
+    """The work of one rank: ``program`` over ``graph``, as rank ``rank`` of those beside it.
 
     ``offsets`` has an entry for each tensor that is cut between machines.
     """
@@ -173,7 +173,7 @@ class _Divider:
             inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors,
             rules=self._graph.rules,
         )  # fmt: skip
-        # What only the backward reads of the parameters is no longer converted at the start.
+        # Parameters that only the backward reads are no longer converted at the start.
         return replace(joint, nodes=tuple(sorted(nodes, key=lambda n: n.name in joint.backward)))
 
     def _made(self, value: Value) -> str:

@@ -43,7 +43,7 @@ P = Placement("P")
 L = Placement("L")
 """Every rank holds a term of full shape; the tensor is the log of the sum of their exponentials.
 
-What a log-sum-exp over a dim is where that dim is split: the normaliser of a softmax. A rank
+A log-sum-exp over a sharded dim, such as the normaliser of a softmax, has this kind. A rank
 without a part of the dim holds minus infinity. No operator reads terms of this kind.
 """
 

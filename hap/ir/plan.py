@@ -145,7 +145,7 @@ class Plan:
         return divide(self.graph, self.program, self.shares), self.inside.program
 
     def part(self, rank: int) -> Part:
-        """What a rank runs, with the sizes of its own machine."""
+        """The program of a rank, with the sizes of its own machine."""
         if self.mesh is None:
             return Part(self.graph, self.program, self.shares, rank, {})
         machine, column = self.mesh.place(rank)
@@ -153,7 +153,7 @@ class Plan:
 
     @cached_property
     def _machines(self) -> list[Part]:
-        """What the first rank of each machine runs."""
+        """The parts of the first rank of each machine."""
         assert self.mesh is not None
         assert self.inside is not None
         found = []

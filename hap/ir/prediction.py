@@ -68,7 +68,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model says of a plan. Times are seconds of one training step.
+    """Predictions of the cost model for a plan. Times are seconds of one training step.
 
     ``hidden_s`` of communicating is beside computing of the busiest rank.
     """

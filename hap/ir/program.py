@@ -156,14 +156,14 @@ class Program:
 
     @cached_property
     def memo(self) -> dict[str, Any]:
-        """What others have worked out of this program, which never changes."""
+        """Cache of values derived from this program, which never changes."""
         return {}
 
     def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
         """The instructions in order, neighbouring collectives of one kind and bucket run as one.
 
-        Fused collectives pay for one start instead of many. What is fused is decided here, by
-        the program alone, so that all ranks fuse alike.
+        Fused collectives pay for one start instead of many. The program alone decides which are
+        fused, so that all ranks fuse alike.
         """
         for first, end in self.bounds(graph):
             yield self.instructions[first:end]

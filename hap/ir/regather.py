@@ -54,7 +54,7 @@ class _Twins:
         self._made: dict[str, str] = {}
 
     def of(self, name: str, nodes: list[Node]) -> str:
-        """What the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
+        """The value that the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
         if name in self._made:
             return self._made[name]
         view = self._graph.producer.get(name)

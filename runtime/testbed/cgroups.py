@@ -35,7 +35,7 @@ def find_controller(
         name: ``cpu`` or ``memory``.
         mounts: The text of ``/proc/self/mountinfo``.
         memberships: The text of ``/proc/self/cgroup``.
-        otherwise: What happens without one; the end of the reason.
+        otherwise: The consequence of having none; the end of the reason.
     """
     own = {}  # controller name, "" for v2 -> path of this process's group
     for line in memberships.splitlines():

@@ -4,7 +4,7 @@
         results = bed.spawn(train, args=(plan,), on_report=print)
         code = bed.run(["python", "train.py"])
 
-What each part stands on: :mod:`~hap.runtime.testbed.quotas` for speeds and memory,
+Its parts are :mod:`~hap.runtime.testbed.quotas` for speeds and memory,
 :mod:`~hap.runtime.testbed.network` for links, :mod:`~hap.runtime.testbed.scaling` for the one
 factor by which all is slower than in the file.
 """
@@ -66,8 +66,8 @@ class Testbed(Where):
     """A host for each device of a cluster, on this machine, for the time of a ``with``.
 
     Args:
-        cluster: What to emulate.
-        cores: How many cores the ranks may use together; all that there are by default.
+        cluster: The cluster to emulate.
+        cores: Number of cores that the ranks may use together; default: all.
         links: ``scaled`` by the factor of the speeds, so that flops per byte are those of the
             file; ``as written``, for a file that was written for slow ranks; or ``unlimited``,
             without namespaces, which needs no root.
@@ -78,7 +78,7 @@ class Testbed(Where):
         cluster: The cluster as it is emulated, for a planner.
         hosts: The ranks' places.
         pace: Times the part of a core of each host that its rank has now: see :meth:`hold`.
-        notes: What is not emulated, or in another way, one sentence each.
+        notes: Properties that are not emulated, or in another way, one sentence each.
     """
 
     __test__ = False  # not a test, whatever pytest makes of the name
@@ -148,11 +148,11 @@ class Testbed(Where):
         return net.SWITCH_ADDRESS if self._network else Where.address
 
     def inside(self, rank: int | None) -> contextlib.AbstractContextManager[None]:
-        """What to enter for this thread to be on the host of a rank; None: on the switch."""
+        """A context that puts this thread on the host of a rank; None: on the switch."""
         return self._network.inside(rank) if self._network else contextlib.nullcontext()
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """What a rank's environment has beside torchrun's variables, or instead of them."""
+        """Environment of a rank beside torchrun's variables, or in their place."""
         ranks = self.cluster.ranks(self.hosts[rank].node)
         return {
             "LOCAL_RANK": str(ranks.index(rank)),
@@ -254,7 +254,7 @@ def clean() -> list[str]:
     """Remove what testbeds of ended owners left behind; a start does it by itself.
 
     Returns:
-        What it was: processes, namespaces, control groups.
+        The kinds of things removed: processes, namespaces, control groups.
     """
     processes = [f"process {pid}" for pid in ownership.end_strays()]
     spaces = [f"namespace {name}" for name in net.remove_leftovers()]

@@ -164,7 +164,7 @@ def network(cluster: Cluster) -> Iterator[HostNetwork]:
 
 
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-"""What else would be the machine's own: bbr, for one, stops each connection every ten seconds to
+"""Settings that would else be the machine's own: bbr stops each connection every ten seconds to
 look at its latency. Every kernel has reno."""
 
 _SETTLE = " && ".join(f"echo {v} > /proc/sys/net/ipv4/{name}" for name, v in _TCP.items())
@@ -179,7 +179,7 @@ def _settle(space: str) -> None:
 
 
 def missing() -> str:
-    """What this machine lacks for limited links; empty if nothing."""
+    """The reason why this machine cannot limit links; empty if it can."""
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"{' and '.join(tools)} not found: install iproute2"

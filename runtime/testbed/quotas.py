@@ -41,11 +41,11 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Quotas:
-    """What :func:`cpu_quotas` yields; ``place`` fits ``before_rank`` of ``spawn``.
+    """The result of :func:`cpu_quotas`; ``place`` fits ``before_rank`` of ``spawn``.
 
     Attributes:
         fractions: Of one core, by rank.
-        reason: What enforces them, or why nothing in the kernel does.
+        reason: The mechanism that enforces them, or why nothing in the kernel does.
         memory_reason: Likewise for limits on memory.
         uneven: Why ranks run, and stand still, for longer at a time than need be; else empty.
     """
@@ -105,7 +105,7 @@ class Quotas:
     def charge(self, rank: int, pid: int) -> None:
         """Limit the memory that a process takes from now on to that of ``rank``.
 
-        What it holds already is not counted, so that this is for a process that has just begun.
+        Memory that it holds already is not counted: call this in a process that has just begun.
         Its speed stays as it is until :meth:`place`.
         """
         if rank in self._memory:

@@ -1,6 +1,6 @@
 """Branch and bound over the shares of one axis, for a tighter lower bound.
 
-What :class:`hap.synthesizer.bounds.lower_bound.AnyShares` gives away is mostly one thing: it lets a single
+:class:`hap.synthesizer.bounds.lower_bound.AnyShares` is loose mostly for one reason: it lets a single
 rank have all of an axis, which then needs no all-to-all and starts each operator once. A
 :class:`Box` says of one axis, the one on which most of the arithmetic is split, in which range
 the units of each type of devices lie, and those of the most loaded rank of each type; the other
@@ -125,7 +125,7 @@ class Box:
 
 
 _TOTALS = 8.0
-"""How much a type's total counts against a factor between loads when ranges are compared."""
+"""Weight of a type's total against a factor between loads when ranges are compared."""
 
 
 class BoxPrices(Floors):
@@ -231,7 +231,7 @@ class _Leaf:
     box: Box
     bound_s: float
     hope_s: float
-    """What other weights could still raise the bound to, as far as is known."""
+    """The highest bound that other weights could still give, as far as is known."""
 
 
 class Branching:

@@ -111,7 +111,7 @@ def start_parts(space: Space) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hiding:
-    """What hiding costs: ``pace`` is ``1/d`` of (2), ``lost`` per class of ranks ``l`` of (1)."""
+    """The price of overlap: ``pace`` is ``1/d`` of (2), ``lost`` per class of ranks ``l`` of (1)."""
 
     pace: float
     lost: Floats
@@ -150,7 +150,7 @@ class Floors(Prices, ABC):
 
     @property
     def hiding(self) -> Hiding:
-        """What the weights of :meth:`Hiding.mean` depend on."""
+        """Parameters of the weights of :meth:`Hiding.mean`."""
         return Hiding(1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks])
 
     def convert(
@@ -219,7 +219,7 @@ class FixedShares(Floors):
 
 
 def _storable(graph: Graph) -> frozenset[str]:
-    """What may lie in shares of storing: parameters, gradients, and all that looks at them."""
+    """Tensors that may lie in shares of storing: parameters, gradients, and views of them."""
     found = {i.tensor for i in graph.role("parameter")} | set(graph.gradients.values())
     for node in graph.nodes:
         if node.op in FREE and found.intersection(node.inputs):

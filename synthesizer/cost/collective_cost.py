@@ -118,7 +118,7 @@ class NetworkModel:
     def _added(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, start: float
     ) -> list[Quote]:
-        """What starts and bytes add up to."""
+        """Sum of starts and bytes of a collective."""
         found: list[Quote] = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return found
 
@@ -127,8 +127,8 @@ class NetworkModel:
     ) -> float:
         """The least seconds of a collective, whatever the parts; linear in bytes and start.
 
-        What is padded is least for equal parts, what has a sender per part for one sender. So
-        is what an all-to-all moves, unless ``crossing`` seconds of it are known to be left.
+        Padded traffic is least for equal parts, grouped traffic for one sender. So
+        is the traffic of an all-to-all, unless ``crossing`` seconds of it are known to be left.
         """
         n = self.world_size
         even, alone = np.full(n, 1 / n), np.eye(n)[0]

@@ -26,7 +26,7 @@ class Job:
     messages: int
     """One after the other."""
     left_s: float
-    """What is still to be communicated, in seconds of its own."""
+    """Undisturbed seconds of the rest of its communication."""
     free_s: float = 0.0
     """When those before it had ended."""
     start_s: float = 0.0
@@ -68,9 +68,9 @@ class Streams:
 
     @property
     def least_s(self) -> PerRank:
-        """What no rank ends before: its computing, and what all that is communicated takes of it.
+        """Lower bound of each rank's end: its computing, and the loss to all communication.
 
-        What a rank that is behind the others loses is charged by how far the collective has come
+        The loss of a rank behind the others is charged by the progress of the collective
         for the first of them, which may be too little.
         """
         least: PerRank = self._computed_s + self._lost * self._communicated_s
@@ -125,7 +125,7 @@ class Streams:
         """How the open job and computing slow each other."""
         drag = self._drag + self._delay_s * messages_per_s
         worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
-        # How many times as long it takes while such ranks compute, the worst first; and they.
+        # Factors of its time while such ranks compute, the largest first; and the ranks.
         self._drags = [(d, np.flatnonzero(drag == d)) for d in worst]
         self._slowed: PerRank = 1 / (1 - self._lost / drag)
 

@@ -1,7 +1,7 @@
 """The part of a program's cost that is independent of its shares: computed once, priced many times.
 
-The search for shares prices one program under many of them. Which instructions run as one, which
-have the same price under any shares, and when each storage exists stays the same.
+The search for shares prices one program under many of them. The groups that run as one, the classes
+of equal prices, and the live ranges of storages stay the same.
 """
 
 from __future__ import annotations

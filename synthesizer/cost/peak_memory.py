@@ -85,7 +85,7 @@ def _live(structure: CostStructure, until: Until) -> LiveRanges:
 
 
 def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, PerRank]:
-    """What lies there from the start to the end."""
+    """Bytes of the inputs, which exist from the start to the end."""
     local = _local_bytes(graph, structure, cost, structure.inputs, structure.part_of_input)
     roles = np.array([i.role == "parameter" for i in graph.inputs])
     trained = np.array([i.target in graph.gradients for i in graph.inputs])
@@ -186,6 +186,6 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
 
 
 def _padded(parts: PerRank, cost: Prices) -> PerRank:
-    """As many of the largest part as there are ranks in a ring."""
+    """Bytes of a buffer with the largest part of a ring for each of its ranks."""
     size = cost.parts.ring_size
     return np.repeat(parts.reshape(-1, size).max(axis=1) * size, size)

@@ -113,7 +113,7 @@ def _index_put(call: Call) -> list[Row]:
 
 @rule("aten.scatter.src", "aten.scatter.value")
 def _scatter(call: Call) -> list[Row]:
-    # What is written takes the place of what was there: the dim must be whole.
+    # New elements take the place of old ones: the dim must be whole.
     x, index, *source = call.ins
     dim = call.dim(1, x)
     shapes = zip(x.shape, index.shape, *(t.shape for t in source), strict=True)

@@ -91,7 +91,7 @@ def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
 
 
 def written_flops(call: Call, lines: Sequence[str]) -> float | None:
-    """What a rule says of a call's arithmetic; None if it says nothing."""
+    """Floating-point operations of a call by its rule; None if the rule does not state them."""
     read_lines, factors = read(lines)
     for line in read_lines if factors else ():
         sizes = None if line.is_row else _sizes(call, line)

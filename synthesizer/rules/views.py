@@ -117,7 +117,7 @@ def _within(call: Call) -> list[Row]:
 
 @rule("aten.triu.default", "aten.tril.default")
 def _triangle(call: Call) -> list[Row]:
-    """What is kept depends on the places in the last two dims."""
+    """The kept elements depend on their places in the last two dims."""
     (x,) = call.ins
     given = letters(x, fixed=range(len(x.shape) - 2, len(x.shape)))
     return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])

@@ -158,7 +158,7 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
 def priced(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
     """(seconds per rank, messages one after the other) of instructions that run as one.
 
-    What computes has no messages; what has some runs on all ranks at once.
+    Operators that compute have no messages; collectives have some, and run on all ranks at once.
     """
     world = cost.machine.cluster.world_size
     nodes = nodes_and_rows(graph, group)

@@ -11,9 +11,9 @@ instructions get the order in which all ranks run them:
   do not need it go first, such as those of weights' gradients while activations' are reduced;
 * collectives for which computing waits at once go before those that are needed later.
 
-How many buckets, and whether what is needed later leaves the link to the others while it is
-busy, is tried out: the predicted step decides. All is decided here, in the plan, so that all
-ranks do alike. :func:`hap.synthesizer.schedule.event_simulator.schedule` states what overlaps with what.
+The number of buckets, and whether collectives that are needed later wait while the link is
+busy, are tried out: the predicted step decides. The plan holds all decisions, so that all ranks run
+alike. :func:`hap.synthesizer.schedule.event_simulator.schedule` states which operations overlap.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """What runs as one. ``seconds`` are those of all ranks together if it communicates."""
+    """Instructions that run as one. ``seconds`` are those of all ranks together if it communicates."""
 
     what: tuple[Instruction, ...]
     seconds: PerRank | float
@@ -188,7 +188,7 @@ class _Flow:
         order = _Run(self, steps).listed(program, hold=hold)
         if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
             return order
-        # What crosses between machines has no buckets: neighbours run as one.
+        # Collectives between machines have no buckets: neighbours run as one.
         again = _Flow(self._graph, order.program, self._cost)
         return _Run(again, again.steps).in_place(order.program)
 
@@ -238,7 +238,7 @@ class _Flow:
 
 
 def _connect(steps: Sequence[_Step]) -> None:
-    """Who reads whom."""
+    """Connect each step with the steps that read its values."""
     maker: dict[int, _Step] = {}
     for step in steps:
         step.readers, step.missing = [], 0
@@ -351,7 +351,7 @@ class _Waiting:
             heapq.heappush(self._later, (after, place, step))
 
     def next(self, streams: Streams, loose: bool) -> _Step:
-        """What goes next: collectives first, the loose ones if they may or nothing else can."""
+        """The next step: collectives first, the loose ones if they may or nothing else can."""
         while self._later and streams.ended(self._later[0][0]):
             _, place, step = heapq.heappop(self._later)
             heapq.heappush(self._free, (place, step))

@@ -66,7 +66,7 @@ def memory_over_time(
 
 
 def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
-    """What is there before the first instruction and after the last."""
+    """Bytes of the inputs and optimizer states, from before the first instruction to after the last."""
     held = np.zeros(cost.machine.cluster.world_size)
     for i in graph.inputs:
         trained = i.role == "parameter" and i.target in graph.gradients

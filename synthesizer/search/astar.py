@@ -189,7 +189,7 @@ class _Search:
 
     @property
     def _below(self) -> int:
-        """What costs as much as this is of no use."""
+        """The cost from which on a program is of no use."""
         return FORBIDDEN if self.best is None else self.best.bound
 
     def run(self) -> int:

@@ -5,7 +5,7 @@
 Eliminating a variable replaces all the tables that mention it by one table over its
 neighbours, minimised over the variable (Dechter, "Bucket elimination", 1999). The work is
 exponential only in the width of the order, and the joint graphs of real models have tiny
-width whatever their depth. What repeats from layer to layer is eliminated once
+width whatever their depth. Tables that repeat from layer to layer are eliminated once
 (:mod:`hap.synthesizer.search.table_pool`). Costs are integers, so that equal plans tie exactly and the
 result does not depend on the order of additions.
 """
@@ -37,7 +37,7 @@ MOST_ENTRIES = 1 << 31
 HUBS = 3
 """Variables that are fixed to each of their labels in turn where a table would be too large.
 
-What many layers read, such as an encoder's output, ties them all; fixed, it ties none.
+A tensor that many layers read, such as an encoder's output, ties them all; fixed, it ties none.
 """
 
 Pairs = Mapping[tuple[int, int], Costs]
@@ -144,7 +144,7 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
 
 
 _Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
-"""What an elimination depends on: own costs, labels of all, (dims, number) of each table."""
+"""Key of an elimination: own costs, labels of all, (dims, number) of each table."""
 
 
 _Known = dict[_Key, tuple[int, int, Labels]]
@@ -233,7 +233,7 @@ def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
 
 
 def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    """What is small by its size, which leaves a core of each layer; that by its fill."""
+    """Small variables by size, which leaves a core of each layer; the core by its fill."""
     entries = _table_size(v, sizes, near)
     return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
 

@@ -41,7 +41,7 @@ Allowed = Callable[[str, Placement, bool], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aims:
-    """What the search minimises: time as one number per vector over ranks, and memory.
+    """The objective of a search: time as one number per vector over ranks, and memory.
 
     ``memory_s_per_byte`` prices each rank's stored parameters and saved activations; it is
     raised for the ranks that run out of memory.
@@ -53,7 +53,7 @@ class Aims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """What nodes of one kind have in common: per row its times, and per operand its placements.
+    """The data that nodes of one kind share: per row its times, and per operand its placements.
 
     ``needs`` and ``makes`` hold each column of placements with its number.
     """
@@ -114,7 +114,7 @@ class Problem:
         return minimise(self.unary, self.pairs)
 
     def outcome(self, engine: Engine) -> SearchResult:
-        """What an engine finds; it need be neither optimal nor a labelling at all."""
+        """The result of an engine; it need be neither optimal nor a labelling at all."""
         return engine(self.unary, self.pairs)
 
     def timed(self) -> Iterator[tuple[int, list[PerRank]]]:
@@ -135,7 +135,7 @@ class Problem:
         holdings = self.space.holdings[name]
         if not self._restricted:
             return holdings
-        # What a narrow space holds as terms alone is whole where nothing may be in terms.
+        # A tensor that a narrow space holds as terms alone is whole where terms are forbidden.
         for some in (holdings, ((R,),)):
             if kept := tuple(h for h in some if all(self._allowed(name, p, False) for p in h)):
                 return kept
@@ -218,7 +218,7 @@ class Problem:
             self._price_slices(v, gradient, options)
 
     def _add_twin(self, parameter: str, alias: Node) -> None:
-        """What it costs that the backward looks at the forward's copy, or gathers its own."""
+        """Price the backward's read of a parameter: of the forward's copy, or a gather of its own."""
         v, price = self._node[alias.name], self.aims.memory_s_per_byte
         t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
         if price is not None:
@@ -294,7 +294,7 @@ class Problem:
         self._pair(v, self._variable[tensor], self._tables[key])
 
     def _alike(self, tensor: str) -> object:
-        """What the prices of a tensor's conversions depend on; layers repeat it."""
+        """Key of the prices of a tensor's conversions; layers repeat it."""
         fused = tensor in self._fused, tensor in self._gradients
         number, axes = self.space.tensor_kinds[tensor]
         return (

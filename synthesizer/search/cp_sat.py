@@ -104,7 +104,7 @@ class _Model:
                 self._terms.append((label, cost - least))
 
     def _add_pair(self, u: int, v: int, table: Costs) -> None:
-        """What all entries of a label have in common is the label's own cost."""
+        """The part that all entries of a label have in common is the label's own cost."""
         allowed = table < FORBIDDEN
         for own, axis in ((u, 1), (v, 0)):
             least = np.where(allowed, table, FORBIDDEN).min(axis=axis)

@@ -90,7 +90,7 @@ def build_ladder(unary: Unary, pairs: Pairs, most_entries: int) -> Ladder:
 
 
 def _regret(total: Costs, rest: Costs) -> Costs:
-    """By how much each label exceeds the best one; what is forbidden stays forbidden."""
+    """The excess of each label over the best one; forbidden entries stay forbidden."""
     return np.where(total >= FORBIDDEN, FORBIDDEN, total - rest[..., None])
 
 

@@ -37,7 +37,7 @@ Holding = tuple[Placement, ...]
 
 
 Kind = tuple[int, tuple[str, ...]]
-"""A number and axes. What has one number differs in no more than these: layers repeat."""
+"""A number and axes. Items with equal numbers differ only in these axes: layers repeat."""
 
 
 def _kind(kinds: dict[object, int], key: object, lie: list[str | None]) -> Kind:
@@ -84,7 +84,7 @@ NARROW = (
     "no axes inside of layers either, such as the width of a head",
     "the axes of the batch alone",
 )
-"""What is left of a graph's space that :func:`build_space` makes narrower, by degrees."""
+"""Degrees of a narrower space in :func:`build_space`."""
 
 SHARED = 4
 """A weight that more layers read than so many counts as one that many share."""
@@ -256,7 +256,7 @@ def _constants(graph: Graph) -> frozenset[str]:
 def _holdings(
     graph: Graph, axes: Axes, rows: Mapping[str, tuple[Row, ...]], constant: frozenset[str]
 ) -> dict[str, tuple[Holding, ...]]:
-    """What each tensor may be held as: R, P, one shard, or two shards for unlike consumers."""
+    """Possible holdings of each tensor: R, P, one shard, or two shards for unlike consumers."""
     partial = {
         o for n in graph.nodes for row in rows[n.name]
         for o, p in zip(n.outputs, row.outs, strict=True) if p == P

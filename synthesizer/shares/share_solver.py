@@ -142,7 +142,7 @@ def solve_shares(
 
 
 def _lacking(cluster: Cluster, lack_bytes: PerRank) -> str:
-    """Which devices lack how many bytes, alike ones together."""
+    """The devices that lack memory, and the bytes; alike ones together."""
     found: dict[tuple[int, int], list[str]] = {}
     for device, lack in zip(cluster.devices, lack_bytes.tolist(), strict=True):
         if lack > 0:

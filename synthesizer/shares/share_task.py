@@ -44,7 +44,7 @@ Split = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulated:
-    """What the simulator says of a split."""
+    """The simulated value of a split."""
 
     split: Split
     shares: Shares

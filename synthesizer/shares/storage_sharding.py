@@ -27,7 +27,7 @@ _ROUNDS = 10
 """Tries to fit the memory. Uneven shards need larger buffers for their padding, which leave less room for shards."""
 
 STORED = "stored "
-"""What the names of the axes of storing begin with; the size of their dims follows."""
+"""Prefix of the names of the axes of storing; the size of their dims follows."""
 
 
 def program_axes(axes: Axes, program: Program) -> Axes:

@@ -23,8 +23,8 @@ from tests.random_plans import Case, adamw, random_plan, verdict, widened
 WISHES: tuple[dict[str, Any] | None, ...] = (
     {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False}, None,
 )  # fmt: skip
-"""What is asked of the planner, in turn: leaving devices out and two mesh axes take long. With
-nothing asked there are random programs alone."""
+"""Options that the planner gets: leaving devices out and two mesh axes take long. With
+no options there are random programs alone."""
 
 PROGRAMS = 2
 """Random programs per case, beside the planned one."""
@@ -34,7 +34,7 @@ NOISE = 1e-15
 
 
 class Outcome(StrEnum):
-    """What became of a case that is no failure."""
+    """The result of a case that is no failure."""
 
     CLEAN = "clean"
     DISCOVERED = "with discovered rows"

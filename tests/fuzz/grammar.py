@@ -1,7 +1,7 @@
 """Draws recipes: straight-line modules that run on one device, for Hypothesis to shrink.
 
 A line is drawn, run on real values, and kept if PyTorch accepts it; so shapes need no
-inference of their own. What a module does with its sizes is what people do: broadcasting, views
+inference of their own. A module does with its sizes what people do: broadcasting, views
 of views, slices, in-place changes, tied parameters.
 """
 

@@ -1,4 +1,4 @@
-"""What a random module is made of: each function draws one line, or a few that belong together."""
+"""The lines of a random module: each function draws one, or a few that belong together."""
 
 from __future__ import annotations
 
