@@ -46,7 +46,7 @@ from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.schedule.list_scheduler import orders
 from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 from hap.units import format_seconds
 
 HERE = Path(__file__).parent
@@ -59,12 +59,12 @@ SIMPLE = {
 
 def even_shares(s: Synthesizer) -> Candidate:
     """Every axis in equal parts, but for rounding."""
-    return s.cheapest(spread(s.space.axes, np.ones_like(s.machine.speed)))
+    return s.cheapest(proportional_shares(s.space.axes, np.ones_like(s.machine.speed)))
 
 
 def shares_by_speed(s: Synthesizer) -> Candidate:
     """In proportion to the speed of products, without the integer program."""
-    return s.cheapest(spread(s.space.axes, s.machine.speed))
+    return s.cheapest(proportional_shares(s.space.axes, s.machine.speed))
 
 
 def batch_only(s: Synthesizer) -> Candidate:

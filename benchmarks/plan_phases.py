@@ -26,7 +26,7 @@ from hap.capture.tracing import capture
 from hap.capture.user_optimizer import default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import InfeasibleError
-from hap.gc_pause import no_collector
+from hap.gc_pause import gc_paused
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
@@ -43,7 +43,7 @@ PLANNING = ("capture", "rules", "searches")
 """The phases between a model and its plan."""
 
 
-@no_collector()  # as hap plan does
+@gc_paused()  # as hap plan does
 def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None:
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}

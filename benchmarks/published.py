@@ -43,7 +43,7 @@ from hap.synthesizer.hap_paper import UnfusedPrices, alternate, one_ratio
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 from hap.units import format_seconds
 
 RATES = {
@@ -157,7 +157,7 @@ def compare(model: str) -> Row:
     judge = Synthesizer(space, cluster, ADAM)
     even = next(m for m in METHODS if m.name == BASE).plan(space, cluster, ADAM)
     _, program, ratios = alternate(reduced(space), judge.machine, of_ratios)
-    found = judge.judge(program, spread(space.axes, ratios))
+    found = judge.judge(program, proportional_shares(space.axes, ratios))
     plan = choose(space, cluster, ADAM, PlanOptions(all_devices=True)).pair
     three = (even, found, plan)
     theirs = []

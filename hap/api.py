@@ -20,7 +20,7 @@ from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
 from hap.errors import InputError, ModelError
-from hap.gc_pause import no_collector
+from hap.gc_pause import gc_paused
 from hap.ir.axes import Shares
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import Graph
@@ -53,7 +53,7 @@ Progress = Callable[[str], None]
 Made = TypeVar("Made")
 
 
-@no_collector()
+@gc_paused()
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: Batch,
@@ -130,7 +130,7 @@ def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
     return chosen.between.program, chosen.between.shares, Inside(program=program, shares=shares)
 
 
-@no_collector()
+@gc_paused()
 def plan_file(
     spec: str,
     cluster: Cluster | str | Path,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def no_collector() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Look for no garbage meanwhile; a decorator, too.
 
     Traces, tables and programs stay until the end: to go through all of them again and again

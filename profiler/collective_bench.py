@@ -35,7 +35,7 @@ _COMPUTE_S = 0.012
 _LEAST_S = 1e-7  # of a measured difference
 _BOOT, _TIME = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 _PATIENT = 4
-_VAGUE, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
+_NOISY, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
 _LONG = 4  # parts of the longest: what takes more than one is repeated but twice
 
 
@@ -62,7 +62,7 @@ class BenchComm(Protocol):
     def all_reduce_max(self, x: Tensor) -> Tensor: ...
 
 
-def everyones(mine: Any) -> list[Any]:
+def gathered_from_all(mine: Any) -> list[Any]:
     """The values of all ranks, known to all."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
@@ -132,7 +132,7 @@ def _grow(
     """
     made: list[ExchangeRecord] = []
     for nbytes in sizes:
-        patience = 1 if _tells_bandwidth(made) else _PATIENT
+        patience = 1 if _bandwidth_bound(made) else _PATIENT
         if _expected_s(made, nbytes) > patience * limits.longest_s:
             yield None
             continue
@@ -141,7 +141,7 @@ def _grow(
         yield made[-1]
 
 
-def _tells_bandwidth(made: Sequence[ExchangeRecord]) -> bool:
+def _bandwidth_bound(made: Sequence[ExchangeRecord]) -> bool:
     """Do bytes take as long as the start, in the largest that was measured?"""
     return len(made) > 1 and median(made[-1].seconds) > 2 * median(made[0].seconds)
 
@@ -225,7 +225,7 @@ def small(comm: BenchComm, kind: str, nbytes: int, device: torch.device) -> Call
     return _call(comm, kind, how, half, even, device)
 
 
-def in_a_row(
+def consecutive_seconds(
     call: Callable[[], object], count: int, device: torch.device, whole: BenchComm
 ) -> float:
     """Seconds of each of so many calls, as in the records of collectives; known to all."""
@@ -338,14 +338,14 @@ def _seconds(
     for _ in range(1 + _AGAIN):
         mine = [_one(call, count, device, whole) for _ in range(rounds)]
         found += _last(mine, count, device, whole)
-        if not vague(found):
+        if not too_noisy(found):
             break
     return tuple(found)
 
 
-def vague(seconds: Sequence[float]) -> bool:
+def too_noisy(seconds: Sequence[float]) -> bool:
     """Do repeats differ so much that a few more would move their mean, as where packets were lost?"""
-    return len(seconds) > 1 and stdev(seconds) > _VAGUE * fmean(seconds) * len(seconds) ** 0.5
+    return len(seconds) > 1 and stdev(seconds) > _NOISY * fmean(seconds) * len(seconds) ** 0.5
 
 
 def _one(

@@ -23,7 +23,7 @@ import torch
 
 from hap.cluster.link import messages
 from hap.profiler import collective_bench
-from hap.profiler.collective_bench import BenchComm, everyones
+from hap.profiler.collective_bench import BenchComm, gathered_from_all
 from hap.profiler.samples import BesideRecord
 
 Ranks = tuple[int, ...]
@@ -96,8 +96,8 @@ def _measured(
                 lost, drag, delay = [part for _, _, part in large], drags, delays
         _meet(whole, device)
     return BesideRecord(
-        nbytes=nbytes, lost=tuple(everyones(tuple(lost))), drag=tuple(everyones(tuple(drag))),
-        delay=tuple(everyones(tuple(delay))),
+        nbytes=nbytes, lost=tuple(gathered_from_all(tuple(lost))), drag=tuple(gathered_from_all(tuple(drag))),
+        delay=tuple(gathered_from_all(tuple(delay))),
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ class _Pair:
         """(seconds of a message alone, how many times as long beside computing), of small ones."""
         one = collective_bench.small(self.comm, kind, _SMALL_BYTES, self.device)
         one()
-        alone_s = collective_bench.in_a_row(one, _ROW, self.device, self.comm)
+        alone_s = collective_bench.consecutive_seconds(one, _ROW, self.device, self.comm)
 
         def row() -> None:
             for _ in range(_ROW):

@@ -127,12 +127,12 @@ class Piece:
         return made(args)
 
 
-class Hole(int):
+class ValueSlot(int):
     """Stands in the arguments of a call for one of the values that the stage reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ContextCall:
     """A call of a method of the context."""
 
     method: str
@@ -145,7 +145,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class ResultAt:
     """One of several results of a call."""
 
     place: int
@@ -158,7 +158,7 @@ class Picked:
 class Segment:
     """A function, the slots that it reads and writes, and those that nothing reads after it."""
 
-    run: Piece | Asked | Picked
+    run: Piece | ContextCall | ResultAt
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     last: tuple[int, ...]
@@ -264,7 +264,7 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
             # The operator with several results ran before: this needn't wait for the piece.
             asked.add(node)
             read = (slots[node.args[0]],)
-            found.append(Segment(Picked(node.args[1]), read, (slots[node],), ()))
+            found.append(Segment(ResultAt(node.args[1]), read, (slots[node],), ()))
         else:
             run.append(node)
     close()
@@ -272,13 +272,13 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
 
 
 def _ask(node: fx.Node, slots: dict[fx.Node, int]) -> Segment:
-    read: dict[fx.Node, Hole] = {}
+    read: dict[fx.Node, ValueSlot] = {}
 
     def hole(given: fx.Node) -> Any:
-        return read.setdefault(given, Hole(len(read)))
+        return read.setdefault(given, ValueSlot(len(read)))
 
     args = fx.node.map_arg(node.args[1:], hole)
-    asked = Asked(str(node.target), args, fx.node.map_arg(node.kwargs, hole))
+    asked = ContextCall(str(node.target), args, fx.node.map_arg(node.kwargs, hole))
     return Segment(asked, tuple(slots[n] for n in read), (slots[node],), ())
 
 
@@ -332,7 +332,7 @@ def _plain(arg: Any, number: dict[fx.Node, tuple[str, int]]) -> Hashable:
 
 def _filled(arg: Any, values: list[Any]) -> Any:
     match arg:
-        case Hole():
+        case ValueSlot():
             return values[arg]
         case list() | tuple():
             return type(arg)(_filled(a, values) for a in arg)

@@ -234,8 +234,8 @@ class Emitter:
         index = args[entry.numbers]
         if entry.skip is not None:
             shifted = (index, span, args[entry.skip])
-            given[entry.numbers] = out.call_function(sharded_lookup.own_or_passed_over, shifted)
-            given[entry.skip] = sharded_lookup.PASSED_OVER
+            given[entry.numbers] = out.call_function(sharded_lookup.own_or_ignored, shifted)
+            given[entry.skip] = sharded_lookup.IGNORED_NUMBER
             return out.call_function(resolve(node.op), tuple(given))
         given[entry.numbers] = out.call_function(sharded_lookup.own_or_first, (index, span))
         if entry.zero is not None:

@@ -14,15 +14,15 @@ from hap.capture import torch_private
 Span = tuple[int, int, int]
 """The numbers of one rank: (its first, the first after its last, how many there are in all)."""
 
-PASSED_OVER = -1
+IGNORED_NUMBER = -1
 """Placeholder of other ranks' numbers where an operator can ignore a number."""
 
 
-def own_or_passed_over(index: Tensor, span: Span, skip: int) -> Tensor:
+def own_or_ignored(index: Tensor, span: Span, skip: int) -> Tensor:
     """Numbers counted from the rank's start; -1 for other ranks' and for ``skip``."""
     _check(index, span, skip)
     others = _outside(index, span) | (index == skip)
-    return (index - span[0]).masked_fill_(others, PASSED_OVER)
+    return (index - span[0]).masked_fill_(others, IGNORED_NUMBER)
 
 
 def own_or_first(index: Tensor, span: Span) -> Tensor:

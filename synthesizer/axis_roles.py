@@ -1,12 +1,8 @@
 """Roles of axes, derived from the products that they occur in: batch, experts, tensor-parallel.
 
-Nothing here goes by names. A *weight* is a parameter, or what is made of parameters and
-constants alone (its transpose, its copy in another dtype). A row that shards a weight tells the
-role of that dim in the operator, by what it asks of the other inputs and gives:
-
-* ``column``: the others are whole, the result is sharded: an output feature;
-* ``contract``: the others are sharded and the result is partial: an input feature;
-* ``batch``: all are sharded: in a product, one of several independent ones, an expert.
+A *weight* is a parameter or made of parameters and constants alone. A row that shards a dim of a
+weight shows its role: ``column`` (an output feature: the result is sharded), ``contract`` (an input
+feature: the result is partial) or ``batch`` (all are sharded: an expert).
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ def batch_axis(space: Space) -> str | None:
 
 
 def weights(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """Tensor -> the parameters that it is made of, where it is made of nothing that varies."""
+    """Tensor -> the parameters that it is made of, for tensors made of nothing that varies."""
     made: dict[str, frozenset[str]] = {
         i.tensor: frozenset([i.tensor] if i.role == "parameter" else [])
         for i in graph.inputs if i.role in ("parameter", "constant")
@@ -94,11 +90,10 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
     """The axes that Megatron-LM splits (Shoeybi et al., 2019): every second one on any path.
 
     Products join an input axis to an output axis. Splitting every second axis makes each weight
-    column-parallel or row-parallel, and what flows between such pairs whole. Of the two ways to
-    do that in each connected part of the model, the one that splits more of the weights is taken;
-    of equal ones, the one that begins with columns where the data come in. Left whole are axes of
-    the batch, axes that some operator can't read in shards (a norm or a softmax looks along
-    them), and of two axes that one product joins the second.
+    column-parallel or row-parallel, with whole tensors between such pairs. Of the two ways in each
+    connected part of the model, the one that splits more weights is taken; of equal ones, the one that
+    begins with columns at the data. Axes of the batch, axes that some operator can't read in shards,
+    and the second of two axes that one product joins stay whole.
     """
     found = uses(space)
     inputs = {i.tensor for i in space.graph.role("input")}

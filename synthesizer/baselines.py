@@ -1,8 +1,7 @@
 """Baselines (DDP, ZeRO, tensor and expert parallelism) as restricted searches.
 
-A baseline is the same search in a smaller space: its placements are what the method allows,
-its shares what the method gives. It does not trade time for memory: it fits or it doesn't.
-docs/baselines.md says what each one is, and what it is not.
+A baseline searches a smaller space, with the placements and shares of its method. It does not
+trade time for memory. docs/baselines.md describes each one.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R, S
-from hap.ir.regather import twin_of
+from hap.ir.regather import backward_alias_of
 from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.hap_paper import plan_as_paper
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 Restriction = Callable[[Space], Allowed]
 """The placements of one method; raises ``HapError`` with the reason if it can't run the model."""
@@ -31,9 +30,9 @@ Restriction = Callable[[Space], Allowed]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to train: a name, the maker of its program, and a word on where it comes from.
+    """A way to train: a name, the maker of its program, and its source.
 
-    ``usual``: planned with every plan. The others are planned on demand, to save time.
+    ``usual``: planned with every plan; the others on demand, to save time.
     """
 
     name: str
@@ -57,13 +56,13 @@ def restricted(
 ) -> Callable[[Space, Cluster, int], Candidate]:
     """The cheapest program within ``restriction``, with shares in proportion to ``weigh``.
 
-    ``narrow`` takes rows from the space, where placements alone don't tell the method.
+    ``narrow`` removes rows from the space, where placements alone don't define the method.
     """
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
         allowed = restriction(space)
         synthesizer = Synthesizer(narrow(space), cluster, optimizer_states, allowed)
-        return synthesizer.cheapest(spread(space.axes, weigh(synthesizer.machine)))
+        return synthesizer.cheapest(proportional_shares(space.axes, weigh(synthesizer.machine)))
 
     return plan
 
@@ -99,7 +98,7 @@ def gathered_again(space: Space) -> Space:
 def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
     """The space in which the backward's names of parameters look at one placement alone."""
     rows = dict(space.rows)
-    for parameter, twin in twin_of(space.graph).items():
+    for parameter, twin in backward_alias_of(space.graph).items():
         node = space.graph.producer[twin].name
         rows[node] = tuple(row for row in rows[node] if row.ins == (wanted[parameter],))
     return replace(space, rows=rows)
@@ -205,11 +204,7 @@ METHODS = (
 def baselines(
     space: Space, cluster: Cluster, optimizer_states: int, *, every: bool = False
 ) -> dict[str, Candidate | str]:
-    """Name -> candidate, or the reason why the method can't run this model.
-
-    Args:
-        every: also the methods that are not planned with each plan.
-    """
+    """Name -> candidate, or the reason why the method can't run the model; ``every``: of all methods."""
     found: dict[str, Candidate | str] = {}
     for method in METHODS:
         if method.usual or every:

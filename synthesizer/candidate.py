@@ -19,7 +19,7 @@ _WORTH = 1e-3
 """Part of a step; for less than that, no more buckets."""
 
 _LITTLE = 5e-3
-"""Part of a step; for what overlapping could save less of, it is not estimated."""
+"""Part of a step; where overlap could save less, it is not estimated."""
 
 Merit = tuple[float, float]
 """Bytes that lack on the rank that lacks most, seconds of a step."""
@@ -27,10 +27,10 @@ Merit = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A program and its shares, and what they are predicted to do.
+    """A program and its shares, with their predictions.
 
-    ``program`` is as the search wrote it, ``serial`` its timeline with nothing overlapped. The
-    program that runs is that of ``timeline``. With ``overlap=False`` its collectives stay in place.
+    ``serial`` is the timeline without overlap; ``timeline`` has the program that runs. With
+    ``overlap=False`` collectives stay in place.
     """
 
     shares: Shares
@@ -44,7 +44,7 @@ class Candidate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The fastest schedule that fits the memory; if none does, the one that lacks least."""
+        """The fastest schedule that fits the memory; if none does, the one that lacks the fewest bytes."""
         cost = self.price()
         found = list(orders(cost.graph, self.serial, cost))
         first, tried = found[0], found if self.overlap else found[:1]
@@ -56,12 +56,12 @@ class Candidate:
 
     @cached_property
     def lacking_bytes(self) -> PerRank:
-        """Per rank, by how much the peak exceeds the memory; all zero if it fits."""
+        """Per rank, the excess of the peak over the memory; all zero if it fits."""
         return _lacking(self.timeline, self.price())
 
     @cached_property
-    def lacking_in_series(self) -> PerRank:
-        """:attr:`lacking_bytes` with nothing overlapped, which takes no schedule to know."""
+    def serial_lacking_bytes(self) -> PerRank:
+        """:attr:`lacking_bytes` without overlap, which needs no schedule."""
         return _lacking(self.serial, self.price())
 
     @property
@@ -69,42 +69,38 @@ class Candidate:
         return not self.lacking_bytes.any()
 
     @property
-    def rank(self) -> Merit:
-        """The order of candidates: what fits first, then what is faster."""
+    def merit(self) -> Merit:
+        """The order of candidates: those that fit first, then the faster ones."""
         return float(self.lacking_bytes.max()), self.timeline.step_s
 
     @cached_property
-    def estimate(self) -> Merit:
-        """About what :attr:`rank` is, for a fraction of its price."""
-        in_turn_s = self.serial.step_s
-        if not self.overlap or in_turn_s <= self.floor[1] * (1 + _LITTLE):
-            return self.floor[0], in_turn_s
+    def estimated_merit(self) -> Merit:
+        """An estimate of :attr:`merit`, for a fraction of its price."""
+        serial_s = self.serial.step_s
+        if not self.overlap or serial_s <= self.least_merit[1] * (1 + _LITTLE):
+            return self.least_merit[0], serial_s
         cost = self.price()
-        return self.floor[0], estimate_s(cost.graph, self.program, cost)
+        return self.least_merit[0], estimate_s(cost.graph, self.program, cost)
 
     @property
-    def in_turn(self) -> Merit:
-        """:attr:`rank` with nothing overlapped."""
-        return float(self.lacking_in_series.max()), self.serial.step_s
+    def serial_merit(self) -> Merit:
+        """:attr:`merit` with nothing overlapped."""
+        return float(self.serial_lacking_bytes.max()), self.serial.step_s
 
     @cached_property
-    def floor(self) -> Merit:
-        """Rarely above :attr:`estimate`: the busier of computing and communicating."""
+    def least_merit(self) -> Merit:
+        """Rarely above :attr:`estimated_merit`: the busier of computing and communicating."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
-        return float(self.lacking_in_series.max()), busiest_s
+        return float(self.serial_lacking_bytes.max()), busiest_s
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate:
-    """The first in the order of :attr:`Candidate.estimate`; few are scheduled to find it.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The first in the order of :attr:`Candidate.estimated_merit`; few are scheduled to find it."""
     best: Candidate | None = None
-    for candidate in sorted(candidates, key=lambda c: c.floor):
-        if best is not None and candidate.floor >= best.estimate:
+    for candidate in sorted(candidates, key=lambda c: c.least_merit):
+        if best is not None and candidate.least_merit >= best.estimated_merit:
             break
-        if best is None or candidate.estimate < best.estimate:
+        if best is None or candidate.estimated_merit < best.estimated_merit:
             best = candidate
     if best is None:
         raise ValueError("no candidates")

@@ -1,32 +1,8 @@
-"""The planner of the HAP paper (Zhang et al., EuroSys'24), judged by this simulator.
+"""The planner of the HAP paper (Zhang et al., EuroSys'24), whose plans our simulator prices.
 
-Reproduced from the paper:
-
-* Space. A tensor is held replicated or in *one* sharded placement. A parameter that is stored
-  in shards and gathered has its gradient reduce-scattered, one that is replicated has it
-  all-reduced, one that is used in shards needs neither. Gathering the factors of a gradient
-  (sufficient factor broadcasting) is in it. No activation of the forward is partial: no weight
-  is split along the dim that its product sums over.
-* Costs. Computing takes flops / speed, with one speed per device. Communication takes latency
-  + bytes / bandwidth. A step is the sum over supersteps of the slowest device's computing, plus the
-  communication. Nothing else costs: no launch, no memory traffic, no optimizer, no memory limit.
-* Search. From ratios in proportion to speed: the cheapest program for the ratios, then the
-  ratios of the linear program, in turn, until the cost stops falling. *One* vector of ratios
-  for all axes; rounded to whole units at the end. Padded or grouped collectives, by cost; none
-  that goes by machines.
-
-Where it deviates, mostly in the original's favour:
-
-* The program is found exactly, and over ATen operators, where the original runs A* over layers
-  of the forward. The backward is searched, too, within the space above, so that mixtures which
-  the original's duals rule out are possible (a gradient that is made in the shards in which
-  its gathered parameter is stored).
-* Partial tensors of the backward are allowed: they are the duals of the forward's gathers.
-* Latency and bandwidth of a collective are those of our network model, where the original has
-  a measured bandwidth per collective. Local conversions (a slice, a mask) cost nothing.
-* An all-to-all counts as a constant in the linear program, being bilinear in the ratios.
-* The pair that comes out is simulated like every other: with launches, memory traffic and the
-  optimizer, with neighbouring collectives fused, and the implementations chosen anew.
+Its space has one placement per tensor, its costs are flops / speed and latency + bytes / bandwidth,
+its search alternates between the cheapest program and one linear program for one vector of ratios.
+docs/formulas.md lists what is reproduced, and where it deviates.
 """
 
 from __future__ import annotations
@@ -56,7 +32,7 @@ from hap.synthesizer.cost.serial_cost import supersteps
 from hap.synthesizer.rules import Row
 from hap.synthesizer.search.cost_tables import Aims, Problem
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 TERMS = (P, L)
 """Placements in which every rank has a term."""
@@ -128,14 +104,10 @@ PricesOf = Callable[[Graph, Axes, Machine, PerRank], UnfusedPrices]
 
 
 def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
-    """The original's program and shares for a graph, under our predictions.
-
-    Raises:
-        HapError: the inputs have no common batch dim, or the space holds no program.
-    """
+    """The original's program and shares, under our predictions; raises as :func:`alternate`."""
     judge = Synthesizer(space, cluster, optimizer_states)
     _, program, ratios = alternate(space, judge.machine)
-    found = judge.judge(program, spread(space.axes, ratios))
+    found = judge.judge(program, proportional_shares(space.axes, ratios))
     return replace(found, overlap=False)  # it waits for each collective where it stands
 
 

@@ -23,12 +23,9 @@ from hap.synthesizer.synthesize import Synthesizer
 
 
 def predict(
-    graph: Graph,
-    candidate: Candidate,
-    cost: CostModel,
-    alternatives: tuple[Alternative, ...],
+    graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...],
     bounds: tuple[Bound, ...] = (),
-) -> Prediction:
+) -> Prediction:  # fmt: skip
     """The predictions that a plan file carries."""
     line = candidate.timeline
     work = _work(graph, candidate, cost)
@@ -51,11 +48,7 @@ def predict(
 
 
 def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
-    """Proved bounds of a candidate: how much faster another pair or program could be at most.
-
-    Args:
-        prove: searches to spend on the bound over all shares, beyond those already made.
-    """
+    """Proved bounds of a candidate; ``prove``: more searches for the bound over all shares."""
     step_s = candidate.timeline.step_s
     everything = synthesizer.proved(step_s, prove)
     here = synthesizer.fixed(candidate.shares)
@@ -78,7 +71,7 @@ def alternatives(
     fewer: Mapping[str, tuple[str, Candidate]],
     notes: Mapping[str, str],
 ) -> tuple[Alternative, ...]:
-    """The rows that the plan's predicted step is shown beside; ``notes`` by the rows' names."""
+    """The rows beside the plan on the screen; ``notes`` by the rows' names."""
     rows = []
     for name, candidate in found.items():
         if isinstance(candidate, str):
@@ -91,15 +84,12 @@ def alternatives(
 def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Alternative:
     line, moved = candidate.timeline, candidate.program.collectives
     return Alternative(
-        name=name,
-        step_s=line.step_s,
-        fits=candidate.fits,
-        note=note,
+        name=name, step_s=line.step_s, fits=candidate.fits, note=note,
         communicate_s=line.communicate_s,
         communicate_bytes=sum(graph.tensors[c.tensor].nbytes for c in moved),
         peak_bytes=round(float(line.peak_bytes.max())),
         lacking_bytes=round(float(candidate.lacking_bytes.max())),
-    )
+    )  # fmt: skip
 
 
 def peak_kinds(
@@ -113,7 +103,7 @@ def peak_kinds(
 
 
 def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
-    """About the largest global batch with which the candidate's program would fit; may be 0."""
+    """Estimate of the largest global batch with which the candidate's program fits; may be 0."""
     graph, axes, machine = cost.graph, cost.axes, cost.machine
     limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
     low, high = 0, axes.axes[axis].units
@@ -164,7 +154,7 @@ def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[C
                     tensor=node.inputs[0], fused=len(nodes),
                     kind=f"{node.op.removeprefix(BETWEEN)} between machines",
                     nbytes=sum(graph.tensors[n.inputs[0]].nbytes for n, _ in nodes),
-                    implementation=str(node.args[-1]), seconds=crossing,
+                    implementation=str(node.args[-1]), seconds=crossing[0],
                     runner_up="", runner_up_s=0.0,
                 )
             )  # fmt: skip

@@ -1,8 +1,6 @@
 """The planner: runs the searches in order and returns the best candidate.
 
-The alternation over one mesh axis, the baselines as further candidates, the cluster without
-devices that cost more than they bring, two mesh axes, the lower bounds: each is a module of its
-own, and this one says which of them is asked when, and which answer counts.
+The order: one mesh axis, baselines, fewer devices, two mesh axes, lower bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
-from hap.synthesizer.device_selection import Ranks, best_part
+from hap.synthesizer.device_selection import Ranks, best_subset
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.search.engines import engine_named
@@ -38,10 +36,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPair:
-    """The winner.
+    """The best pair.
 
-    ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. Between machines
-    there may be another program; ``pair`` is then the one inside, and ``cost`` prices it.
+    ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. With a program
+    ``between`` machines ``pair`` is the one inside, and ``cost`` prices it.
     """
 
     cluster: Cluster
@@ -53,13 +51,9 @@ class PlannedPair:
 
 
 def choose_for_model(
-    captured: Callable[[str], Graph],
-    modes: Iterable[str],
-    cluster: Cluster,
-    optimizer_states: int,
-    options: PlanOptions,
-    progress: Progress = lambda text: None,
-) -> tuple[Graph, str, PlannedPair]:
+    captured: Callable[[str], Graph], modes: Iterable[str], cluster: Cluster,
+    optimizer_states: int, options: PlanOptions, progress: Progress = lambda text: None,
+) -> tuple[Graph, str, PlannedPair]:  # fmt: skip
     """(graph, recompute mode, best pair): recompute more until a program fits the memory.
 
     Args:
@@ -107,12 +101,9 @@ def choose_in_space(
 
 
 def choose(
-    space: Space,
-    cluster: Cluster,
-    optimizer_states: int,
-    options: PlanOptions,
+    space: Space, cluster: Cluster, optimizer_states: int, options: PlanOptions,
     progress: Progress = lambda text: None,
-) -> PlannedPair:
+) -> PlannedPair:  # fmt: skip
     """The fastest pair found that fits, as predicted.
 
     Raises:
@@ -132,12 +123,12 @@ def choose(
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
     known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
-    best = min(known, key=lambda c: c.rank)
+    best = min(known, key=lambda c: c.merit)
     fewer = fewer_devices(synthesizer)
     left: Ranks = ()
     if not options.all_devices and not options.mesh:
         on_all = best
-        synthesizer, best, left = best_part(synthesizer, best, progress)
+        synthesizer, best, left = best_subset(synthesizer, best, progress)
         if left:
             beside = {"all devices": on_all, **beside}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
@@ -162,16 +153,12 @@ def choose(
 
 
 def _on_two_axes(
-    synthesizer: Synthesizer,
-    cluster: Cluster,
-    optimizer_states: int,
-    options: PlanOptions,
-    best: Candidate,
-    progress: Progress,
-) -> MeshCandidate | None:
-    """The best pair over two mesh axes if it is wanted, or faster than the best over one.
+    synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
+    best: Candidate, progress: Progress,
+) -> MeshCandidate | None:  # fmt: skip
+    """The best pair over two mesh axes if it is asked for, or faster than ``best``.
 
-    It is looked for on all of the cluster and on the part of it that ``synthesizer`` plans for.
+    Searched on the whole cluster and on the subset of it that ``synthesizer`` plans for.
     """
     engine, beat = engine_named(options.engine), None if options.mesh else best
     parts = [] if options.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
@@ -181,22 +168,22 @@ def _on_two_axes(
         )
         for part in parts if is_mesh(part)
     ]  # fmt: skip
-    two = min((c for c in found if c), key=lambda c: c.pair.rank, default=None)
+    two = min((c for c in found if c), key=lambda c: c.pair.merit, default=None)
     if two is None and options.mesh:
         raise InputError(
             "no program leaves every machine a share of the step", hint="plan over one axis"
         )
-    return two if two and (options.mesh or two.pair.rank < best.rank) else None
+    return two if two and (options.mesh or two.pair.merit < best.merit) else None
 
 
 _REMEDIES = {"optimizer states": "use more devices, or an optimizer with fewer states"}
-"""By what takes most of the memory."""
+"""By the kind of data that takes most of the memory."""
 
 
 def _must_fit(
     pair: Candidate, cost: CostModel, smaller_batch: Callable[[], str] = lambda: ""
 ) -> None:
-    """Raise ``InfeasibleError`` if the pair lacks memory: where, how much, for what, what helps."""
+    """Raise ``InfeasibleError`` if the pair lacks memory: where, how much, for what, the remedy."""
     if pair.fits:
         return
     devices = cost.machine.cluster.devices

@@ -1,8 +1,7 @@
 """Align shares to blocks, such as a cache line, that kernels handle efficiently.
 
-A product whose rows do not begin on vectors writes them in pieces: on CPUs the forward of such a
-shard of a large last layer takes half as long again as that of one a few columns wider, and tensor
-cores want multiples of eight. No price knows that, so shares are rounded where that costs next to nothing.
+A product whose rows do not begin on vectors writes them in pieces, and tensor cores need multiples
+of eight. The cost model ignores that: shares are rounded where the predicted cost is negligible.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def aligned(synthesizer: Synthesizer, pair: Candidate) -> Candidate:
         return pair
     found = replace(synthesizer.judge(pair.program, shares), overlap=pair.overlap)
     most_s = pair.timeline.step_s * (1 + _WORTH)
-    return found if found.rank <= (pair.rank[0], most_s) else pair
+    return found if found.merit <= (pair.merit[0], most_s) else pair
 
 
 def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
@@ -56,10 +55,7 @@ def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
 
 
 def in_blocks(shares: Shares, blocks: dict[str, int]) -> Shares:
-    """The shares with whole blocks on every rank, where no rank's share grows by much.
-
-    The rest of an axis beside whole blocks goes to the rank with the largest share.
-    """
+    """The shares in whole blocks, where no rank's share grows by much; the largest takes the rest."""
     found = dict(shares)
     for axis, units in blocks.items():
         before = np.array(shares[axis])

@@ -1,8 +1,7 @@
 """Alternate between the program for given shares and the shares for a given program.
 
-After HAP (EuroSys'24), with an exact search in place of its A*, and integer shares in place
-of rounded ones. The best *pair* seen is returned, from several starts. If ranks run out of
-memory, their bytes get the lowest price that makes the program fit.
+After HAP (EuroSys'24), with an exact search and integer shares, from several starts. If ranks run
+out of memory, their bytes get the lowest price at which the program fits.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
 from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
-from hap.synthesizer.shares.storage_sharding import filled, program_axes, stored_apart
+from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
@@ -42,7 +41,7 @@ SEARCHES = 3
 """Searches of one lower bound; the second finds the weights, the third rarely helps."""
 
 WIDE = 0.05
-"""Gap from which on it is worth looking elsewhere: shares of a part of the cluster are tried."""
+"""Gap above which shares of a part of the cluster are tried as well."""
 
 MOST_S = FORBIDDEN / PICOSECONDS / 4
 """Highest price of all bytes of a program together."""
@@ -55,14 +54,13 @@ class Synthesizer:
     """Searches one graph on one cluster.
 
     Args:
-        space: of the graph; it does not depend on the cluster, and can be shared.
+        space: of the graph; independent of the cluster.
         optimizer_states: tensors of a parameter's size that the optimizer keeps for it.
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
-        exponent: of the price of memory, where to look for it first.
+        exponent: first guess of the price of memory; becomes that of the price found last.
 
-    ``exponent`` becomes that of the price found last. ``gap`` is by which part of its cost a program
-    of any search so far may exceed the cheapest one: 0 unless the engine was cut short.
+    ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Synthesizer:
         self._states = optimizer_states
         self._engine, self.gap, self.exponent = engine, 0.0, exponent
         self._allowed = allowed if cluster.world_size > 1 else _whole
-        self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # what was asked last
+        self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._fixed: dict[object, Relaxation] = {}
 
@@ -88,7 +86,7 @@ class Synthesizer:
         """Shares to start from, without repetitions: by speed, even, by memory."""
         seen = []
         for weights in (self.machine.speed, np.ones_like(self.machine.speed), self._memory):
-            shares = spread(self.space.axes, weights)
+            shares = proportional_shares(self.space.axes, weights)
             if shares not in seen:
                 seen.append(shares)
                 yield shares
@@ -96,8 +94,7 @@ class Synthesizer:
     def best(self, progress: Callable[[str], None] = lambda text: None) -> Candidate:
         """The best pair over all starts, whether it fits the memory or not.
 
-        The programs behind the lower bounds are starts as well: those of :attr:`relaxed` with
-        the shares that suit them, and at last those of :meth:`fixed` under the best shares.
+        The programs behind the lower bounds are starts as well.
 
         Raises:
             HapError: the allowed placements admit no program, or the engine finds none.
@@ -126,7 +123,7 @@ class Synthesizer:
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
         if self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE):
-            for shares in self.part_of_the_cluster():
+            for shares in self.subset_starts():
                 alternate(shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
@@ -141,14 +138,10 @@ class Synthesizer:
         return fastest(found)
 
     def _undivided(self, shares: Shares) -> Candidate:
-        """Every device does all of the step.
-
-        The search leaves the start of fused collectives out of its prices, so that where a
-        step is as short as their starts, it may miss that none at all is better.
-        """
+        """Every device does all of the step; searches may miss it where a step is as short as starts."""
         return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
 
-    def part_of_the_cluster(self) -> Iterator[Shares]:
+    def subset_starts(self) -> Iterator[Shares]:
         """Shares that leave all to one type of devices, or to one machine of each kind."""
         cluster = self.cluster
         kinds: dict[object, tuple[int, ...]] = {}
@@ -158,7 +151,7 @@ class Synthesizer:
         for ranks in dict.fromkeys([*cluster.types(), *kinds.values()]):
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
-                yield spread(self.space.axes, self.machine.speed * mine)
+                yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
     @cached_property
     def relaxed(self) -> Relaxation:
@@ -169,10 +162,7 @@ class Synthesizer:
         return relaxation
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
-        """A lower bound over all programs and shares, and the searches that it took.
-
-        ``searches`` more than those of :attr:`relaxed` may be spent, for a step of ``step_s``.
-        """
+        """(lower bound over all programs and shares, searches), with ``searches`` more than before."""
         relaxed = self.relaxed
         axis = busiest_axis(self.space, self.machine, self._states, relaxed.programs[-1])
         if axis is None or not searches:
@@ -194,26 +184,25 @@ class Synthesizer:
     def search(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares that fits the memory, if one does.
 
-        A price on each byte of the ranks that are short trades time for memory. The lowest that
-        suffices is looked for near the one that the last search found.
+        A price on each byte of the ranks that are short trades time for memory.
         """
         best = self.cheapest(shares)
-        if not best.lacking_in_series.any():
+        if not best.serial_lacking_bytes.any():
             return best
         per_byte = best.serial.step_s / self._memory.max()
-        short = best.lacking_in_series > 0
+        short = best.serial_lacking_bytes > 0
         low, high = LOWEST_PRICE, HIGHEST_PRICE
         held = float(best.serial.peak_bytes[short].sum())
         while high > low and held * per_byte * 2.0**high > MOST_S:
-            high -= 1  # else costs would reach those of what may not be
+            high -= 1  # else costs would reach FORBIDDEN
 
         def fits(exponent: int) -> bool:
             nonlocal best
             tried = self.cheapest(shares, np.where(short, per_byte * 2.0**exponent, 0.0))
-            best = min(best, tried, key=lambda c: c.in_turn)
-            return not tried.lacking_in_series.any()
+            best = min(best, tried, key=lambda c: c.serial_merit)
+            return not tried.serial_lacking_bytes.any()
 
-        found = lowest(fits, low, high, self.exponent)
+        found = lowest_fitting(fits, low, high, self.exponent)
         self.exponent = self.exponent if found is None else found
         return best
 
@@ -240,16 +229,16 @@ class Synthesizer:
         return self._under(problem.program(outcome.labelling), shares)
 
     def _under(self, program: Program, shares: Shares) -> Candidate:
-        """A program as the search writes it, its storing apart, under shares of its computing."""
+        """A program from the search, with storage axes, under shares of its computing."""
         program = self._apart(program)
         return self.judge(program, self.with_storage(program, shares))
 
     def _apart(self, program: Program) -> Program:
-        """The program with axes of their own for what is stored otherwise than computed."""
-        return stored_apart(self.space.graph, program)
+        """The program with axes of their own for parameters that are stored and computed unlike."""
+        return with_storage_axes(self.space.graph, program)
 
     def with_storage(self, program: Program, shares: Shares) -> Shares:
-        """The shares with those that the program's storing starts from."""
+        """The shares with initial shares of the program's storage axes."""
 
         def price(given: Shares) -> CostModel:
             return self._cost(program, given)
@@ -265,7 +254,7 @@ class Synthesizer:
         return outcome.shares if outcome.status is ShareStatus.OPTIMAL else pair.shares
 
     def judge(self, program: Program, shares: Shares) -> Candidate:
-        """Price a pair as it would run: implementations chosen anew, then simulated."""
+        """Price a pair: choose implementations anew, then simulate."""
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         return Candidate(
@@ -281,7 +270,7 @@ class Synthesizer:
         return self._priced[1]
 
     def axes(self, candidate: Candidate) -> Axes:
-        """The axes of the graph, and those of the candidate's storing."""
+        """The axes of the graph, and the candidate's storage axes."""
         return program_axes(self.space.axes, candidate.program)
 
     def cost(self, candidate: Candidate) -> CostModel:
@@ -289,13 +278,14 @@ class Synthesizer:
         return self._cost(candidate.program, candidate.shares)
 
 
-def lowest(fits: Callable[[int], bool], low: int, high: int, first: int | None) -> int | None:
-    """The lowest number above ``low``, up to ``high``, that fits; none if ``high`` does not.
+def lowest_fitting(
+    fits: Callable[[int], bool], low: int, high: int, first: int | None
+) -> int | None:
+    """The lowest number above ``low``, up to ``high``, that fits; ``None`` if ``high`` does not.
 
     Args:
-        fits: of all that are higher than one that fits; not of ``low``.
-        first: where to look first, from which the steps double; else at ``high``, and then in
-            the middle.
+        fits: monotone; false for ``low``.
+        first: the first guess, from which steps double; default: ``high``, then bisection.
     """
     tried = first if first is not None and low < first < high else high
     near, step = tried != high, 1
@@ -325,7 +315,7 @@ def lowest(fits: Callable[[int], bool], low: int, high: int, first: int | None) 
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
     """The same program with the fastest implementation of each collective."""
-    # Fused or not must not depend on the choice made before: it is left out of what is alike.
+    # Implementations chosen before must not decide which instructions are fused.
     structure = unimplemented_structure_of(graph, program, cost)
     steps = list(program.instructions)
     fastest: dict[int, str] = {}
@@ -347,11 +337,11 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
     return chosen
 
 
-def spread(axes: Axes, weights: PerRank) -> Shares:
+def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
     """Shares of every axis as nearly in proportion to ``weights`` as its units allow."""
     return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
 
 
 def _whole(tensor: str, p: Placement, stored: bool) -> bool:
-    """On one device nothing is split, and nothing communicated."""
+    """On one device nothing is split or communicated."""
     return p == R

@@ -1,9 +1,8 @@
 """Plan over two mesh axes: a program between the machines, then one inside each.
 
-The search is exact per axis. The program between is the best of its space with whole machines
-as devices; of several such programs (:func:`_between`), each gets the cheapest program inside
-under the prices of the whole cluster, collectives between machines included, and the best pair
-under the simulator wins. That no other pair is better is not proved.
+Each search is exact on its axis. Several programs between machines (:func:`_between`) each get the
+cheapest program inside under the prices of the whole cluster; the best pair under the simulator
+wins. Optimality of the pair is not proved.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hap.synthesizer.synthesize import Synthesizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCandidate:
-    """A pair of programs; ``pair`` is the one inside, its timeline that of the whole step."""
+    """A pair of programs; ``pair`` is the one inside, with the timeline of the whole step."""
 
     between: Between
     pair: Candidate
@@ -39,7 +38,7 @@ class MeshCandidate:
 
 
 class InsideSynthesizer(Synthesizer):
-    """Searches the step that is left to a machine, priced on the whole cluster."""
+    """Searches the step inside a machine, priced on the whole cluster."""
 
     def __init__(
         self, between: Between, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
@@ -52,8 +51,7 @@ class InsideSynthesizer(Synthesizer):
     def starts(self) -> Iterator[Shares]:
         """Each machine's part of an axis in proportion to its devices' speeds.
 
-        Collectives between machines need equal cuts in all of them: there the columns'
-        mean speeds decide.
+        Collectives between machines need equal cuts in all of them, by the columns' mean speeds.
         """
         mesh = self._between.mesh
         speeds = self.machine.speed.reshape(-1, mesh.width)
@@ -81,11 +79,11 @@ class InsideSynthesizer(Synthesizer):
         return tuple(n * (units // total) for n in self._between.shares[name])
 
     def _apart(self, program: Program) -> Program:
-        """Storing keeps the axes of computing: they are cut to the machines' parts already."""
+        """Storage keeps the axes of computing: they are cut to the machines' parts already."""
         return program
 
     def balance(self, pair: Candidate) -> Shares:
-        """The shares stay as they are: between machines they were balanced before."""
+        """The shares stay: those between machines were balanced before."""
         return pair.shares
 
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
@@ -95,26 +93,21 @@ class InsideSynthesizer(Synthesizer):
 
 
 def best_on_mesh(
-    space: Space,
-    cluster: Cluster,
-    optimizer_states: int,
-    engine: Engine = eliminate,
-    progress: Callable[[str], None] = lambda text: None,
-    beat: Candidate | None = None,
+    space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
+    progress: Callable[[str], None] = lambda text: None, beat: Candidate | None = None,
     exponent: int | None = None,
-) -> MeshCandidate | None:
+) -> MeshCandidate | None:  # fmt: skip
     """The best pair of programs found over the two axes; ``None`` if there is none.
 
     Args:
-        beat: programs between machines that do not beat it with each machine as one device of
-            the sum of its devices' rates, which is the most that a program inside can make of
-            them, are not looked into.
-        exponent: of the price of memory, where to look for it first.
+        beat: skip programs between machines whose optimistic time, with each machine as one device,
+            is not below this candidate's.
+        exponent: first guess of the price of memory.
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine, exponent):
-        if beat and pair.floor >= beat.rank:
+        if beat and pair.least_merit >= beat.merit:
             continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
@@ -126,7 +119,7 @@ def best_on_mesh(
             continue
         exponent = inside.exponent
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
-    return min(found, key=lambda c: c.pair.rank, default=None)
+    return min(found, key=lambda c: c.pair.merit, default=None)
 
 
 RESTRICTIONS = {
@@ -134,7 +127,7 @@ RESTRICTIONS = {
     "ZeRO": sharded_storage,
     "expert parallel": expert_parallel,
 }
-"""Programs between machines that are looked for beside the best one."""
+"""Restricted programs between machines that are tried beside the best one."""
 
 
 def _used(pair: Candidate) -> Shares:

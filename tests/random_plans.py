@@ -37,7 +37,7 @@ from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.list_scheduler import orders
 from hap.synthesizer.search.cost_tables import Aims, Problem
 from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.shares.storage_sharding import stored_apart
+from hap.synthesizer.shares.storage_sharding import with_storage_axes
 from hap.synthesizer.synthesize import choose_implementations
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
@@ -172,7 +172,7 @@ def random_plan(
     )
     labelling = problem.solve()
     assert labelling is not None
-    program = stored_apart(space.graph, problem.program(labelling))
+    program = with_storage_axes(space.graph, problem.program(labelling))
     for name, units in program.used_axes().items():
         if name not in shares:  # of storing
             shares[name] = random_shares(units, world, rng, least)

@@ -14,14 +14,14 @@ from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute, Convert
-from hap.ir.regather import twin_of
+from hap.ir.regather import backward_alias_of
 from hap.synthesizer.axis_roles import expert_weights, tensor_parallel_axes
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.hap_paper import PaperCost, best_ratios
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 from tests.random_plans import benchmark_case
 
 MODELS = ("mlp", "wide_mlp", "vgg19", "vit", "bert", "gpt2", "llama", "bert_moe")
@@ -71,7 +71,7 @@ def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]
     usual = {method.name for method in METHODS if method.usual}
     found += [c for n, c in made(model, on).items() if n in usual and isinstance(c, Candidate)]
-    plan = min(found, key=lambda c: c.rank)
+    plan = min(found, key=lambda c: c.merit)
     for name, other in made(model, on).items():
         if isinstance(other, Candidate) and other.fits:
             assert plan.timeline.step_s <= other.timeline.step_s * (1 + 1e-9), name
@@ -133,7 +133,7 @@ def test_zero_stores_shards_gathers_them_and_scatters_their_gradients() -> None:
 
 def test_stage_3_gathers_again_for_the_backward_and_keeps_less() -> None:
     graph = space_of("llama").graph
-    twins = set(twin_of(graph).values())
+    twins = set(backward_alias_of(graph).values())
     found = [candidate("llama", f"ZeRO-{n}, proportional") for n in ("2", "3 (FSDP)")]
     again = [
         {c.tensor for c in x.program.collectives if c.kind == "all_gather"} & twins for x in found
@@ -221,7 +221,7 @@ def test_the_originals_ratios_are_the_best_under_its_costs(model: str) -> None:
     machine = Machine(on)
     program = (
         Synthesizer(space, on, 2, data_parallel(space))
-        .cheapest(spread(space.axes, machine.speed))
+        .cheapest(proportional_shares(space.axes, machine.speed))
         .program
     )
     best = PaperCost(

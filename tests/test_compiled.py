@@ -20,7 +20,7 @@ from hap.capture.tracing import Step, flatten
 from hap.errors import HapError, InputError
 from hap.runtime import compiled
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
-from hap.runtime.compiled import Asked, Library, Piece, Staged, describe
+from hap.runtime.compiled import ContextCall, Library, Piece, Staged, describe
 from hap.runtime.context import Context
 from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.launch import spawn
@@ -182,10 +182,10 @@ def test_calls_of_the_context_keep_their_order(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pieces_stand_where_they_stood_between_the_calls() -> None:
     staged = Staged(overlapped(), Library(), CPU)
-    kinds = [s.run.method if isinstance(s.run, Asked) else type(s.run).__name__
+    kinds = [s.run.method if isinstance(s.run, ContextCall) else type(s.run).__name__
              for s in staged.stages]  # fmt: skip
     assert kinds == ["Piece", "issue", "Piece", "issue", "Piece", "wait", "Piece", "wait", "both",
-                     "Picked", "Picked", "Piece"]  # fmt: skip
+                     "ResultAt", "ResultAt", "Piece"]  # fmt: skip
 
 
 def test_a_mask_cuts_nothing() -> None:
@@ -193,7 +193,7 @@ def test_a_mask_cuts_nothing() -> None:
     emitted = emit(one_rank(case), 0, CPU)
     for module, draws in ((emitted.forward, True), (emitted.backward, False)):
         stages = Staged(module, Library(), CPU).stages
-        asked = [s.run.method for s in stages if isinstance(s.run, Asked)]
+        asked = [s.run.method for s in stages if isinstance(s.run, ContextCall)]
         assert set(asked) == ({"mask", "scale"} if draws else {"scale"})
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
 

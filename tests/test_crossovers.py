@@ -17,7 +17,7 @@ from hap.ir.placement import Placement
 from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Convert, Program
-from hap.ir.regather import twin_of
+from hap.ir.regather import backward_alias_of
 from hap.synthesizer.baselines import sharded_storage
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.search.cost_tables import Allowed
@@ -81,7 +81,7 @@ def all_of(memory: float) -> Cluster:
 def stage(number: int) -> Allowed:
     """ZeRO of a stage and those below: 1 reduces gradients whole, 2 keeps the replicas."""
     graph, allowed = space().graph, zero()
-    gradients, twins = set(graph.gradients.values()), set(twin_of(graph).values())
+    gradients, twins = set(graph.gradients.values()), set(backward_alias_of(graph).values())
 
     def restricted(tensor: str, p: Placement, stored: bool) -> bool:
         if p.sharded and ((number < 3 and tensor in twins) or (number < 2 and tensor in gradients)):
@@ -98,9 +98,9 @@ def least_peak(allowed: Allowed) -> float:
 
 def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() -> None:
     graph = space().graph
-    twins = set(twin_of(graph).values())
+    twins = set(backward_alias_of(graph).values())
     free = searched(all_of(1 << 30), zero())
-    assert len(gathers(free.program, set(twin_of(graph)))) == DEPTH - 1
+    assert len(gathers(free.program, set(backward_alias_of(graph)))) == DEPTH - 1
     assert not gathers(free.program, twins)
     needed = free.serial.peak_bytes.max()
     assert searched(all_of(needed), zero()).program == free.program
@@ -122,7 +122,7 @@ def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() ->
 def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
     """Results that end sharded, are reduced, are gathered twice; less memory stage by stage."""
     graph = space().graph
-    twins = set(twin_of(graph).values())
+    twins = set(backward_alias_of(graph).values())
     one, two, three = (searched(all_of(1 << 17), stage(n)) for n in (1, 2, 3))
     for candidate in one, two, three:
         assert all(candidate.program.inputs[i.tensor].sharded for i in graph.role("parameter"))
@@ -171,7 +171,7 @@ def test_storing_follows_the_memory_and_computing_the_speed() -> None:
     best = synthesizer.judge(pair.program, shares)
     assert best.fits
     assert best.program.inputs == roomy.program.inputs
-    assert not gathers(best.program, set(twin_of(space(rows).graph).values()))
+    assert not gathers(best.program, set(backward_alias_of(space(rows).graph).values()))
     assert shares["batch"] == (256, 256, 256, 256)
     stored = shares[f"{STORED}{WIDTH}"]
     assert max(stored[:3]) - min(stored[:3]) <= 1 and min(stored[:3]) > stored[3]

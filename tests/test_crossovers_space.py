@@ -35,7 +35,7 @@ from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.synthesize import Synthesizer, spread
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 WORLD = 4
 NANO = 1e-9
@@ -88,7 +88,7 @@ def cheapest(space: Space, *rules: Allowed, flops_per_s: float = 1e30) -> Candid
         return all(rule(tensor, p, stored) for rule in rules)
 
     search = Synthesizer(space, cluster(flops_per_s), 0, allowed)
-    return search.cheapest(spread(space.axes, search.machine.speed))
+    return search.cheapest(proportional_shares(space.axes, search.machine.speed))
 
 
 def in_rows(graph: Graph) -> Allowed:

@@ -26,9 +26,9 @@ from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
 from hap.synthesizer.search.cp_sat import solve
 from hap.synthesizer.search.engines import ENGINES, engine_named
-from hap.synthesizer.search.mini_buckets import build_ladder, search_order
+from hap.synthesizer.search.mini_buckets import mini_bucket_elimination, search_order
 from hap.synthesizer.search.search_result import SearchResult, SearchStatus, cost_of
-from hap.synthesizer.search.soft_arc_consistency import fold, shift
+from hap.synthesizer.search.soft_arc_consistency import reparametrize, simplify
 from hap.synthesizer.synthesize import Synthesizer
 from tests.random_plans import Case, benchmark_case, make_case
 
@@ -123,15 +123,15 @@ def test_moved_costs_cost_the_same(kind: str) -> None:
     for seed in range(SEEDS if kind != "long" else 0):
         unary, pairs = random_tables(kind, seed)
         order, _ = search_order([len(costs) for costs in unary], pairs)
-        shifted = shift(unary, pairs, order, 1 + seed % 6)
-        if shifted is None:
+        reparametrized = reparametrize(unary, pairs, order, 1 + seed % 6)
+        if reparametrized is None:
             assert tried(unary, pairs) >= FORBIDDEN
             continue
-        folded = fold(shifted.unary, shifted.pairs)
+        simplified = simplify(reparametrized.unary, reparametrized.pairs)
         costs = {}
-        for choices in itertools.product(*(range(len(labels)) for labels in folded.labels)):
-            labels = tuple(kept[k] for kept, k in zip(folded.labels, choices, strict=True))
-            cost = cost_of(choices, folded.unary, folded.pairs) + shifted.constant
+        for choices in itertools.product(*(range(len(labels)) for labels in simplified.labels)):
+            labels = tuple(kept[k] for kept, k in zip(simplified.labels, choices, strict=True))
+            cost = cost_of(choices, simplified.unary, simplified.pairs) + reparametrized.constant
             costs[labels] = min(cost, FORBIDDEN)
         for labels in itertools.product(*(range(len(own)) for own in unary)):
             cost = cost_of(labels, unary, pairs)
@@ -144,7 +144,7 @@ def test_mini_buckets_bound_from_below_and_larger_ones_exactly(kind: str) -> Non
     for seed in range(SEEDS):
         unary, pairs = random_tables(kind, seed)
         best = min(tried(unary, pairs), FORBIDDEN)
-        small, whole = (build_ladder(unary, pairs, entries) for entries in (8, 4**7))
+        small, whole = (mini_bucket_elimination(unary, pairs, entries) for entries in (8, 4**7))
         assert small.base <= best == whole.base, seed
         loose += small.base < best
     assert loose >= SEEDS // 4

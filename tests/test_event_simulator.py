@@ -78,11 +78,8 @@ class Seconds(Prices):
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         return np.array([1.0, 2.0])
 
-    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
-        return 3.0 if group[0][0].name in self.together else None
-
-    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        return 1
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        return (3.0, 1) if group[0][0].name in self.together else None
 
 
 def spans(run: Schedule, stream: str, rank: int) -> list[tuple[float, float]]:

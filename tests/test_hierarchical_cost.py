@@ -260,10 +260,10 @@ def test_the_bytes_that_are_priced_are_those_that_run(counts: tuple[int, ...], k
         sizes = tuple(min(counts) * rng.choice((0, 0, 1, 2, 3, 7)) for _ in range(n - 1))
         sizes = (*sizes, 5 * min(counts))
         parts = np.array(sizes) / sum(sizes)
-        priced = [
+        group_seconds = [
             dict(NetworkModel(cluster(counts, *links)).choices(kind, sum(sizes), parts, parts))[
                 NAME
             ]
             for links in ((unit, free), (free, unit))
         ]
-        assert counted(counts, kind, sizes) == pytest.approx(priced)
+        assert counted(counts, kind, sizes) == pytest.approx(group_seconds)

@@ -137,7 +137,7 @@ def test_a_number_that_no_rank_has_is_refused() -> None:
     """Each rank would pass over it as another's, and the loss would be wrong."""
     span = (3, 6, 9)
     assert sharded_lookup.own_or_first(torch.tensor([0, 3, 5, 8]), span).tolist() == [0, 0, 2, 0]
-    passed = sharded_lookup.own_or_passed_over(torch.tensor([0, 4, -100, 5]), span, -100)
+    passed = sharded_lookup.own_or_ignored(torch.tensor([0, 4, -100, 5]), span, -100)
     assert passed.tolist() == [-1, 1, -1, 2]
     for wrong in (9, -1):
         with pytest.raises(RuntimeError, match="a number to look up"):

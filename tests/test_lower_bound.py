@@ -21,9 +21,9 @@ from hap.synthesizer.bounds.lower_bound import (
     AnyShares,
     FixedShares,
     Floors,
-    Hiding,
+    OverlapPrice,
     Relaxation,
-    dearest,
+    best_weights,
 )
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN
@@ -224,7 +224,9 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
     synthesizer = Synthesizer(space, cluster, 2)
     step_s = synthesizer.judge(problem.program(labelling), shares).timeline.step_s
     for prices in floors(space, synthesizer.machine, shares, rng):
-        weights = np.random.default_rng(seed).dirichlet(np.full(len(prices.hiding.lost), 0.5))
+        weights = np.random.default_rng(seed).dirichlet(
+            np.full(len(prices.overlap_price.lost), 0.5)
+        )
         bound = Problem(space, prices, Aims(time=lambda s, w=weights: float(np.min(s @ w))))
         cost = cost_of(labelling.labels, bound.unary, bound.pairs)
         assert cost / PICOSECONDS <= step_s * (1 + 1e-9)
@@ -325,19 +327,19 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
         cluster = random_cluster(rng)
         prices = AnyShares(space, Machine(cluster), 2)
         relaxation = Relaxation(space, prices)
-        classes = len(prices.hiding.lost)
+        classes = len(prices.overlap_price.lost)
         for _ in range(4):
             relaxation.search(
                 np.random.default_rng(rng.randrange(99)).dirichlet(np.ones(classes + 1))
             )
-        hiding = Hiding(
+        overlap_price = OverlapPrice(
             rng.choice((1.0, 0.8, 0.3)), np.array([rng.random() for _ in range(classes)])
         )
-        weights = dearest(relaxation.found, hiding)
+        weights = best_weights(relaxation.found, overlap_price)
         reached = min(f.at(weights) for f in relaxation.found)
         tried = np.random.default_rng(0).dirichlet(np.ones(2 * classes), 200)
         for parts in tried:
-            others = hiding.mean(*np.split(parts, 2))
+            others = overlap_price.mean(*np.split(parts, 2))
             assert min(f.at(others) for f in relaxation.found) <= reached * (1 + 1e-5)
 
 
@@ -348,7 +350,7 @@ def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
         for _ in range(50):
             lost, computed_s, communicated_s = rng.random(3), rng.random(3), rng.random()
             computing, communicating = (rng.random(3) for _ in range(2))
-            weights = Hiding(pace, lost).mean(computing, communicating)
+            weights = OverlapPrice(pace, lost).mean(computing, communicating)
             steps_s = [
                 *(computed_s + lost * communicated_s),
                 *((1 - pace) * computed_s + communicated_s),
@@ -356,9 +358,9 @@ def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
             mean_s = np.average(steps_s, weights=[*computing, *communicating])
             assert weights @ [*computed_s, communicated_s] == pytest.approx(mean_s)
     alone, nothing = np.array([2.0, 0.0]), np.zeros(2)
-    hiding = Hiding(0.25, np.array([0.1, 0.2]))
-    assert hiding.mean(alone, nothing).tolist() == pytest.approx([1.0, 0.0, 0.1])
-    assert hiding.mean(nothing, alone).tolist() == pytest.approx([0.75, 0.0, 1.0])
+    overlap_price = OverlapPrice(0.25, np.array([0.1, 0.2]))
+    assert overlap_price.mean(alone, nothing).tolist() == pytest.approx([1.0, 0.0, 0.1])
+    assert overlap_price.mean(nothing, alone).tolist() == pytest.approx([0.75, 0.0, 1.0])
 
 
 def test_what_is_never_read_costs_nothing() -> None:

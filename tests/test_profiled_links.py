@@ -271,7 +271,7 @@ def test_what_each_collective_ends_later_beside_computing_is_delay_and_no_drag(
     monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
     """Products last longer than the collective, which is waited for when they are over."""
-    monkeypatch.setattr(contention_bench, "everyones", lambda mine: (mine, mine))
+    monkeypatch.setattr(contention_bench, "gathered_from_all", lambda mine: (mine, mine))
     comm = Sleeping(late_s)
     with ThreadPoolExecutor() as pool:
 
@@ -382,7 +382,7 @@ LATE_S = 0.4
 def _seconds_though_late() -> float:
     whole = _LateToBegin()
     call = collective_bench.small(whole, "all_reduce", 2**12, CPU)
-    return min(collective_bench.in_a_row(call, 1, CPU, whole) for _ in range(3))
+    return min(collective_bench.consecutive_seconds(call, 1, CPU, whole) for _ in range(3))
 
 
 def test_a_rank_that_is_late_to_begin_is_no_part_of_a_collective() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from hap.capture.tracing import capture
 from hap.ir.program import Convert
-from hap.ir.regather import ALIAS, twin_of
+from hap.ir.regather import ALIAS, backward_alias_of
 from hap.synthesizer.shares.storage_sharding import STORED
 from tests.random_plans import benchmark_case, random_plan, verdict
 
@@ -19,7 +19,7 @@ def test_the_backward_reads_no_large_parameter_but_by_its_twin() -> None:
         large = {
             i.tensor for i in graph.role("parameter") if len(graph.tensors[i.tensor].shape) > 1
         }
-        twins = twin_of(graph)
+        twins = backward_alias_of(graph)
         assert twins and set(twins) <= large
         for node in graph.nodes:
             if node.op == ALIAS:
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 def test_views_of_a_parameter_are_made_again_for_the_backward() -> None:
     graph = capture(Experts(), torch.randn(4, 2, 5))
-    ((down, twin),) = twin_of(graph).items()
+    ((down, twin),) = backward_alias_of(graph).items()
     forward = {o for n in graph.nodes if n.name not in graph.backward for o in n.outputs}
     views = {n.outputs[0] for n in graph.nodes if down in n.inputs} & forward
     read = {name for n in graph.nodes if n.name in graph.backward for name in n.inputs}
@@ -58,13 +58,13 @@ def test_a_parameter_that_one_pass_reads_has_no_twin() -> None:
 
     graph = capture(model, torch.randint(7, (6,)), loss)
     targets = {i.tensor: i.target for i in graph.role("parameter")}
-    assert [targets[name] for name in twin_of(graph)] == ["1.weight"]
+    assert [targets[name] for name in backward_alias_of(graph)] == ["1.weight"]
 
 
 @pytest.mark.parametrize("file", ["mlp", "llama", "bert_moe"])
 def test_random_plans_gather_again_and_store_apart_and_are_right(file: str) -> None:
     case = benchmark_case(file, "tiny")
-    twins = set(twin_of(case.graph).values())
+    twins = set(backward_alias_of(case.graph).values())
     again = apart = 0
     for seed in range(3):
         plan = random_plan(case, 3, seed)

@@ -124,7 +124,7 @@ def data_parallel(batch: int = 12, width: int = 256, rows: int = 64) -> Case:
     return m.build(b=batch)
 
 
-def stored_apart(batch: int = 10, stored: int = 8, width: int = 256, rows: int = 64) -> Case:
+def with_storage_axes(batch: int = 10, stored: int = 8, width: int = 256, rows: int = 64) -> Case:
     """:func:`data_parallel` with the parameter stored in shards, whose cut no operator sees."""
     m = Model()
     m.given("x", "input", "b.", (batch * rows, width), S(0))
@@ -385,7 +385,7 @@ def test_a_device_with_little_memory_gets_less() -> None:
 @pytest.mark.parametrize("less", [1.0, 0.95, 0.9, 0.85])
 def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
     """Against all pairs of splits, with less and less memory on the first device."""
-    case, free = stored_apart(), Machine(cluster(*speeds))
+    case, free = with_storage_axes(), Machine(cluster(*speeds))
     peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
     tight = Machine(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
     best = brute_force(case, tight)

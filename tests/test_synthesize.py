@@ -19,7 +19,7 @@ from hap.ir.placement import R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.synthesize import lowest
+from hap.synthesizer.synthesize import lowest_fitting
 from tests.random_plans import make_case, verdict
 
 
@@ -203,6 +203,6 @@ def test_the_lowest_price_that_fits_is_found_wherever_one_looks_first(first: int
             asked.append(price)
             return price >= least
 
-        assert lowest(fits, -10, 4, first) == (least if least <= 4 else None)
+        assert lowest_fitting(fits, -10, 4, first) == (least if least <= 4 else None)
         assert len(asked) == len(set(asked)) and len(asked) <= 9
         assert all(-10 < price <= 4 for price in asked)

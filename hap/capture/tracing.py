@@ -23,11 +23,11 @@ from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, 
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.errors import InputError, ModelError
-from hap.gc_pause import no_collector
+from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.ir.graph_builder import Builder
-from hap.ir.regather import with_twins
+from hap.ir.regather import with_backward_aliases
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ def capture(
     check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
-    with mode, no_collector():
+    with mode, gc_paused():
         with torch_private.as_if_compiling():
             _check_loss(step, tensors)
         try:
@@ -104,7 +104,7 @@ def capture(
         own = chosen(graph, recompute)
         last = max((region.number for region in own.values()), default=-1)
         regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
-    return with_twins(recomputed(graph, regions))
+    return with_backward_aliases(recomputed(graph, regions))
 
 
 def _name_logical(traced: fx.GraphModule) -> None:

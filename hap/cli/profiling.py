@@ -36,7 +36,7 @@ from hap.profiler import (
     link_figures,
     subset_collectives,
 )
-from hap.profiler.collective_bench import everyones
+from hap.profiler.collective_bench import gathered_from_all
 from hap.profiler.probes import Arena, Probe, probes, product_probe
 from hap.profiler.rank_watch import Watch
 from hap.profiler.samples import (
@@ -171,12 +171,12 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
 def _header(settings: Settings, device: torch.device, rank: int) -> Header:
     """The header of this run's records, known to all ranks."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
-    told = everyones((socket.gethostname(), local_rank, call_timing.kind_name(device)))
+    told = gathered_from_all((socket.gethostname(), local_rank, call_timing.kind_name(device)))
     hosts = [host for host, _, _ in told]
     nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])
     # Emulated machines are one: their ranks share its memory all the same.
     here = call_timing.memory_bytes(device, hosts.count(hosts[rank]))
-    memory = everyones(here)
+    memory = gathered_from_all(here)
     ranks = tuple(
         RankInfo(node=node, kind=kind, memory_bytes=nbytes)
         for node, (_, _, kind), nbytes in zip(nodes, told, memory, strict=True)
@@ -288,7 +288,9 @@ class _Work:
         else:
             seconds = call_timing.seconds_after(probe.after(arena), call, self.pace.windows)
         mine = [s / probe.count for s in seconds]
-        return OpRecord(name=probe.name, work=probe.work, seconds=tuple(everyones(tuple(mine))))
+        return OpRecord(
+            name=probe.name, work=probe.work, seconds=tuple(gathered_from_all(tuple(mine)))
+        )
 
 
 def _rings(flat: ProcessGroupComm, header: Header) -> list[collective_bench.Ring]:

@@ -239,7 +239,7 @@ def is_mesh_op(op: str) -> bool:
     return op.startswith(BETWEEN)
 
 
-def ends(graph: Graph) -> frozenset[str]:
+def step_ends(graph: Graph) -> frozenset[str]:
     """Parameters and gradients, also before and after they pass between machines.
 
     They are converted at the two ends of a step, many at a time.

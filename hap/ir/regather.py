@@ -21,18 +21,18 @@ _LOOKS = frozenset({
 })  # fmt: skip
 
 
-def with_twins(graph: Graph) -> Graph:
+def with_backward_aliases(graph: Graph) -> Graph:
     """The graph with twins of all parameters of two or more dims that both passes read.
 
     Vectors, biases and norms' weights, are too small for a second gather to be worth its start.
     """
     parameters = {i.tensor for i in graph.role("parameter") if _large(graph.tensors[i.tensor])}
     read = {name for n in graph.nodes if n.name not in graph.backward for name in n.inputs}
-    twins = _Twins(graph, parameters & read)
+    twins = _BackwardAliases(graph, parameters & read)
     return renamed_in_backward(graph, twins.of, twins.tensors)
 
 
-def twin_of(graph: Graph) -> Mapping[str, str]:
+def backward_alias_of(graph: Graph) -> Mapping[str, str]:
     """Parameter -> its twin."""
     parameters = {i.tensor for i in graph.role("parameter")}
     return {
@@ -45,7 +45,7 @@ def _large(tensor: Tensor) -> bool:
     return len(tensor.shape) > 1
 
 
-class _Twins:
+class _BackwardAliases:
     """Makes the twins of parameters, and of the forward's views of them, as they are asked for."""
 
     def __init__(self, graph: Graph, parameters: set[str]) -> None:

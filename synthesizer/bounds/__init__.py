@@ -1,4 +1,1 @@
-"""Lower bounds of the step time, and the branching that tightens them.
-
-Imports ``search``, ``cost`` and ``rules``.
-"""
+"""Lower bounds of the step, and branch and bound. Imports ``search``, ``cost``, ``rules``."""

@@ -1,26 +1,8 @@
 """Branch and bound over the shares of one axis, for a tighter lower bound.
 
-:class:`hap.synthesizer.bounds.lower_bound.AnyShares` is loose mostly for one reason: it lets a single
-rank have all of an axis, which then needs no all-to-all and starts each operator once. A
-:class:`Box` says of one axis, the one on which most of the arithmetic is split, in which range
-the units of each type of devices lie, and those of the most loaded rank of each type; the other
-axes stay free. The boxes cover everything, so that the lowest bound of them all holds for all
-programs and all shares. The box with the lowest bound is cut in two, again and again (branch
-and bound; Land and Doig, 1960), until the searches are spent or no box is below the plan.
-
-Prices in a box, for ``u`` units and ``n[k]`` devices of type ``k``. Each type has two weights,
-one for its most loaded rank and one for the mean of all its ranks: (1) of
-:mod:`hap.synthesizer.bounds.lower_bound` holds for any weights of ranks. An operator that is split on the
-axis takes (:meth:`BoxPrices._ways_inside`)
-
-* the most loaded rank of a type at least ``t[k](p)``, ``p`` being its least part;
-* a rank with part ``p > 0`` at least ``launch[k] + slope[k] p``, where
-  ``slope[k] = (t[k](h) - launch[k]) / h`` and ``h`` is the largest part: what does not grow with
-  the part weighs least there. Where ranks may have no part at all, ``t[k](h) / h p``. Each type
-  has its least total, and what is left of the axis goes where it is cheapest.
-
-An all-to-all from or to the axis crosses links whatever the parts on its other side
-(:meth:`hap.synthesizer.cost.collective_cost.NetworkModel.crossing_s`).
+:class:`AnyShares` is loose because it lets a single rank have all of an axis. A :class:`Box` limits the
+units of each type of devices on one axis. The boxes cover all shares; the box with the lowest bound
+is split again and again (Land and Doig, 1960). docs/formulas.md derives the prices in a box.
 """
 
 from __future__ import annotations
@@ -38,7 +20,7 @@ from hap.synthesizer.bounds.lower_bound import (
     AnyShares,
     Floats,
     Floors,
-    Hiding,
+    OverlapPrice,
     Relaxation,
     Weights,
 )
@@ -165,8 +147,8 @@ class BoxPrices(Floors):
         self._boxed: dict[object, Floats] = {}
 
     @property
-    def hiding(self) -> Hiding:
-        own = self._outside.hiding
+    def overlap_price(self) -> OverlapPrice:
+        own = self._outside.overlap_price
         return replace(own, lost=np.tile(own.lost, 2))
 
     def compute(self, node: Node, row: Row) -> Floats:
@@ -235,13 +217,7 @@ class _Leaf:
 
 
 class Branching:
-    """The bound over all shares, box by box.
-
-    Args:
-        root: the bound without boxes, and the programs behind it.
-        prices: of ``root``.
-        axis: the one whose shares are cut.
-    """
+    """The bound over all shares of ``axis``, box by box; ``root``: the bound without boxes."""
 
     def __init__(
         self, space: Space, machine: Machine, states: int, allowed: Allowed | None,
@@ -283,7 +259,7 @@ class Branching:
         prices = BoxPrices(self._space, self._machine, self._states, leaf.box)
         relaxation = Relaxation(self._space, prices, self._allowed)
         for labelling in self._known:
-            relaxation.adopt(labelling)
+            relaxation.evaluate(labelling)
         weights: Weights = relaxation.weights()
         found = relaxation.search(weights)
         self.searches += 1

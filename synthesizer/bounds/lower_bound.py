@@ -1,54 +1,10 @@
 """Proved lower bounds of the step time, and the programs that attain them.
 
-A step (:mod:`hap.synthesizer.schedule.event_simulator`) is as long as each of its streams at least: what a rank
-``r`` computes, ``T[r]``, and what the collectives take together, ``C``. Hiding one behind the other
-has its price (:mod:`hap.synthesizer.cost.contention`). Each second of a collective takes the rank's
-``interference``, ``l[r]`` of a second, from what it computes meanwhile, or passes while it does not
-compute::
-
-    step  >=  T[r] + l[r] C                                                             (1)
-
-Let ``d`` be the least ``drag`` of the ranks. While some rank computes, collectives advance at ``1/d``
-of their pace at most; what is left then takes time in which nobody computes. If some rank computes
-for ``X`` of the step, ``X >= T[r]`` for all ``r``::
-
-    step  >=  X + (C - X/d)  >=  (1 - 1/d) T[r] + C                                     (2)
-
-So the step is at least any mean of these, with weights ``a, b >= 0`` that sum to 1 (:class:`Hiding`)::
-
-    step  >=  sum_r w[r] T[r] + v C,   w[r] = a[r] + (1 - 1/d) b[r],   v = sum_r a[r] l[r] + b[r]
-
-The right side adds up over operators, so *one exact search* under these prices
-(:meth:`Relaxation.search`) gives the least of it over *all* programs, however they overlap: a
-lower bound on every one of them. ``v`` is the price that communication has when computing can
-hide it. The dual of the maximum is to choose the weights: :meth:`Relaxation.weights` takes those
-under which the programs found so far look worst, by cutting planes (Kelley, "The cutting-plane
-method for solving convex programs", 1960), and every program on the way is a candidate.
-
-Two sets of prices:
-
-* :class:`FixedShares`: the shares are given, ``T`` is exact. The bound holds for every program
-  under these shares.
-* :class:`AnyShares`: every axis may have any shares of its own. An operator that is split with
-  parts ``p`` takes rank ``r`` at least ``p[r] t[r]``, where ``t[r]`` is its time for the whole
-  operator: arithmetic and traffic grow linearly, and what does not (the start, operands that
-  are read whole) is paid by whoever has a part. As the parts sum to 1,
-
-      sum_r w[r] p[r] t[r]  >=  min_r w[r] t[r]                                         (3)
-
-  whatever the parts. So it is a bound on every *pair* of program and shares.
-
-Collectives are priced from below (:meth:`hap.synthesizer.cost.collective_cost.NetworkModel.floor_s` for any
-shares). The simulator runs neighbouring collectives of one kind as one, which then pay for one
-start. Bytes add up; of the start each is charged a part, such that no group that can form is
-charged more than one (:func:`start_parts`). Floors are sums or minima of sums of what is linear
-in bytes and starts, so that those of a group's members never exceed the group's. Under fixed
-shares, what can run fused is priced by its floor as well, since the largest part of several is
-less than the sum of the largest; and so is what may lie in shares of its own between steps
-(:func:`_storable`): the shares that are fixed are those of computing.
-
-Memory is ignored: a plan that must also fit is no faster. Prices are rounded to picoseconds;
-:meth:`Relaxation.search` takes off what rounding may have added.
+A step is at least any weighted mean of its ranks' computing and of all its communication. One exact
+search under the weighted prices bounds every program from below; cutting planes find the best
+weights (Kelley, 1960). :class:`FixedShares` holds for every program under given shares,
+:class:`AnyShares` for every pair of program and shares. Collectives are priced by their floors;
+memory is ignored. docs/formulas.md derives the bound; it numbers the inequalities (1) to (3).
 """
 
 from __future__ import annotations
@@ -78,7 +34,7 @@ from hap.synthesizer.search.program_space import Space
 Floats = npt.NDArray[np.float64]
 
 Weights = Floats
-"""One number per class of ranks, and one for the links: see :meth:`Hiding.mean`."""
+"""One number per class of ranks, and one for the links: see :meth:`OverlapPrice.mean`."""
 
 _SAFE = 1.0 - 1e-9
 """Takes off what floating point may have added to a sum; far more than it can."""
@@ -87,10 +43,9 @@ _SAFE = 1.0 - 1e-9
 def start_parts(space: Space) -> dict[str, float]:
     """Tensor -> the part of a collective's start that its conversion surely pays for.
 
-    A conversion stands right before its tensor's first reader, so what can run as one with it
-    are conversions of that reader's other inputs of one dtype: of ``k`` each pays for ``1/k``.
-    Those of all outputs stand together as well. Parameters, which are gathered together at
-    the start of the step, and gradients, reduced at its end, pay nothing.
+    A conversion may run as one with those of its reader's other inputs of the same dtype: of ``k``
+    each pays for ``1/k``; likewise the outputs. Parameters and gradients, which are converted
+    together at the ends of the step, pay nothing.
     """
     graph = space.graph
     outputs = [o.tensor for o in graph.outputs if o.role != "gradient"]
@@ -110,7 +65,7 @@ def start_parts(space: Space) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hiding:
+class OverlapPrice:
     """The price of overlap: ``pace`` is ``1/d`` of (2), ``lost`` per class of ranks ``l`` of (1)."""
 
     pace: float
@@ -149,9 +104,11 @@ class Floors(Prices, ABC):
         self._exact = CostModel(graph, space.axes, machine, parts, states)
 
     @property
-    def hiding(self) -> Hiding:
-        """Parameters of the weights of :meth:`Hiding.mean`."""
-        return Hiding(1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks])
+    def overlap_price(self) -> OverlapPrice:
+        """Parameters of the weights of :meth:`OverlapPrice.mean`."""
+        return OverlapPrice(
+            1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks]
+        )
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
@@ -193,7 +150,7 @@ class FixedShares(Floors):
     def proportional(self) -> Weights:
         """Weights in proportion to the ranks' speed, summed over each class; half is the links'."""
         speed = np.bincount(self._class_of, self.machine.speed, len(self._ranks)).astype(np.float64)
-        return self.hiding.mean(speed, speed)
+        return self.overlap_price.mean(speed, speed)
 
     def per_class(self, per_rank: PerRank) -> Floats:
         """A vector over ranks as one over classes, whose ranks are all alike in it."""
@@ -246,7 +203,7 @@ class AnyShares(Floors):
         """Weights in proportion to the classes' speed, under which a product costs the same on
         any shares; half is the links'."""
         speed = self.machine.speed[self._ranks] * self._sizes
-        return self.hiding.mean(speed, speed)
+        return self.overlap_price.mean(speed, speed)
 
     def compute(self, node: Node, row: Row) -> Floats:
         split = any(p is not None and p.sharded for p in (*row.ins, *row.outs))
@@ -270,10 +227,8 @@ class AnyShares(Floors):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundResult:
-    """A program and what it costs as a function of the weights: :meth:`at`.
-
-    The sum of ``whole_s`` weighted, the communicating last, and for every entry of ``ways``
-    (entry, way, class) of the cheapest way.
+    """A program and its cost by the weights: ``whole_s`` (communicating last) plus the cheapest way
+    of every entry of ``ways``, dims entry, way, class.
     """
 
     labelling: Labelling
@@ -295,11 +250,7 @@ class BoundResult:
 
 
 class Relaxation:
-    """Searches under weighted prices; the best lower bound and all programs found.
-
-    Args:
-        allowed: as of :class:`hap.synthesizer.search.cost_tables.Problem`.
-    """
+    """Searches under weighted prices; the best lower bound and all programs found."""
 
     def __init__(self, space: Space, prices: Floors, allowed: Allowed | None = None) -> None:
         self._space, self._prices = space, prices
@@ -338,11 +289,11 @@ class Relaxation:
             return None
         bound_s = (labelling.cost - self._rounding) / PICOSECONDS * _SAFE
         self.bound_s = max(self.bound_s, bound_s)
-        return self.adopt(labelling)
+        return self.evaluate(labelling)
 
-    def adopt(self, labelling: Labelling) -> BoundResult:
+    def evaluate(self, labelling: Labelling) -> BoundResult:
         """Price a program of the same space, found under whatever prices."""
-        classes = len(self._prices.hiding.lost)
+        classes = len(self._prices.overlap_price.lost)
         labels = labelling.labels
         chosen = [seconds[labels[v]] for v, seconds in self._timed]
         whole = [s for s in chosen if s.ndim == 1]
@@ -362,7 +313,7 @@ class Relaxation:
 
     def weights(self) -> Weights:
         """The weights under which the cheapest of the programs found is dearest."""
-        return dearest(self.found, self._prices.hiding)
+        return best_weights(self.found, self._prices.overlap_price)
 
     def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
         """Search from ``start`` on, until nothing can be gained or the bound is enough."""
@@ -377,14 +328,10 @@ class Relaxation:
                 return
 
 
-def dearest(found: Sequence[BoundResult], hiding: Hiding) -> Weights:
-    """Maximise the least of ``found`` over the weights, which is concave: cutting planes again.
-
-    The programs are known, so that this costs no search; a few linear programs with a variable
-    per class.
-    """
-    ones = np.ones_like(hiding.lost)
-    weights = hiding.mean(ones, ones)
+def best_weights(found: Sequence[BoundResult], overlap_price: OverlapPrice) -> Weights:
+    """Maximise the least of ``found`` over the weights, which is concave, by cutting planes."""
+    ones = np.ones_like(overlap_price.lost)
+    weights = overlap_price.mean(ones, ones)
     scale = 1.0 / min(f.at(weights) for f in found)
     cuts: list[Floats] = []
     best, best_s = weights, 0.0
@@ -399,26 +346,26 @@ def dearest(found: Sequence[BoundResult], hiding: Hiding) -> Weights:
             f.cut(weights) * scale for f in found
             if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
         ]  # fmt: skip
-        highest = _highest(cuts, hiding)
+        highest = _highest(cuts, overlap_price)
         if highest is None:
             break
         weights, claimed = highest
     return best
 
 
-def _highest(cuts: Sequence[Floats], hiding: Hiding) -> tuple[Weights, float] | None:
+def _highest(cuts: Sequence[Floats], overlap_price: OverlapPrice) -> tuple[Weights, float] | None:
     """The weights where the lowest of planes is highest, and its height.
 
     Planes are ``slopes @ weights``. ``None`` if they are so nearly parallel that the solver
     gives up: any weights give a true bound, so that no more than its height is lost.
     """
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    classes = len(hiding.lost)
+    classes = len(overlap_price.lost)
     parts = [solver.NumVar(0.0, 1.0, f"part{k}") for k in range(2 * classes)]
     least = solver.NumVar(0.0, solver.infinity(), "least")
     solver.Add(solver.Sum(parts) == 1)
     one = np.eye(2 * classes)
-    corners = np.array([hiding.mean(*np.split(corner, 2)) for corner in one])
+    corners = np.array([overlap_price.mean(*np.split(corner, 2)) for corner in one])
     for slopes in cuts:
         heights = (corners @ slopes).tolist()
         solver.Add(least <= solver.Sum([h * x for h, x in zip(heights, parts, strict=True)]))
@@ -426,7 +373,7 @@ def _highest(cuts: Sequence[Floats], hiding: Hiding) -> tuple[Weights, float] | 
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
     found = np.maximum([x.solution_value() for x in parts], 0.0)
-    return hiding.mean(*np.split(found, 2)), float(least.solution_value())
+    return overlap_price.mean(*np.split(found, 2)), float(least.solution_value())
 
 
 _CLOSE = 1e-6

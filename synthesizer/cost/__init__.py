@@ -1,4 +1,1 @@
-"""The cost model: seconds and bytes of operators, collectives, and whole programs run serially.
-
-Imports ``rules``. Decides nothing.
-"""
+"""Prices of operators, collectives and serial programs. Imports ``rules``."""

@@ -1,17 +1,14 @@
 """The cost of each implementation of a collective on the links of a cluster.
 
-Flat collectives take no notice of machines. Their ranks form a ring in rank order, which
-crosses every machine's adapter once each way, so that the slowest link of the ring bounds all
-its traffic (alpha-beta model; Thakur et al., "Optimization of collective communication
-operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tree or of recursive doubling
-in rank order, ``ceil(log2 machines)`` have the latency between machines. Shards may be uneven:
-a *padded* collective moves the largest shard for everyone, a *grouped* one sends each shard
-with an operation of its own. Hierarchical ones: :mod:`hap.synthesizer.cost.hierarchical_cost`.
+Flat collectives run on a ring in rank order, which crosses every machine's adapter once each way:
+its slowest link bounds all traffic (alpha-beta model; Thakur et al., "Optimization of collective
+communication operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tree,
+``ceil(log2 machines)`` have the latency between machines. A *padded* collective moves the largest
+shard for every rank, a *grouped* one sends each shard by an operation of its own. Hierarchical
+ones: :mod:`hap.synthesizer.cost.hierarchical_cost`.
 
-Where an implementation has measured figures of its own (``Cluster.collectives``), the same
-formulas run on the links as it sees them: they say how often it starts and what it moves, and
-the figures what a start and a byte cost it, packing included, and how long it takes at least.
-Starts are cheaper where only devices take part that answer soon (``Device.start``).
+Measured figures (``Cluster.collectives``) replace the links' in the same formulas. Starts are
+cheaper among devices that answer soon (``Device.start``).
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ import numpy.typing as npt
 from hap.cluster.link import IMPLEMENTATIONS, Link
 from hap.cluster.topology import Cluster
 from hap.ir.hierarchical import exists
-from hap.synthesizer.cost.hierarchical_cost import Stages, all_reduce, leaving, steps
+from hap.synthesizer.cost.hierarchical_cost import Stages, all_reduce, largest_exchange, steps
 
 Fractions = npt.NDArray[np.float64]
 """Per rank, its part of a sharded dim; sums to 1."""
 
 
 class Quote(NamedTuple):
-    """The predicted seconds of a conversion by one implementation."""
+    """Predicted seconds of a conversion by one implementation."""
 
     implementation: str
     seconds: float
@@ -60,7 +57,7 @@ class Links:
         )
 
     def padded(self, nbytes: float, parts: Fractions, on: float) -> float:
-        """A gather, or reduce-scatter, that moves the largest part for everyone."""
+        """Seconds of a gather or reduce-scatter that moves the largest part for every rank."""
         largest = nbytes * float(parts.max())
         return on * self.tree_s + (self.world_size - 1) * largest / self.bytes_per_s
 
@@ -107,8 +104,8 @@ class NetworkModel:
             kind: as :func:`hap.ir.placement.conversion` names it.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
-            start: which part of the latency to count: 0 for the traffic alone. The least that
-                an implementation takes counts with all of it.
+            start: part of the latency to count: 0 for the traffic alone. A measured minimum counts
+                with all of it.
         """
         found = self._added(kind, nbytes, src, dst, start)
         if self._least_s and start == 1:
@@ -147,10 +144,9 @@ class NetworkModel:
     def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
         """The least seconds of an exact all-to-all's traffic between machines.
 
-        ``low`` and ``high`` hold the least and largest part of each machine on one side; the
-        other side may have any. A machine with ``s`` before and ``d`` after sends
-        ``s (1 - d)`` and receives ``d (1 - s)``; the larger is least at ``d = s``:
-        ``s (1 - s)``. That is concave, so that its least value over a range is at an end.
+        ``low`` and ``high`` bound each machine's part on one side; the other side is free. A machine
+        with ``s`` before and ``d`` after sends ``s (1 - d)`` and receives ``d (1 - s)``; the larger is
+        least at ``d = s``: ``s (1 - s)``, which is concave, so that its minimum is at an end.
         """
         if not self._many:
             return 0.0
@@ -219,7 +215,7 @@ class NetworkModel:
         sent, received = src * (1 - dst), dst * (1 - src)
         busiest = float((nbytes * np.maximum(sent, received) / links.inner).max())
         if self._many:
-            between = leaving(self._member @ src, self._member @ dst)
+            between = largest_exchange(self._member @ src, self._member @ dst)
             busiest = max(busiest, nbytes * between / links.adapter)
         gathered = self._links["all_to_all", "gathered"]
         found = [

@@ -1,12 +1,10 @@
 """The compute and the communication stream of every rank, and their contention.
 
-Operators and collectives are given to the streams in program order. A collective starts once it
-was issued on all ranks and those before it have ended, and ends on all ranks at once. Where ranks
-compute beside it, both take longer (:class:`hap.cluster.device.Device`): a collective takes ``drag`` times
-as long and ``delay_s`` more for each of its messages, as the worst of the ranks that compute has it,
-and takes ``interference`` of its own undisturbed seconds from what is computed meanwhile. Where ranks
-wait for it, it takes its own time. Messages go one after the other: what is beside computing for a
-part of its time is delayed by that part.
+A collective starts once it was issued on all ranks and those before it have ended; it ends on all
+ranks at once. Ranks that compute beside it slow it down, and it them
+(:class:`hap.cluster.device.Contention`): it takes ``drag`` times as long and ``delay_s`` more per message
+by the slowest rank that computes, and takes ``interference`` of its undisturbed seconds from
+computing. A collective beside computing for a part of its time is delayed by that part.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 
 @dataclass(slots=True)
 class Job:
-    """A collective. Starts and ends are known once computing has come to them."""
+    """A collective. Its start and end are known once computing has come to them."""
 
     issued_s: PerRank
     messages: int
@@ -28,16 +26,16 @@ class Job:
     left_s: float
     """Undisturbed seconds of the rest of its communication."""
     free_s: float = 0.0
-    """When those before it had ended."""
+    """The end of those before it."""
     start_s: float = 0.0
     end_s: float = 0.0
 
 
 class Streams:
-    """When each rank's streams are free; advances as work is given to them.
+    """The times at which each rank's streams are free; advances as work is issued.
 
     Attributes:
-        clock_s: per rank, when its computing has come to an end.
+        clock_s: per rank, the end of its computing.
         now_s: the last of these.
         jobs: all collectives so far, in order.
     """
@@ -70,8 +68,7 @@ class Streams:
     def least_s(self) -> PerRank:
         """Lower bound of each rank's end: its computing, and the loss to all communication.
 
-        The loss of a rank behind the others is charged by the progress of the collective
-        for the first of them, which may be too little.
+        The simulation may charge too little of that loss to a rank behind the others.
         """
         least: PerRank = self._computed_s + self._lost * self._communicated_s
         return least
@@ -90,7 +87,7 @@ class Streams:
         return start, end
 
     def issue(self, seconds: float, messages: int) -> int:
-        """The number of a collective that is given to the streams."""
+        """Issue a collective; returns its number."""
         self._communicated_s += seconds
         self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
@@ -122,7 +119,7 @@ class Streams:
         job.start_s = self._at_s = max(job.free_s, float(job.issued_s.max()))
 
     def _slow(self, messages_per_s: float) -> None:
-        """How the open job and computing slow each other."""
+        """Set how the open job and computing slow each other."""
         drag = self._drag + self._delay_s * messages_per_s
         worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
         # Factors of its time while such ranks compute, the largest first; and the ranks.
@@ -137,7 +134,7 @@ class Streams:
             self._begin()
 
     def _advance(self) -> bool:
-        """Communicate until now; or, and it is true then, until the first collective ends."""
+        """Communicate until now, or, returning true, until the first collective ends."""
         job = self.jobs[self._open]
         for drag, ranks in self._drags:  # while the worst of them compute, then the others
             until_s = float(self.clock_s[ranks].max())

@@ -1,8 +1,7 @@
 """The cost model: seconds and bytes of operators and conversions under given shares.
 
 Computing: :meth:`hap.cluster.device.Device.seconds` of each device's own part of the work.
-Communicating: :mod:`hap.synthesizer.cost.collective_cost`. Every figure is a vector over ranks or a
-number of seconds; nothing here decides anything.
+Communicating: :mod:`hap.synthesizer.cost.collective_cost`.
 """
 
 from __future__ import annotations
@@ -37,14 +36,11 @@ class Network(Protocol):
 class Crossing(Protocol):
     """Prices of the collectives between machines that a program inside them contains."""
 
-    def seconds(self, group: Sequence[tuple[Node, Row]]) -> float | None:
-        """Of neighbours that run as one; ``None`` if they are no such collectives."""
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        """(seconds, consecutive messages) of neighbours that run as one; ``None`` of others."""
 
     def searched_s(self, node: Node, row: Row) -> float | None:
         """Of one collective in a search; at the ends of the step others pay for the start."""
-
-    def messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        """The number of consecutive messages of :meth:`seconds`."""
 
 
 class CostModel(Prices):
@@ -103,11 +99,8 @@ class CostModel(Prices):
         after_small = node.name in self.graph.after_small
         return self.machine.seconds(work, work.flops * part, nbytes, after_small=after_small)
 
-    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
-        return self._crossing.seconds(group) if self._crossing else None
-
-    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        return self._crossing.messages(group) if self._crossing else 0
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        return self._crossing.cross(group) if self._crossing else None
 
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False

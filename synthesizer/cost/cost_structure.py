@@ -39,16 +39,14 @@ class EquivalenceClasses(Generic[Item]):
 class CostStructure:
     """The groups of a program's instructions, their classes, and the live ranges of storages.
 
-    It depends on the program's implementations only in which instructions run as one.
-
     Attributes:
         bounds: per group of instructions that run as one, its first and the one after its last.
-        nodes: per group, the nodes that it runs, and by which rows; none if it converts.
+        nodes: per group, its nodes and their rows; none if it converts.
         work: per group, the classes in ``computing`` of its nodes.
         moved: per group, its class in ``moving``; -1 if it computes.
         updated: classes in ``updating`` of the trained parameters.
         storages: the storages that instructions allocate.
-        live: their live ranges if no collective overlaps with anything.
+        live: their live ranges if no collective overlaps with computing.
     """
 
     def __init__(self, graph: Graph, program: Program, cost: Prices, bounds: Bounds) -> None:
@@ -93,7 +91,7 @@ class CostStructure:
 
 
 def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
-    """The nodes that a group of instructions runs, and by which rows."""
+    """The nodes of a group of instructions, and their rows."""
     return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
@@ -103,7 +101,7 @@ def structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
 
 
 def unimplemented_structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
-    """The structure before implementations are chosen: none of them keeps groups apart."""
+    """The structure before implementations are chosen, which may keep groups apart."""
     return _memoized("unimplemented structure", graph, program, cost)
 
 
@@ -138,6 +136,6 @@ def _compute_key(graph: Graph, cost: Prices, node: Node, row: Row) -> Hashable:
 
 
 def _conversion_key(graph: Graph, cost: Prices, step: Convert) -> Hashable:
-    """All that the price of a conversion and its buffers depend on but the implementation."""
+    """Key of a conversion's price and buffers, but for the implementation."""
     sides = [(p.kind, cost.parts.value_key(step.tensor, p)) for p in (step.src, step.dst)]
     return _shape_and_dtype(graph.tensors[step.tensor]), tuple(sides)

@@ -1,9 +1,8 @@
 """The cost of hierarchical collectives, as :mod:`hap.runtime.two_level_comm` runs them.
 
-Inside of its machine a rank sees that machine's link. Between machines all columns run side
-by side and share the adapters: their latencies overlap, their bytes add up. A stage ends with
-its slowest machine. Formulas of a stage: alpha-beta (Thakur et al., 2005); the decomposition:
-BlueConnect (Cho et al., MLSys 2019).
+Between machines all columns run side by side and share the adapters: their latencies overlap, their
+bytes add up. A stage ends with its slowest machine (alpha-beta: Thakur et al., 2005; BlueConnect:
+Cho et al., MLSys 2019).
 """
 
 from __future__ import annotations
@@ -44,11 +43,10 @@ class Stages:
         return 2 * inside + all_reduce(m, nbytes, steps(m) * on * link.latency_s, link)
 
     def gather(self, nbytes: float, parts: Floats, on: float, *, scatter: bool) -> float:
-        """All-gather; or if ``scatter`` reduce-scatter, the same stages the other way round.
+        """All-gather; or if ``scatter`` reduce-scatter, the same stages in reverse.
 
-        Machines of one size exchange the shards of a column as they are. Others first level
-        their machine's shards over the columns, which gathers them inside; or at last gather
-        what the columns have, and cut the shards from it.
+        Machines of unlike sizes first level their shards over the columns, which gathers them inside;
+        or at last gather the columns' shards, and cut their own from them.
         """
         blocks = np.split(nbytes * parts, self._starts[1:])
         cuts = blocks
@@ -64,11 +62,11 @@ class Stages:
         return level + across + self._inside([totals] * self._machines, on)
 
     def all_to_all(self, nbytes: float, src: Floats, dst: Floats, on: float) -> float:
-        """To the peers in all machines first, who then pass on inside; machines of one size."""
+        """To the peers in all machines first, which pass on inside; machines of one size."""
         width, link = self._width, self._outer
         have, want = (parts.reshape(self._machines, width) for parts in (src, dst))
         across = (self._machines - 1) * on * link.latency_s
-        across += nbytes * leaving(have.sum(1), want.sum(1)) / link.bandwidth_bytes_per_s
+        across += nbytes * largest_exchange(have.sum(1), want.sum(1)) / link.bandwidth_bytes_per_s
         column = have.sum(0)
         # The rank in column j then has its column's rows, of all that its machine shall have.
         sent = column * (want.sum(1, keepdims=True) - want)
@@ -83,8 +81,7 @@ class Stages:
     def floor_s(self, kind: str, nbytes: float, on: float) -> float:
         """The least seconds of a collective, whatever the parts; linear in ``nbytes`` and ``on``.
 
-        A ring of ``n`` starts at least ``log2 n`` times and moves at least ``(n - 1) / n`` of its
-        bytes. Of the machines, which run side by side, the one whose link is slowest counts.
+        A ring of ``n`` starts at least ``log2 n`` times and moves ``(n - 1) / n`` of its bytes.
         """
         m, width, outer = self._machines, self._width, self._outer
         if kind == "all_to_all":  # all that one rank has may stay where it is
@@ -117,12 +114,7 @@ def steps(ranks: int) -> int:
 
 
 def all_reduce(ranks: int, nbytes: float, tree_s: float, link: Link) -> float:
-    """Seconds; libraries send small tensors down a tree, and large ones around a ring.
-
-    Args:
-        tree_s: latency of a way through the tree.
-        link: the slowest of the ring.
-    """
+    """Seconds; small tensors go down a tree (``tree_s``), large ones around a ring (slowest ``link``)."""
     bandwidth = link.bandwidth_bytes_per_s
     around = 2 * (ranks - 1) / ranks * nbytes / bandwidth
     return min(2 * tree_s + around, tree_s + steps(ranks) * 2 * nbytes / bandwidth)
@@ -137,6 +129,6 @@ def ring(sizes: Sequence[float]) -> tuple[int, float]:
     return max(sum(size > 0 for size in sizes), steps(len(sizes))), sum(sizes)
 
 
-def leaving(src: Floats, dst: Floats) -> float:
-    """The most that one of some places sends or receives in an exchange, as a part of all."""
+def largest_exchange(src: Floats, dst: Floats) -> float:
+    """The largest part of all that one place sends or receives in an exchange."""
     return float(np.maximum(src * (1 - dst), dst * (1 - src)).max())

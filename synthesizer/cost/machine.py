@@ -73,16 +73,9 @@ def _contention_of_all(cluster: Cluster) -> tuple[PerRank, PerRank]:
     collective longer, but not the device's work for it: interference and drag are at most those
     of any slower device, interference in proportion to speed.
     """
-    rate, lost, drag = (
-        np.array(figures)
-        for figures in zip(
-            *(
-                (d.rate("matmul", "float32"), d.contention.interference, d.contention.drag)
-                for d in cluster.devices
-            ),
-            strict=True,
-        )
-    )
+    rate = np.array([d.rate("matmul", "float32") for d in cluster.devices])
+    lost = np.array([d.contention.interference for d in cluster.devices])
+    drag = np.array([d.contention.drag for d in cluster.devices])
     slower = rate[None, :] <= rate[:, None]
     return (
         np.where(slower, (lost * rate)[None, :], np.inf).min(axis=1) / rate,

@@ -14,7 +14,7 @@ import numpy as np
 from hap.cluster.link import messages
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph, Node
-from hap.ir.mesh import Mesh, divide, ends, is_mesh_op, origin
+from hap.ir.mesh import Mesh, divide, is_mesh_op, origin, step_ends
 from hap.ir.placement import LOCAL, Placement
 from hap.ir.program import BETWEEN, Program
 from hap.synthesizer.cost.collective_cost import Fractions, NetworkModel, Quote
@@ -147,30 +147,24 @@ class MeshParts(Parts):
 
 
 class MeshCrossing:
-    """Prices of the collectives between machines.
-
-    All columns use their machine's adapter at once: a tensor that is sharded inside crosses once,
-    any other once per device.
-    """
+    """Prices of collectives between machines; tensors not sharded inside cross once per column."""
 
     def __init__(self, mesh: Mesh, graph: Graph) -> None:
         self._mesh, self._graph = mesh, graph
         self._network = NetworkModel(mesh.between)
-        self._ends = ends(graph)
+        self._ends = step_ends(graph)
 
-    def seconds(self, group: Sequence[tuple[Node, Row]]) -> float | None:
-        """Of neighbours that run as one; ``None`` if they are no such collectives."""
-        return self._seconds(group, start=True)
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        """(seconds, consecutive messages) of neighbours that run as one; ``None`` of others."""
+        seconds = self._seconds(group, start=True)
+        if seconds is None:
+            return None
+        return seconds, messages(group[0][0].op.removeprefix(BETWEEN), len(self._mesh.machines))
 
     def searched_s(self, node: Node, row: Row) -> float | None:
         """Of one collective in a search; at the ends of the step others pay for the start."""
         start = bool(node.inputs[:1]) and node.inputs[0] not in self._ends
         return self._seconds([(node, row)], start=start)
-
-    def messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        """The number of consecutive messages of :meth:`seconds`."""
-        kind = group[0][0].op.removeprefix(BETWEEN)
-        return messages(kind, len(self._mesh.machines))
 
     def _seconds(self, group: Sequence[tuple[Node, Row]], *, start: bool) -> float | None:
         op = group[0][0].op

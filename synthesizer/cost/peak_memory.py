@@ -1,9 +1,9 @@
 """Peak memory of every rank, and the kinds of data that it consists of.
 
-Counted from first definition to last use, also in the backward; views share the storage of what they look at. Of a collective, or of several that
-are fused, all that goes in and all that comes out exists at once, from where it is issued to
-where it has ended (``until`` of :class:`hap.synthesizer.cost.liveness.LiveRanges`). Collectives run one after
-the other, so that of those under way the largest buffers count.
+Values live from first definition to last use, also in the backward. Inputs and outputs of a
+(fused) collective exist together, from its issue to its end (``until`` of
+:class:`hap.synthesizer.cost.liveness.LiveRanges`). Collectives run one after the other: of those under
+way the largest buffers count.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def memory(
     """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
-        buffers: what collectives take, which depends on all ranks' parts at once, where the
-            ranks of ``cost`` are none that work together.
-        until: when collectives have ended; none overlaps with anything if it isn't given.
+        buffers: of collectives, where the ranks of ``cost`` do not work together.
+        until: the ends of collectives; default: none overlaps with computing.
     """
     structure = structure_of(graph, program, cost)
     stored = _given(graph, structure, cost)
@@ -61,7 +60,7 @@ def memory(
 def at_peak(
     graph: Graph, program: Program, cost: Prices, until: Until = None
 ) -> dict[str, PerRank]:
-    """By kind, the bytes that each rank holds at its fullest moment."""
+    """By kind, the bytes that each rank holds at its peak."""
     structure = structure_of(graph, program, cost)
     live = _live(structure, until)
     alive, own, between = _moments(graph, program, cost, None, structure, live)
@@ -100,10 +99,7 @@ def _moments(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
     live: LiveRanges,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Bytes alive, of workspace, and in buffers; dims moment, rank.
-
-    The first moment is before the step.
-    """
+    """Bytes alive, of workspace, and in buffers; dims moment, rank; moment 0 is before the step."""
     end = len(structure.bounds)
     change = np.zeros((end + 2, cost.machine.cluster.world_size))
     change[0] = sum(_given(graph, structure, cost).values())
@@ -160,7 +156,7 @@ def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
 
 
 def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank:
-    """Bytes that the runtime holds during a collective beside what it reads and what it makes.
+    """Bytes of a collective beside its inputs and outputs.
 
     Padded collectives pass through a tensor of ``world size`` largest parts; fused ones lay
     their tensors end to end before or after (``hap.runtime.collectives``).
@@ -180,7 +176,7 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     if kind == "all_reduce":
         return joined + (whole if how == "two step" else 0.0)
     parts = src if kind == "all_gather" else dst
-    if kind == "all_gather":  # what comes out of a fused one replaces what was padded
+    if kind == "all_gather":  # the output of a fused one replaces the padded buffer
         return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
     return joined + (_padded(parts, cost) if how == "padded" else whole)
 

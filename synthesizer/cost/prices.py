@@ -64,14 +64,10 @@ class Prices(ABC):
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
 
-    def cross(self, group: Sequence[tuple[Node, Row]]) -> float | None:
-        """Seconds of neighbouring collectives between machines; ``None`` for other operators."""
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        """(seconds, consecutive messages) of neighbouring collectives between machines, or ``None``."""
         return None
 
     def messages(self, kind: str) -> int:
         """The number of consecutive messages of a collective in a ring."""
         return messages(kind, self.parts.ring_size)
-
-    def crossing_messages(self, group: Sequence[tuple[Node, Row]]) -> int:
-        """The number of consecutive messages of what :meth:`cross` prices; else 0."""
-        return 0

@@ -1,8 +1,7 @@
 """Serial cost: step time and peak memory of a program without overlap.
 
-Each rank has one stream; it computes while it can and waits at every collective until the
-last rank arrives. That is quick to work out, and what overlapping starts from
-(:mod:`hap.synthesizer.schedule.list_scheduler`). Memory is that of :mod:`hap.synthesizer.cost.peak_memory`.
+Each rank has one stream, which waits at every collective for the last rank. It is the starting
+point of :mod:`hap.synthesizer.schedule.list_scheduler`.
 """
 
 from __future__ import annotations
@@ -70,21 +69,21 @@ def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
     """The supersteps of a step in order; the optimizer's step is the last one."""
     structure = structure_of(graph, program, cost)
     nothing = np.zeros((1, cost.machine.cluster.world_size))
-    # Work is a row of this table: of the kinds of nodes, then of updates, then of local moves.
+    # Rows of this table: kinds of nodes, then updates, then local moves.
     table = [cost.compute(node, row) for node, row in structure.computing.first]
     updates = len(table)
     for name in structure.updating.first:
         table.append(cost.update(graph.tensors[name], program.inputs[name]))
     moves: dict[object, float] = {}
     local: dict[object, int] = {}
-    ends: list[tuple[list[int], float]] = []  # of each stage: its work, and what it ends with
+    ends: list[tuple[list[int], float]] = []  # per stage: its work, the seconds of its collective
     busy: list[int] = []
     for (first, end), nodes, work, moved in zip(
         structure.bounds, structure.nodes, structure.work, structure.moved, strict=True
     ):
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
-            ends.append((busy, crossing))
+            ends.append((busy, crossing[0]))
             busy = []
             continue
         busy.extend(work)

@@ -1,7 +1,7 @@
 """Rules of collectives between machines, as operators of the step inside a machine.
 
-They move data along one dim, or add terms up, and treat all other dims entry by entry. So each
-device of a machine may do its part of them and, where they are linear, its term as well.
+They treat all dims but one entry by entry: each device may run its part and, where they are linear,
+its term.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rules of operators that select elements by index.
 
-If the dim that is looked up in is split, every rank finds what it has and nothing for the other
-numbers: a term of the result. How an operator is told to find nothing is written in
-:mod:`hap.runtime.localize`. The letter ``v`` is the looked-up dim's.
+If the looked-up dim (letter ``v``) is split, every rank finds its own elements and zero for the
+others: a term of the result (:mod:`hap.runtime.localize`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _embedding_backward(call: Call) -> list[Row]:
     # A looked-up row collects the gradients of all its uses: a sum over the indices, unless it
     # is divided by the number of uses, which only all the indices know.
     _, index = call.ins
-    # The kernel that counts them writes its counts unchecked: no number can be passed over.
+    # The kernel that counts them writes its counts unchecked: it can't ignore a number.
     counted = bool(call.arg(4))
     picked = [None] * len(index.shape) if counted else letters(index, "i")
     v = None if counted else "v"
@@ -55,10 +54,7 @@ def _index_select(call: Call) -> list[Row]:
 
 @rule("aten.index.Tensor")
 def _index(call: Call) -> list[Row]:
-    """``x[:, i, j]``: the indices broadcast together and stand where the first of them does.
-
-    With a dim between them, as in ``x[i, :, j]``, they stand in front.
-    """
+    """``x[:, i, j]``: broadcast indices stand at the first of them, or in front if others are between."""
     x = call.ins[0]
     given = call.arg(1)
     if any(t.dtype == "bool" for t in call.ins[1:]):
@@ -72,7 +68,7 @@ def _index(call: Call) -> list[Row]:
 def _picked(
     x: Tensor, given: Sequence[object], numbers: Sequence[Tensor]
 ) -> tuple[list[str | None], list[list[str | None]], list[str | None]]:
-    """Letters of ``x``, of the numbers, and of ``x[given]``; dims that are looked up in have none."""
+    """Letters of ``x``, of the numbers, and of ``x[given]``; looked-up dims have none."""
     at = [d for d, index in enumerate(given) if index is not None]
     start = at[0] if at[-1] - at[0] == len(at) - 1 else 0
     kept = letters(x, fixed=at)
@@ -89,9 +85,9 @@ def _picked(
 
 @rule("aten.index_put.default")
 def _index_put(call: Call) -> list[Row]:
-    """The gradient of ``x[i, j]``: what is added falls into the dims that were looked up in."""
+    """The gradient of ``x[i, j]``: terms are added to the looked-up dims."""
     x, *numbers, values = call.ins
-    if numbers[0].dtype == "bool":  # a choice per element: a value per true one has no shape
+    if numbers[0].dtype == "bool":  # a Boolean mask: the number of its values has no shape
         at = next(d for d, index in enumerate(call.arg(1)) if index is not None)
         all_letters = letters(x)
         chosen = all_letters[at : at + len(numbers[0].shape)]
@@ -100,7 +96,7 @@ def _index_put(call: Call) -> list[Row]:
         )
     kept, indices, picked = _picked(x, call.arg(1), numbers)
     adds = bool(call.arg(3, "accumulate", False))
-    if not adds:  # numbers stand for places that are overwritten: a rank must know all of them
+    if not adds:  # overwritten places: a rank must know all of them
         indices = [[None] * len(index) for index in indices]
         picked = [x if x in kept else None for x in picked]
     shift = len(picked) - len(values.shape)
@@ -125,13 +121,13 @@ def _scatter(call: Call) -> list[Row]:
 
 @rule("aten.scatter_add.default")
 def _scatter_add(call: Call) -> list[Row]:
-    # The gradient of a gather: what is added falls into the dim that was looked up in.
+    # The gradient of a gather: terms are added to the looked-up dim.
     x, index, source = call.ins
     dim = call.dim(1, x)
     shapes = zip(x.shape, index.shape, source.shape, strict=True)
     same = {d for d, (a, b, c) in enumerate(shapes) if a == b == c}
     rest = letters(x, fixed=set(range(len(x.shape))) - same | {dim})
-    # Where more is given than is added, numbers and what belongs to them are not of one shape.
+    # If more is given than added, numbers and their values differ in shape.
     alike = index.shape == source.shape
     table, added = ([*rest[:dim], x if alike else None, *rest[dim + 1 :]] for x in "vj")
     return equation(call, [table, added, added], [table], linear=[{0, 2}], additive={0})

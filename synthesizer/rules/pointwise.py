@@ -63,7 +63,7 @@ def _linear(call: Call) -> list[Row]:
       "aten.empty_like.default", "aten.rand_like.default", "aten.randn_like.default",
       "aten.bernoulli.p")  # fmt: skip
 def _like(call: Call) -> list[Row]:
-    # The terms of a sum have its shape, and more is not asked of them.
+    # The terms of a sum have its shape; that is all that it needs.
     given = letters(call.out)
     return equation(call, [given], [given], depends=[set()], linear=[{0}])
 

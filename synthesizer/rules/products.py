@@ -94,7 +94,7 @@ def _sdpa_backward(call: Call) -> list[Row]:
 
 
 def _planes(call: Call) -> list[str | None]:
-    """Images are pooled one by one: all dims but the last two, with or without a batch."""
+    """Images are pooled separately: all dims but the last two, with or without a batch."""
     rank = len(call.out.shape)
     return letters(call.out, fixed=(rank - 2, rank - 1))
 

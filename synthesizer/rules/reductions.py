@@ -79,7 +79,7 @@ def _softmax_backward(call: Call) -> list[Row]:
 def _nll(call: Call) -> list[Row]:
     # Captured with a sum (or no) reduction: see hap.capture.tracing.DECOMPOSITIONS.
     batch = ["n"] if len(call.ins[0].shape) == 2 else []
-    # The classes are looked up in by number, as in hap.synthesizer.rules.indexing.
+    # The classes are looked up by number, as in hap.synthesizer.rules.indexing.
     x, rest = [*batch, "v"], [["v"] for _ in call.ins[2:]]
     loss = batch if call.arg(3) == 0 else []
     # Without a reduction the second result is a zero that no split changes.
@@ -95,7 +95,7 @@ def _nll_backward(call: Call) -> list[Row]:
     grad_letters = batch if grad.shape else []
     ins: list[list[str | None]] = [grad_letters, [*batch, "v"], batch, *weight, []]
     rows = equation(call, ins, [[*batch, "v"]], linear=[{0}])
-    # The total weight divides in a mean alone; as it comes, a sum over shards, it serves here.
+    # The total weight divides in a mean alone; here a sum over shards serves.
     return [*rows, *(row._replace(ins=(*row.ins[:-1], P)) for row in rows)]
 
 

@@ -1,11 +1,9 @@
 """Rules: rows of placements under which the local runs of an operator make up the whole.
 
-A row is a Hoare triple ``{placements of the inputs} op {placements of the outputs}``. Rows
-are data. Almost all of them follow from one *equation* per operator, which gives each dim
-of each tensor a letter, as einsum does:
+A row is a Hoare triple ``{placements of the inputs} op {placements of the outputs}``. Most rows
+follow from one *equation* per operator, which gives each dim of each tensor a letter, as einsum does:
 
-* all ranks may split a letter's range. Tensors that have the letter are sharded on that
-  dim, tensors that lack it are replicated;
+* ranks may split a letter's range: tensors with the letter are sharded on that dim, others replicated;
 * an output that depends on the letter but lacks it has been summed over it: partial;
 * an output that does not depend on the letter is computed whole on every rank: replicated;
 * an operator that is linear in an argument (or jointly in several) lets partial through.
@@ -30,8 +28,7 @@ Letters = Sequence[str | None]
 class Row(NamedTuple):
     """Placements of ``node.outputs`` and ``node.inputs``, in their order.
 
-    ``units`` says into how many equal blocks the sharded dims may be cut, the cuts of all of
-    them falling on the same blocks; 0 if the row shards nothing.
+    ``units``: number of equal blocks into which the sharded dims may be cut; 0 if it shards nothing.
     """
 
     outs: tuple[Placement | None, ...]
@@ -110,12 +107,11 @@ def equation(
     Args:
         ins, outs: letters of every tensor input and every output (also of unused ones).
         linear: sets of inputs in which the operator is jointly linear.
-        additive: inputs that are added to the output, such as a bias: where the output is
-            partial they must be partial too, or they would be added once per rank.
+        additive: inputs that are added to the output, such as a bias: they must be partial where
+            the output is, or they would be added once per rank.
         depends: per output, the inputs that it is computed from; default: all.
-        terms: of what kind the outputs' terms are that are no sums: see :data:`hap.ir.placement.L`.
-        units: per letter, the number of blocks that it may be cut into, for letters whose
-            dims differ in size; default: the size.
+        terms: kind of the outputs' terms that are no sums: see :data:`hap.ir.placement.L`.
+        units: per letter whose dims differ in size, its number of blocks; default: the size.
     """
     term = [(terms or {}).get(k, P) for k in range(len(outs))]
     depends = depends or [set(range(len(ins)))] * len(outs)

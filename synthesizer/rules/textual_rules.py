@@ -1,15 +1,14 @@
 """Rules as text: a user's own, and discovered ones.
 
-A rule is a few lines, of which every one that fits a call adds rows to it:
+Every line of a rule that fits a call adds rows to it:
 
-* ``bmk, kn -> bmn``: an equation, with a letter per dim. A letter that is dropped is summed over,
+* ``bmk, kn -> bmn``: an equation, with a letter per dim. A dropped letter is summed over,
   ``_`` stands for a dim that can't be split, and nothing for a scalar;
 * ``P, R -> P``: one row, with a placement per tensor. Its dims are cut alike;
 * ``flops 2 b m k n``: a product of numbers and of the first fitting equation's sizes;
 * ``# ...``: a remark.
 
-They are kept in :attr:`hap.ir.graph.Graph.rules`, by operator or by :func:`kind` of call, so that a
-plan file holds all that its figures were made from.
+:attr:`hap.ir.graph.Graph.rules` keeps them, by operator or by :func:`kind` of call.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
     """The rows and equations of a rule, and the factors of its ``flops``.
 
     Raises:
-        ValueError: a line is none of what :mod:`hap.synthesizer.rules.textual_rules` lists.
+        ValueError: a line has none of the forms above.
     """
     found: list[Line] = []
     factors: list[str] = []
@@ -67,11 +66,7 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
 
 
 def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
-    """The rows of a call by the lines of a rule, and the one in which all is replicated.
-
-    Raises:
-        ValueError: no line fits the call.
-    """
+    """The rows of a call by the lines of a rule, and the replicated one; raises ``ValueError``."""
     read_lines, _ = read(lines)
     rows = equation(call, [[None] * len(t.shape) for t in call.ins], _whole(call))
     fits = 0
@@ -190,8 +185,7 @@ def kind(call: Call) -> str:
 def lines_of(call: Call, rules: Mapping[str, Sequence[str]]) -> Sequence[str] | None:
     """The lines that hold for a call: those of its kind, or of its operator; None if there are none.
 
-    Rows that were discovered hold for one kind of call. For others of the operator, which come
-    up where sizes are divided between machines, no line holds but that all is replicated.
+    Discovered rows hold for one kind of call; others of the operator are replicated.
     """
     if not rules:
         return None
@@ -202,11 +196,7 @@ def lines_of(call: Call, rules: Mapping[str, Sequence[str]]) -> Sequence[str] | 
 
 
 def rows_of(node: Node, graph: Graph) -> list[Row]:
-    """The rows of one node.
-
-    Raises:
-        KeyError: no rule for ``node.op``; callers turn it into an error for people.
-    """
+    """The rows of one node; raises ``KeyError`` if ``node.op`` has no rule."""
     call = Call(node=node, tensors=graph.tensors)
     lines = lines_of(call, graph.rules)
     return RULES[node.op](call) if lines is None else written_rows(call, lines)

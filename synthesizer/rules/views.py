@@ -10,10 +10,7 @@ from hap.synthesizer.rules.rule_table import Call, Row, broadcast, equation, let
 
 @rule("aten.view.default")
 def _view(call: Call) -> list[Row]:
-    """Only the leading dim of a group that is merged or split can carry a shard.
-
-    Merging (12, 64) into 768 keeps a split of the 12 as a split of the 768 in 12 blocks.
-    """
+    """Only the leading dim of a merged or split group can carry a shard: (12, 64) -> 768 in 12 blocks."""
     (x,) = call.ins
     ins: list[str | None] = [None] * len(x.shape)
     outs: list[str | None] = [None] * len(call.out.shape)
@@ -99,7 +96,7 @@ def _expand(call: Call) -> list[Row]:
 @rule("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default",
       "aten.roll.default", "aten.constant_pad_nd.default")  # fmt: skip
 def _within(call: Call) -> list[Row]:
-    """Dims that keep their size are untouched: slicing and padding change the others'."""
+    """Dims that keep their size are untouched: slicing and padding change the others."""
     (x,) = call.ins
     changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
     if call.node.op == "aten.flip.default":

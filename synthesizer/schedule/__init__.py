@@ -1,4 +1,1 @@
-"""When each instruction runs: the list scheduler, the event simulator, memory over time.
-
-Imports ``cost`` and ``rules``.
-"""
+"""List scheduler, event simulator, memory over time. Imports ``cost`` and ``rules``."""

@@ -1,23 +1,15 @@
 """Discrete-event simulation of a training step, with two streams per rank.
 
-The instructions are given to the streams in program order, which is the order in which every
-rank issues them, as :mod:`hap.runtime.lanes` runs them:
+All ranks issue the instructions in program order, as :mod:`hap.runtime.lanes` runs them:
 
-* an operator starts when its rank's compute stream is free and its inputs are there, a view as
-  well, though it takes no time;
-* a collective (neighbours that are fused run as one) is issued when the compute stream comes to
-  it. It starts when it was issued on all ranks, its inputs are there and their communication
-  streams are free, and ends on all ranks at once;
-* the forward ends, and the backward, when all its collectives have ended;
-* the optimizer's step is last;
-* no rank ends before it has computed all that it has to, and what all communicating takes of that.
+* an operator starts when its rank's compute stream is free and its inputs exist;
+* a collective is issued when the compute stream comes to it. It starts when it was issued on all
+  ranks, its inputs exist and the communication streams are free, and ends on all ranks at once;
+* the forward and the backward end when all their collectives have ended; the update is last;
+* no rank ends before all its computing and its loss to all communication.
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
-:func:`hap.synthesizer.cost.serial_cost.supersteps`. Starts are maxima and ends are sums of what came before,
-so overlapping can delay nothing but for one thing: computing and communicating side by side slow
-each other (:mod:`hap.synthesizer.cost.contention`).
-
-Times are vectors over ranks, so that the number of ranks hardly counts.
+:func:`hap.synthesizer.cost.serial_cost.supersteps`. Times are vectors over ranks.
 """
 
 from __future__ import annotations
@@ -67,8 +59,8 @@ class Span:
 class Schedule:
     """A step on the streams of all ranks.
 
-    ``begin_s`` and ``done_s`` have one vector per instruction, those without a kernel
-    included: when a rank's compute stream came to it, and when its results were there.
+    ``begin_s`` and ``done_s`` have one vector per instruction: when a rank's compute stream came to
+    it, and when its results existed.
     """
 
     overlap: bool
@@ -77,7 +69,7 @@ class Schedule:
     begin_s: tuple[PerRank, ...]
     done_s: tuple[PerRank, ...]
     backward_done_s: PerRank
-    """When a rank has all that leaves the graph, and its optimizer starts."""
+    """The time at which a rank has all outputs of the graph, and its optimizer starts."""
 
     @property
     def world_size(self) -> int:
@@ -86,11 +78,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """How each rank spends the step.
+    """Uses of the step by each rank.
 
-    ``compute_s + waiting_s + communicate_s - overlapped_s + idle_s`` is the step. Waiting is
-    time with nothing to run, inside a collective that other ranks have not come to; idle is
-    all other time with nothing to run, such as after a rank's last update.
+    ``compute_s + waiting_s + communicate_s - overlapped_s + idle_s`` is the step. Waiting is time
+    inside a collective before the last rank has come; idle is all other time without work.
     """
 
     compute_s: PerRank
@@ -103,18 +94,18 @@ class Usage:
 def schedule(graph: Graph, program: Program, cost: Prices, *, overlap: bool = True) -> Schedule:
     """Run a program on the streams of the cost model's cluster, under its shares."""
     streams = Streams(cost.machine, overlap=overlap)
-    numbers: dict[Value, int] = {}  # of what collectives make
-    spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or of a collective
+    numbers: dict[Value, int] = {}  # of values that collectives make
+    spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or a collective
     begin: list[PerRank] = []
     done: list[PerRank | int] = []
     backward = False
     for group in program.groups(graph):
         outs = writes(graph, group)
-        seconds, messages = priced(graph, group, cost)
+        seconds, messages = group_seconds(graph, group, cost)
         if group[0].backward and not backward:
             backward = True
             streams.drain()
-        if messages:  # what other collectives make is there when these have ended
+        if messages:  # results of collectives exist when these have ended
             number = streams.issue(float(seconds.max()), messages)
             numbers.update(dict.fromkeys(outs, number))
             spans.append((len(begin), group, number))
@@ -155,26 +146,22 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
     return Span(COMMUNICATION, at, group, ready, start, end)
 
 
-def priced(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
-    """(seconds per rank, messages one after the other) of instructions that run as one.
-
-    Operators that compute have no messages; collectives have some, and run on all ranks at once.
-    """
+def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
+    """(seconds per rank, consecutive messages) of instructions that run as one; 0 if they compute."""
     world = cost.machine.cluster.world_size
     nodes = nodes_and_rows(graph, group)
     if not nodes:
         converts = [s for s in group if isinstance(s, Convert)]
         messages = 0 if converts[0].local else cost.messages(converts[0].kind)
         return np.full(world, convert_seconds(converts, cost)), messages
-    crossing_s = cost.cross(nodes)
-    if crossing_s is not None:
-        return np.full(world, crossing_s), cost.crossing_messages(nodes)
+    if crossing := cost.cross(nodes):
+        return np.full(world, crossing[0]), crossing[1]
     ((node, row),) = nodes
     return cost.compute(node, row), 0
 
 
 def usage(run: Schedule) -> Usage:
-    """How each rank spends the step."""
+    """Uses of the step by each rank."""
     collectives = [s for s in run.spans if s.stream == COMMUNICATION]
     ready, start, end = (
         np.array([getattr(s, at) for s in collectives]).reshape(-1, run.world_size)

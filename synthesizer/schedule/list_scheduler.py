@@ -1,19 +1,17 @@
 """List scheduling: the order of instructions, and the buckets, that overlap communication.
 
-The search says what is communicated, and puts each collective right before what reads it;
-parameters are gathered together at the start, gradients reduced together at the end. Here the
-instructions get the order in which all ranks run them:
+The search puts each collective right before its first reader, gathers parameters together at the
+start and reduces gradients together at the end. Here the instructions get the order in which all
+ranks run them:
 
-* what is gathered of parameters, or reduced into gradients, is cut into *buckets* of about equal
-  bytes, by the order in which they are needed or ready. PyTorch's DDP does so with gradients
-  (Li et al., "PyTorch Distributed", VLDB 2020), FSDP with parameters;
-* list scheduling (Graham, 1966) against predicted times: while a collective runs, operators that
-  do not need it go first, such as those of weights' gradients while activations' are reduced;
+* gathers of parameters and reductions of gradients are cut into *buckets* of about equal bytes, in
+  the order of their need (Li et al., "PyTorch Distributed", VLDB 2020);
+* list scheduling (Graham, 1966) by predicted times: while a collective runs, operators that do not
+  need it go first, such as weights' gradients while activations' are reduced;
 * collectives for which computing waits at once go before those that are needed later.
 
-The number of buckets, and whether collectives that are needed later wait while the link is
-busy, are tried out: the predicted step decides. The plan holds all decisions, so that all ranks run
-alike. :func:`hap.synthesizer.schedule.event_simulator.schedule` states which operations overlap.
+The predicted step decides the number of buckets, and whether collectives that are needed later wait
+while the link is busy. The plan holds all decisions, so that all ranks run alike.
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import Timeline
-from hap.synthesizer.schedule.event_simulator import priced
+from hap.synthesizer.schedule.event_simulator import group_seconds
 
 BUCKETS = (1, 3, 8, 24)
-"""Into how many parts is cut what the search lets be gathered or reduced together."""
+"""Numbers of buckets to try for collectives that may run together."""
 
 
 _TYPICAL = 3
 
 
 class _Order(NamedTuple):
-    """A schedule: a program in the order in which it runs, and how long that takes."""
+    """A program in the order in which it runs, and its time."""
 
     program: Program
     step_s: float
@@ -55,11 +53,8 @@ class _Order(NamedTuple):
 def orders(graph: Graph, serial: Timeline, cost: Prices) -> Iterator[Timeline]:
     """Schedules of a program whose collectives overlap with computing.
 
-    The first leaves every instruction in its place; others have more and more buckets. One more
-    delays the collectives of the fastest of these that are needed later.
-
-    Args:
-        serial: of the program as the search wrote it.
+    The first leaves every instruction in its place; others have more and more buckets; the last
+    delays collectives that are needed later. ``serial``: of the program from the search.
     """
     for order in _orders(graph, serial.program, cost):
         stored, peak = memory(graph, order.program, cost, until=order.until)
@@ -81,14 +76,14 @@ def _orders(graph: Graph, program: Program, cost: Prices) -> Iterator[_Order]:
         found.append((order.step_s, steps))
         yield order
         if most <= buckets:
-            break  # each is in one of its own
+            break  # each has a bucket of its own
     _, steps = min(found, key=lambda entry: entry[0])
     if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
         yield flow.listed(program, steps, hold=True)
 
 
 def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
-    """About how long the fastest of :func:`orders` takes, by two of them."""
+    """Estimate of the fastest of :func:`orders`, by two of them."""
     flow = _Flow(graph, program, cost)
     in_place = _Run(flow, flow.steps).in_place(program).step_s
     if not any(step.lane for step in flow.steps):
@@ -99,21 +94,21 @@ def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """Instructions that run as one. ``seconds`` are those of all ranks together if it communicates."""
+    """Instructions that run as one. ``seconds`` are those of all ranks together for collectives."""
 
     what: tuple[Instruction, ...]
     seconds: PerRank | float
     messages: int
-    """One after the other; 0 if it computes."""
+    """Consecutive ones; 0 if it computes."""
     ins: list[int]
     outs: list[int]
     """Values, by their numbers in the flow."""
     urgent: bool = True
     """Does computing in the same half of the step wait for it?"""
     source: bool = False
-    """Does it communicate what is there from the start?"""
+    """Is it a collective of inputs of the graph?"""
     need: int = 0
-    """Order among collectives: for a source, who reads it; for others, who makes its input."""
+    """Order among collectives: for a source, its first reader; for others, the last maker."""
     readers: list[_Step] = field(default_factory=list)
     missing: int = 0
 
@@ -128,7 +123,7 @@ class _Step:
 
     @property
     def loose(self) -> bool:
-        """Can it run much later than it may, or much earlier than it must?"""
+        """May it run much later, or much earlier?"""
         return self.lane and (self.source or not self.urgent)
 
 
@@ -149,7 +144,7 @@ class _Flow:
                 self._made[value] = place
         _connect(self.steps)
         for step in reversed(self.steps):
-            # Views take no time: what waits for nothing but them can wait as well.
+            # Views take no time: a collective that only views wait for can wait as well.
             if step.lane or not np.any(step.seconds):
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
@@ -165,12 +160,12 @@ class _Flow:
         return [numbers.setdefault(value, len(numbers)) for value in values]
 
     def _ends(self, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
-        """The numbers of the values that a group reads, and of those that it makes."""
+        """The numbers of the values that a group reads, and of those that it writes."""
         return self._numbers(reads(self._graph, group)), self._numbers(writes(self._graph, group))
 
     def _step(self, group: tuple[Instruction, ...]) -> _Step:
         ins, outs = self._ends(group)
-        seconds, messages = priced(self._graph, group, self._cost)
+        seconds, messages = group_seconds(self._graph, group, self._cost)
         return _Step(
             what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
             ins=ins, outs=outs,
@@ -193,7 +188,7 @@ class _Flow:
         return _Run(again, again.steps).in_place(order.program)
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
-        """The steps with what is loose in buckets; and how many instructions one of them had."""
+        """The steps with loose ones in buckets; and the most instructions that one of them had."""
         found: list[_Step] = []
         most = 1
         for step in self.steps:
@@ -205,7 +200,7 @@ class _Flow:
         return found, most
 
     def _parts(self, step: _Step, buckets: int) -> list[list[Instruction]]:
-        """The members of a loose step in the order of their need, in parts of like bytes."""
+        """The members of a loose step in the order of their need, in parts of about equal bytes."""
         alone = []
         for k, what in enumerate(step.what):
             one = replace(step, what=(what,))
@@ -249,7 +244,7 @@ def _connect(steps: Sequence[_Step]) -> None:
 
 
 class _Run:
-    """Steps given to the streams one by one, which decides their order."""
+    """Steps issued to the streams one by one, which decides their order."""
 
     def __init__(self, flow: _Flow, steps: Sequence[_Step]) -> None:
         _connect(steps)
@@ -263,7 +258,7 @@ class _Run:
         self._middle = 0  # the first step of the backward
 
     def in_place(self, program: Program) -> _Order:
-        """The program in the order that it has."""
+        """The program in its given order."""
         for backward in (False, True):
             for step in self._steps:
                 if step.backward is backward:
@@ -274,8 +269,7 @@ class _Run:
     def listed(self, program: Program, *, hold: bool) -> _Order:
         """The program in an order found by list scheduling.
 
-        Args:
-            hold: loose collectives are issued when the link is idle, or if nothing else can run.
+        ``hold``: loose collectives are issued when the link is idle, or if nothing else can run.
         """
         place = {id(step): k for k, step in enumerate(self._steps)}
         missing = {id(step): step.missing for step in self._steps}
@@ -307,7 +301,7 @@ class _Run:
         self._streams.compute(np.asarray(step.seconds))
 
     def _issue(self, step: _Step) -> None:
-        for s in step.what:  # a bucket of its own keeps it from running as one with the next
+        for s in step.what:  # a bucket of its own keeps it apart from the next
             own = replace(s, bucket=len(self._issued) + 1) if isinstance(s, Convert) else s
             self._order.append(own)
         self._issued.append(len(self._begin))
@@ -334,11 +328,11 @@ class _Run:
 
 
 class _Waiting:
-    """Steps that could be given to the streams, by what they wait for."""
+    """Steps that are ready to be issued, by the collectives that they wait for."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, _Step]] = []
-        """Computing whose inputs are there, in program order."""
+        """Computing whose inputs exist, in program order."""
         self._later: list[tuple[int, int, _Step]] = []
         """Computing whose inputs are being communicated, by the last of these collectives."""
         self._urgent: list[tuple[int, int, _Step]] = []

@@ -1,11 +1,8 @@
 """Bytes in use on each rank over the time of a simulated step.
 
-The rules are those of :func:`hap.synthesizer.cost.serial_cost.memory`, placed on the streams of
-:mod:`hap.synthesizer.schedule.event_simulator`. A storage is there from the start of the instruction that makes
-it to the end of the last that reads it. Views share the storage of what they look at; what leaves
-the graph stays.
-Without overlap the largest value is that function's peak. With overlap it can be larger: what
-a collective reads stays until it has ended, while computing goes on.
+A storage exists from the start of the instruction that allocates it to the end of the last that reads
+it or a view of it. Without overlap the maximum is that of :mod:`hap.synthesizer.cost.peak_memory`; with
+overlap it may be larger, since inputs of a collective stay until it has ended.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ Floats = npt.NDArray[np.float64]
 class Curve:
     """Bytes alive on one rank: ``bytes[k]`` from ``times_s[k]`` until ``times_s[k + 1]``.
 
-    ``at[k]`` is the index of the instruction that made or last read what changed, -1 before
-    the first. Several changes may have one time.
+    ``at[k]`` is the index of the instruction that allocated or freed them, -1 before the first.
     """
 
     times_s: Floats
@@ -78,10 +74,9 @@ def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
 def _changes(
     graph: Graph, program: Program, cost: Prices, run: Schedule
 ) -> Iterator[tuple[int, PerRank, PerRank]]:
-    """(instruction, time, bytes more) per rank of all that comes and goes, in program order.
+    """(instruction, time, change of bytes) per rank, in program order.
 
-    A fused collective holds all that it reads and makes, and its buffers, until it has ended; a
-    kernel what it needs for itself.
+    A fused collective holds its inputs, outputs and buffers until it has ended.
     """
     born: dict[int, list[Storage]] = {}
     dying: dict[int, list[Storage]] = {}

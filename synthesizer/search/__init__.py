@@ -1,4 +1,1 @@
-"""The search: the space of programs, its cost tables, three engines that solve them, lowering.
-
-Imports ``cost`` and ``rules``.
-"""
+"""The space of programs, its cost tables, three engines, lowering. Imports ``cost``, ``rules``."""

@@ -1,19 +1,16 @@
 """A* over partial programs, exact if it runs to its end and anytime otherwise.
 
-A partial program is a set of choices made: this operator runs by this row (one Hoare triple
-applied), this tensor is held so, this parameter stored so. The search starts from the empty
-program and always extends, by one more choice, the partial program with the least bound on
-the cost of its completions (Zhang et al., "HAP: SPMD DNN Training on Heterogeneous GPU
-Clusters with Automated Program Synthesis", EuroSys 2024). Two things differ from the paper:
+A partial program is a set of choices of rows, holdings and storages. The search always extends, by
+one choice, the partial program with the least bound on its completions (Zhang et al., "HAP: SPMD
+DNN Training on Heterogeneous GPU Clusters with Automated Program Synthesis", EuroSys 2024). Two
+things differ from the paper:
 
-* the bound comes from elimination with tables of bounded size (:mod:`.buckets`), after costs
-  were moved to where they bound best (:mod:`.shift`). It never falls along a path, so the
-  first complete program taken is the cheapest;
-* choices are made in the order of the bucket tree, not of the program, so that few variables
-  are on the *frontier*: decided, but tied to an undecided one.
+* the bound comes from :mod:`.mini_buckets`, after :mod:`.soft_arc_consistency`. It never falls along
+  a path, so the first complete program taken is the cheapest;
+* choices are made in the order of the bucket tree, so that few variables are on the *frontier*:
+  decided, but tied to an undecided one.
 
-Of partial programs with the same choices on the frontier only the cheapest is kept: they have
-the same completions. The paper prunes programs with the same properties likewise.
+Of partial programs with the same choices on the frontier only the cheapest is kept.
 """
 
 from __future__ import annotations
@@ -26,25 +23,23 @@ from typing import NamedTuple
 import numpy as np
 
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Labelling
-from hap.synthesizer.search.mini_buckets import BucketLevel, Ladder, build_ladder, search_order
-from hap.synthesizer.search.search_result import (
-    Pairs,
-    SearchResult,
-    SearchStatus,
-    Unary,
-    cost_of,
-    infeasible,
+from hap.synthesizer.search.mini_buckets import (
+    BucketLevel,
+    BucketTree,
+    mini_bucket_elimination,
+    search_order,
 )
-from hap.synthesizer.search.soft_arc_consistency import fold, shift
+from hap.synthesizer.search.search_result import INFEASIBLE, Pairs, SearchResult, Unary, cost_of
+from hap.synthesizer.search.soft_arc_consistency import reparametrize, simplify
 
 TABLE_ENTRIES = 1 << 20
-"""Entries of a table of the bound: 8 MiB. More make it tighter and slower to build."""
+"""Entries of a table of the bound: 8 MiB. Larger ones are tighter and slower to build."""
 
 SWEEPS = 6
-"""Sweeps that move costs before the bound is built; the gap shrinks with each, less and less."""
+"""Sweeps that move costs before the bound is built, with falling returns."""
 
 EXPANSIONS = 1 << 20
-"""Partial programs that are extended before the search answers with the best one it has."""
+"""Partial programs to extend before the search returns its best one."""
 
 DIVE_EVERY = 1 << 10
 """Expansions between two dives from the best open program to a complete one."""
@@ -54,60 +49,50 @@ FIRST_DIVES = (1, 8, 64)
 
 
 def search(
-    unary: Unary,
-    pairs: Pairs,
-    *,
-    table_entries: int = TABLE_ENTRIES,
-    sweeps: int = SWEEPS,
-    expansions: int = EXPANSIONS,
-    forbidden: Mapping[int, Iterable[int]] | None = None,
-) -> SearchResult:
+    unary: Unary, pairs: Pairs, *, table_entries: int = TABLE_ENTRIES, sweeps: int = SWEEPS,
+    expansions: int = EXPANSIONS, forbidden: Mapping[int, Iterable[int]] | None = None,
+) -> SearchResult:  # fmt: skip
     """The cheapest labelling, or the best one found and a bound on all others.
 
     Args:
         unary, pairs: the tables, as for :func:`hap.synthesizer.search.bucket_elimination.minimise`.
-        table_entries: bound on the tables of the heuristic. If no table of the elimination
-            is larger, the heuristic is exact and the search walks straight to the optimum.
-        expansions: limit on the search, counted and not timed, so that it is repeatable.
+        table_entries: bound on the tables of the heuristic, exact if no table is larger.
+        expansions: limit on the search; a count is repeatable.
         forbidden: variable -> labels that it must not have.
     """
     allowed = [np.minimum(costs, FORBIDDEN) for costs in unary]
     for v, labels in (forbidden or {}).items():
         allowed[v][list(labels)] = FORBIDDEN
     order, _ = search_order([len(costs) for costs in unary], pairs)
-    shifted = shift(allowed, pairs, order, sweeps)
-    if shifted is None:
-        return infeasible()
-    folded = fold(shifted.unary, shifted.pairs)
-    ladder = build_ladder(folded.unary, folded.pairs, table_entries)
-    if ladder.base >= FORBIDDEN:
-        return infeasible()
-    run = _Search(ladder, [len(labels) for labels in folded.labels], expansions)
-    bound = run.run() + shifted.constant
+    reparametrized = reparametrize(allowed, pairs, order, sweeps)
+    if reparametrized is None:
+        return INFEASIBLE
+    simplified = simplify(reparametrized.unary, reparametrized.pairs)
+    tree = mini_bucket_elimination(simplified.unary, simplified.pairs, table_entries)
+    if tree.base >= FORBIDDEN:
+        return INFEASIBLE
+    run = _Search(tree, [len(labels) for labels in simplified.labels], expansions)
+    bound = run.run() + reparametrized.constant
     if run.best is None:
         if run.exhausted:
-            return infeasible()
-        return SearchResult(status=SearchStatus.UNKNOWN, bound=bound, labelling=None)
+            return INFEASIBLE
+        return SearchResult(bound, None)
     chosen = run.best.choices()
     labels = [0] * len(unary)
-    for level, choice in zip(ladder.levels, chosen, strict=True):
-        labels[level.variable] = folded.labels[level.variable][choice]
+    for level, choice in zip(tree.levels, chosen, strict=True):
+        labels[level.variable] = simplified.labels[level.variable][choice]
     cost = cost_of(labels, unary, pairs)
-    assert cost == run.best.bound + shifted.constant, "a complete program's bound is its cost"
-    return SearchResult(
-        status=SearchStatus.OPTIMAL if bound == cost else SearchStatus.FEASIBLE,
-        bound=bound,
-        labelling=Labelling(
-            cost=cost, labels=tuple(labels), width=ladder.width, largest_table=ladder.largest_table
-        ),
+    assert cost == run.best.bound + reparametrized.constant, "a complete program costs its bound"
+    found = Labelling(
+        cost=cost, labels=tuple(labels), width=tree.width, largest_table=tree.largest_table
     )
+    return SearchResult(bound, found)
 
 
 class _Partial(NamedTuple):
     """A partial program: choices for the first ``level`` variables, linked from last to first.
 
-    ``bound`` is a lower bound on its completions, and the cost if it is complete;
-    ``frontier`` the labels of those decided variables that still matter.
+    ``bound``: of its completions. ``frontier``: labels of decided variables that still matter.
     """
 
     bound: int
@@ -126,7 +111,7 @@ class _Partial(NamedTuple):
         return labels[::-1]
 
 
-class _Rung:
+class _Level:
     """One level, with its tables laid out to be read by the labels of the frontier.
 
     Args:
@@ -167,12 +152,12 @@ class _Rung:
         return list(found.values())
 
 
-def _rungs(ladder: Ladder, sizes: Sequence[int]) -> list[_Rung]:
-    last = {v: k for k, level in enumerate(ladder.levels) for t in level.regrets for v in t.scope}
-    rungs: list[_Rung] = []
+def _bucket_levels(tree: BucketTree, sizes: Sequence[int]) -> list[_Level]:
+    last = {v: k for k, level in enumerate(tree.levels) for t in level.regrets for v in t.scope}
+    rungs: list[_Level] = []
     frontier: tuple[int, ...] = ()
-    for depth, level in enumerate(ladder.levels):
-        rungs.append(_Rung(level, depth, frontier, sizes, last))
+    for depth, level in enumerate(tree.levels):
+        rungs.append(_Level(level, depth, frontier, sizes, last))
         frontier = rungs[-1].frontier
     return rungs
 
@@ -180,9 +165,9 @@ def _rungs(ladder: Ladder, sizes: Sequence[int]) -> list[_Rung]:
 class _Search:
     """One run: the open programs, the best complete one, and the count of expansions."""
 
-    def __init__(self, ladder: Ladder, sizes: Sequence[int], expansions: int) -> None:
-        self._rungs = _rungs(ladder, sizes)
-        self._root = _Partial(ladder.base, 0, (), 0, None)
+    def __init__(self, tree: BucketTree, sizes: Sequence[int], expansions: int) -> None:
+        self._bucket_levels = _bucket_levels(tree, sizes)
+        self._root = _Partial(tree.base, 0, (), 0, None)
         self._left = expansions
         self.best: _Partial | None = None
         self.exhausted = False
@@ -195,11 +180,11 @@ class _Search:
     def run(self) -> int:
         """Search until the optimum is proven or the limit reached; returns the proven bound."""
         for width in FIRST_DIVES:
-            affordable = width == 1 or width * len(self._rungs) <= self._left // 4
+            affordable = width == 1 or width * len(self._bucket_levels) <= self._left // 4
             if affordable and self._root.bound < self._below:
                 self._dive(self._root, width)
         opened = [(self._root.bound, 0, 0, self._root)]
-        least: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(self._rungs) + 1)]
+        least: list[dict[tuple[int, ...], int]] = [{} for _ in range(len(self._bucket_levels) + 1)]
         made = expanded = 0
         while opened and opened[0][0] < self._below:
             if self._left <= 0:
@@ -215,7 +200,7 @@ class _Search:
                 if known is not None and known <= child.bound:
                     continue
                 least[child.level][child.frontier] = child.bound
-                if child.level == len(self._rungs):
+                if child.level == len(self._bucket_levels):
                     self.best = child
                     continue
                 made += 1  # of equal bounds the deepest is first, then the first made
@@ -225,12 +210,12 @@ class _Search:
 
     def _extend(self, partial: _Partial) -> list[_Partial]:
         self._left -= 1
-        return self._rungs[partial.level].extend(partial, self._below)
+        return self._bucket_levels[partial.level].extend(partial, self._below)
 
     def _dive(self, start: _Partial, width: int) -> None:
         """Go down level by level with the ``width`` best; a complete program is the new best."""
         beam = [start]
-        while beam and beam[0].level < len(self._rungs):
+        while beam and beam[0].level < len(self._bucket_levels):
             if self._left <= 0:
                 return
             found: dict[tuple[int, ...], _Partial] = {}

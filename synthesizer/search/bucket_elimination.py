@@ -2,12 +2,10 @@
 
     minimise  sum over variables v of unary_v[x_v]  +  sum over pairs (u, v) of pair_uv[x_u, x_v]
 
-Eliminating a variable replaces all the tables that mention it by one table over its
-neighbours, minimised over the variable (Dechter, "Bucket elimination", 1999). The work is
-exponential only in the width of the order, and the joint graphs of real models have tiny
-width whatever their depth. Tables that repeat from layer to layer are eliminated once
-(:mod:`hap.synthesizer.search.table_pool`). Costs are integers, so that equal plans tie exactly and the
-result does not depend on the order of additions.
+Eliminating a variable replaces all tables that mention it by one over its neighbours, minimised over
+the variable (Dechter, "Bucket elimination", 1999). The work is exponential only in the width of the
+order, which is small for the joint graphs of real models. Repeated tables are eliminated once
+(:mod:`hap.synthesizer.search.table_pool`). Costs are integers, so that equal plans tie exactly.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from hap.synthesizer.search.table_pool import FORBIDDEN, Costs, Labels, Pool
 __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minimise"]
 
 LARGEST_TABLE = 1 << 26
-"""Entries beyond which elimination gives up: 512 MiB."""
+"""Entries above which elimination gives up: 512 MiB."""
 
 
 MOST_ENTRIES = 1 << 31
-"""Entries of all tables together beyond which elimination gives up: some ten seconds."""
+"""Entries of all tables together above which elimination gives up: some ten seconds."""
 
 HUBS = 3
 """Variables that are fixed to each of their labels in turn where a table would be too large.
 
-A tensor that many layers read, such as an encoder's output, ties them all; fixed, it ties none.
+A tensor that many layers read, such as an encoder's output, ties them until it is fixed.
 """
 
 Pairs = Mapping[tuple[int, int], Costs]
@@ -69,9 +67,8 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
         pairs: ``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v).
 
     Raises:
-        TooWide: some table would have more than :data:`LARGEST_TABLE` entries, whichever labels
-            :data:`HUBS` variables with most neighbours have, or all of them together more than
-            :data:`MOST_ENTRIES`.
+        TooWide: a table exceeds :data:`LARGEST_TABLE` with any labels of the :data:`HUBS` variables of
+            most neighbours, or all together exceed :data:`MOST_ENTRIES`.
     """
     if not all(len(costs) for costs in unary):
         return None
@@ -104,7 +101,7 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
 
 
 def _hub(reduced: Reduced, hubs: Sequence[int]) -> int:
-    """The variable with most neighbours, but for those that are hubs already."""
+    """The variable with most neighbours, except hubs."""
     free = [v for v in range(len(reduced.sizes)) if v not in hubs]
     return max(free, key=lambda v: (len(reduced.near[v]), -v))
 
@@ -148,11 +145,11 @@ _Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
 
 
 _Known = dict[_Key, tuple[int, int, Labels]]
-"""Eliminations that were made: their least entry, the number of their table, the best labels."""
+"""Known eliminations: their least entry, the number of their table, the best labels."""
 
 
 class _Buckets:
-    """The tables that are left of a problem while its variables are eliminated."""
+    """The remaining tables of a problem during elimination."""
 
     def __init__(self, reduced: Reduced, known: _Known) -> None:
         self._pool, self._costs, self._sizes = reduced.pool, reduced.costs, reduced.sizes
@@ -166,8 +163,8 @@ class _Buckets:
         """Replace the tables of ``v`` by one over its neighbours.
 
         Returns:
-            The least entry of that table, which is subtracted from it so that what a layer
-            costs does not hide that it repeats, and the best label of ``v``, of dims ``scope``.
+            Its least entry, which is subtracted so that tables of layers repeat, and the best label of
+            ``v``, of dims ``scope``.
         """
         place = {n: k for k, n in enumerate((*scope, v))}
         mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
@@ -182,7 +179,7 @@ class _Buckets:
         return least, best_label
 
     def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
-        """Known from now on if it can be held; else its table is for the next reader alone."""
+        """Remember the elimination if it can be held; else its table is for the next reader alone."""
         costs, shape, mine = key
         tables = self._pool.tables
         given = [((len(shape) - 1,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
@@ -205,18 +202,12 @@ class _Order(NamedTuple):
 
 
 EASY = 1 << 27
-"""Total entries below which a better order would not pay for being looked for.
-
-Most of them are in tables that repeat, and are not made again.
-"""
+"""Total entries below which no better order is searched; most are in tables that repeat."""
 
 
 @functools.lru_cache(maxsize=16)
 def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
-    """Greedy orders by several measures, none of which is best on every graph.
-
-    Searches of one graph under other prices often leave the same labels: the last are kept.
-    """
+    """The best of greedy orders by several measures; the last results are kept."""
     found: list[_Order] = []
     for measure in (_small_first, _table_size, _fill, _degree):
         found.append(_order(sizes, edges, measure))
@@ -280,7 +271,7 @@ def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Meas
 
 
 SMALL = 1 << 14
-"""Entries up to which a table is made at once: fewer calls count for more than less memory."""
+"""Entries up to which a table is made at once: fewer calls count more than less memory."""
 
 
 def _minimum(
@@ -288,10 +279,8 @@ def _minimum(
 ) -> tuple[Costs, Labels]:
     """The sum of tables, minimised over the last of all dims, and its first best label.
 
-    Args:
-        shape: labels of all variables.
-        tables: (which dims of ``shape`` its dims are, table). A large sum is never whole in
-            memory, but made label by label.
+    ``shape``: labels of all variables. ``tables``: (dims of ``shape``, table). A large sum is made
+    label by label.
     """
     terms = []
     for dims, table in sorted(tables, key=lambda entry: entry[1].size):

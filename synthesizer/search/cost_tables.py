@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.ir.graph import Node, Tensor
-from hap.ir.mesh import ends
+from hap.ir.mesh import step_ends
 from hap.ir.placement import P, Placement, R, convertible
 from hap.ir.program import Convert, Program
-from hap.ir.regather import twin_of
+from hap.ir.regather import backward_alias_of
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
@@ -43,8 +43,7 @@ Allowed = Callable[[str, Placement, bool], bool]
 class Aims:
     """The objective of a search: time as one number per vector over ranks, and memory.
 
-    ``memory_s_per_byte`` prices each rank's stored parameters and saved activations; it is
-    raised for the ranks that run out of memory.
+    ``memory_s_per_byte``: price of each rank's stored parameters and saved activations.
     """
 
     time: Callable[[PerRank], float] = np.max
@@ -82,8 +81,8 @@ class Problem:
         graph = space.graph
         # Parameters are gathered together at the start, gradients reduced together at the end.
         self._gradients = frozenset(graph.gradients.values())
-        self._fused = ends(graph)
-        twins = twin_of(graph)
+        self._fused = step_ends(graph)
+        twins = backward_alias_of(graph)
         self._twins = frozenset(graph.producer[twin].name for twin in twins.values())
         self.held: dict[str, tuple[Holding, ...]] = {}
         self._held: dict[str, int] = {}
@@ -104,7 +103,7 @@ class Problem:
             if i.role != "input":
                 self._add_input(i.tensor, i.role, i.target)
         for parameter, twin in twins.items():
-            self._add_twin(parameter, graph.producer[twin])
+            self._add_backward_alias(parameter, graph.producer[twin])
         for o in graph.outputs:
             if o.role != "gradient":
                 self._require(self._add([0]), o.tensor, [R])
@@ -184,12 +183,12 @@ class Problem:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def _row_allowed(self, node: Node, row: Row) -> bool:
-        stored = node.name in self._twins  # it may look at what is stored, however that is held
+        stored = node.name in self._twins  # it may read the stored value, however that is held
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
         return all(self._allowed(n, p, stored) for n, p in placed if n and p and p.sharded)
 
     def _add_batch(self) -> None:
-        """One variable for all the batch: each rank reads all of it, or its rows of it."""
+        """One variable for the whole batch: each rank reads all of it, or its rows."""
         names = [i.tensor for i in self.space.graph.role("input")]
         rows = [self.space.sources[name][-1] for name in names]
         whole_allowed = all(
@@ -217,7 +216,7 @@ class Problem:
             self._require(v, gradient, options)
             self._price_slices(v, gradient, options)
 
-    def _add_twin(self, parameter: str, alias: Node) -> None:
+    def _add_backward_alias(self, parameter: str, alias: Node) -> None:
         """Price the backward's read of a parameter: of the forward's copy, or a gather of its own."""
         v, price = self._node[alias.name], self.aims.memory_s_per_byte
         t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
@@ -270,10 +269,7 @@ class Problem:
     def _require(
         self, v: int, tensor: str, needs: Sequence[Placement], number: int | None = None
     ) -> None:
-        """Variable ``v`` needs ``tensor`` in the placement that its label names.
-
-        ``number``: that of ``needs`` as a tuple, where it is known.
-        """
+        """Variable ``v`` needs ``tensor`` in the placement of its label; ``number``: that of ``needs``."""
         number = self._number(tuple(needs)) if number is None else number
         key = self._held[tensor], number
         if key not in self._tables:
@@ -284,7 +280,7 @@ class Problem:
     def _produce(
         self, v: int, tensor: str, makes: Sequence[Placement], number: int | None = None
     ) -> None:
-        """Variable ``v`` makes ``tensor`` in the placement that its label names; see above."""
+        """Variable ``v`` makes ``tensor`` in the placement of its label."""
         number = self._number(tuple(makes)) if number is None else number
         key = self._held[tensor], number, self._alike(tensor)
         if key not in self._tables:
@@ -297,12 +293,8 @@ class Problem:
         """Key of the prices of a tensor's conversions; layers repeat it."""
         fused = tensor in self._fused, tensor in self._gradients
         number, axes = self.space.tensor_kinds[tensor]
-        return (
-            number,
-            tuple(self._lie[axis] for axis in axes),
-            fused,
-            self.cost.parts.tensor_key(tensor),
-        )
+        key = self.cost.parts.tensor_key(tensor)
+        return number, tuple(self._lie[axis] for axis in axes), fused, key
 
     def conversions(
         self, tensor: str, made: Placement, holding: Holding
@@ -314,10 +306,7 @@ class Problem:
         return seconds + self._waiting_s(tensor, made, holding), steps
 
     def at_once(self, tensor: str, made: Placement, holding: Holding) -> bool:
-        """Is a gradient better reduced when it is made than with the others, at the end?
-
-        Until then its terms, of full size, lie in memory (ZeRO, stage 2).
-        """
+        """Is a gradient better reduced when it is made than at the end, as in ZeRO, stage 2?"""
         waiting = self._waiting_s(tensor, made, holding)
         if not waiting:
             return False
@@ -325,7 +314,7 @@ class Problem:
         return alone < fused + waiting
 
     def _waiting_s(self, tensor: str, made: Placement, holding: Holding) -> float:
-        """The price of the memory of a gradient that waits for the end to be converted."""
+        """The price of the memory of a gradient's terms that wait for the end."""
         price = self.aims.memory_s_per_byte
         if price is None or tensor not in self._gradients or made in holding:
             return 0.0
@@ -364,7 +353,7 @@ class Problem:
     # --- reading the program back ---
 
     def program(self, labelling: Labelling) -> Program:
-        """The program that a labelling stands for, conversions placed before their first use."""
+        """The program of a labelling, with conversions before their first use."""
         labels = labelling.labels
         rows = {n: rows[labels[self._node[n]]] for n, rows in self.rows.items()}
         held = {t: h[labels[self._variable[t]]] for t, h in self.held.items()}
@@ -374,7 +363,7 @@ class Problem:
 
 
 def _given(holding: Holding, need: Placement) -> int:
-    """0 if a tensor held like that gives the placement, at once or as a local part."""
+    """0 if a tensor with this holding gives the placement, at once or as a local part."""
     return 0 if need in holding or R in holding else FORBIDDEN
 
 

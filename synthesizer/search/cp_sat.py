@@ -15,14 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling
-from hap.synthesizer.search.search_result import (
-    Pairs,
-    SearchResult,
-    SearchStatus,
-    Unary,
-    cost_of,
-    infeasible,
-)
+from hap.synthesizer.search.search_result import INFEASIBLE, Pairs, SearchResult, Unary, cost_of
 
 EFFORT = 600.0
 """Limit in CP-SAT's deterministic time, which counts work and is the same on any machine."""
@@ -35,7 +28,7 @@ def solve(unary: Unary, pairs: Pairs, *, effort: float = EFFORT) -> SearchResult
     every labelling pays and divided by their common divisor, to stay far within 64 bits.
     """
     if any(len(costs) == 0 for costs in unary):
-        return infeasible()
+        return INFEASIBLE
     from ortools.sat.python import cp_model  # here: slow to load, and only this engine needs it
 
     model = _Model(unary, pairs)
@@ -46,25 +39,19 @@ def solve(unary: Unary, pairs: Pairs, *, effort: float = EFFORT) -> SearchResult
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
-        return infeasible()
+        return INFEASIBLE
     assert status != cp_model.MODEL_INVALID, "the costs add up to more than 64 bits hold"
     bound = model.constant + model.divisor * int(solver.response_proto.inner_objective_lower_bound)
     if status == cp_model.UNKNOWN:
-        return SearchResult(status=SearchStatus.UNKNOWN, bound=bound, labelling=None)
+        return SearchResult(bound, None)
     labels = tuple(
         next(k for k, label in enumerate(row) if solver.boolean_value(label))
         for row in model.labels
     )
     cost = cost_of(labels, unary, pairs)
     assert status != cp_model.OPTIMAL or bound == cost, "the solver's optimum is what labels cost"
-    return SearchResult(
-        status=SearchStatus.OPTIMAL if bound == cost else SearchStatus.FEASIBLE,
-        bound=bound,
-        labelling=Labelling(
-            cost=cost, labels=labels, width=0,
-            largest_table=max((t.size for t in pairs.values()), default=0),
-        ),
-    )  # fmt: skip
+    largest = max((t.size for t in pairs.values()), default=0)
+    return SearchResult(bound, Labelling(cost=cost, labels=labels, width=0, largest_table=largest))
 
 
 class _Model:

@@ -12,22 +12,15 @@ from collections.abc import Mapping
 from hap.errors import InputError
 from hap.synthesizer.search import astar, cp_sat
 from hap.synthesizer.search.bucket_elimination import minimise
-from hap.synthesizer.search.search_result import (
-    Engine,
-    Pairs,
-    SearchResult,
-    SearchStatus,
-    Unary,
-    infeasible,
-)
+from hap.synthesizer.search.search_result import INFEASIBLE, Engine, Pairs, SearchResult, Unary
 
 
 def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
     """Bucket elimination; see :func:`hap.synthesizer.search.bucket_elimination.minimise`, also for ``TooWide``."""
     found = minimise(unary, pairs)
     if found is None:
-        return infeasible()
-    return SearchResult(status=SearchStatus.OPTIMAL, bound=found.cost, labelling=found)
+        return INFEASIBLE
+    return SearchResult(found.cost, found)
 
 
 ENGINES: Mapping[str, Engine] = {"exact": eliminate, "astar": astar.search, "cpsat": cp_sat.solve}

@@ -16,7 +16,7 @@ from hap.ir.graph import Graph, Node
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement, R
 from hap.ir.program import Compute, Convert, Instruction, Program
-from hap.ir.regather import twin_of
+from hap.ir.regather import backward_alias_of
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.program_space import Holding, Space
 
@@ -46,7 +46,7 @@ def write_program(
     finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
     final = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
     again = {  # parameters that the backward reads where they are stored
-        name for name, twin in twin_of(graph).items()
+        name for name, twin in backward_alias_of(graph).items()
         if choices.rows[graph.producer[twin].name].ins[0] == stored[name]
     }  # fmt: skip
     first, middle, last = _ends_apart(graph.nodes)

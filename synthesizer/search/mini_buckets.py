@@ -1,13 +1,10 @@
 """Lower bounds of the cost to go, by mini-bucket elimination with bounded tables.
 
-Bucket elimination adds up all the tables that mention a variable before it minimises over
-it. Mini-bucket elimination (Dechter and Rish, "Mini-buckets: a general scheme for bounded
-inference", J. ACM 2003) adds them up in groups whose tables stay under a bound, and minimises
-each group alone: a sum of minima is at most the minimum of the sum, so what is left at the
-end is a lower bound. The tables on the way are an admissible heuristic for a search that
-decides the variables in the opposite order (Kask and Dechter, "A general scheme for automatic
-generation of search heuristics from specification dependencies", Artificial Intelligence
-2001).
+Mini-bucket elimination (Dechter and Rish, "Mini-buckets: a general scheme for bounded inference",
+J. ACM 2003) adds up tables in groups of bounded size, and minimises each group alone: a sum of minima
+is at most the minimum of the sum. The tables are an admissible heuristic for a search in the
+opposite order (Kask and Dechter, "A general scheme for automatic generation of search heuristics
+from specification dependencies", Artificial Intelligence 2001).
 """
 
 from __future__ import annotations
@@ -35,9 +32,8 @@ class Table(NamedTuple):
 class BucketLevel:
     """The decision on one variable, given those on the levels before it.
 
-    ``regrets`` are tables whose last dim is this variable. Their sum is by how much each of
-    its labels raises the lower bound; never less than 0, and :data:`FORBIDDEN` or more if the
-    label admits no completion.
+    ``regrets`` are tables whose last dim is this variable. Their sum is the increase of the lower
+    bound by each label: at least 0, and :data:`FORBIDDEN` or more without completion.
     """
 
     variable: int
@@ -45,12 +41,11 @@ class BucketLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
+class BucketTree:
     """Every variable as a level, in the order of the search.
 
-    ``base`` plus the regrets of all levels is the cost of a labelling, exactly; with those of
-    the first levels alone it is a lower bound on every completion. ``width`` is that of the
-    elimination order, ``largest_table`` the entries of the largest table made.
+    ``base`` plus the regrets of all levels is the cost of a labelling, exactly; with those of the
+    first levels it is a lower bound. ``width``: of the order. ``largest_table``: in entries.
     """
 
     base: int
@@ -59,11 +54,10 @@ class Ladder:
     largest_table: int
 
 
-def build_ladder(unary: Unary, pairs: Pairs, most_entries: int) -> Ladder:
+def mini_bucket_elimination(unary: Unary, pairs: Pairs, most_entries: int) -> BucketTree:
     """Mini-bucket elimination with tables of at most ``most_entries`` entries.
 
-    A single table of the problem may be larger; it is then a group of its own. If no bucket
-    is divided the bounds are exact: every level has a label without regret.
+    A larger table of the problem is a group of its own. If no bucket is divided, bounds are exact.
     """
     sizes = [len(costs) for costs in unary]
     order, width = search_order(sizes, pairs)
@@ -86,7 +80,7 @@ def build_ladder(unary: Unary, pairs: Pairs, most_entries: int) -> Ladder:
             else:
                 base = min(base + int(rest), FORBIDDEN)
         levels.append(BucketLevel(variable=v, regrets=tuple(regrets)))
-    return Ladder(base=base, levels=tuple(reversed(levels)), width=width, largest_table=largest)
+    return BucketTree(base=base, levels=tuple(reversed(levels)), width=width, largest_table=largest)
 
 
 def _regret(total: Costs, rest: Costs) -> Costs:
@@ -124,10 +118,8 @@ def _sum(tables: Sequence[Table], depth: dict[int, int]) -> Table:
 def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
     """The order in which to decide the variables, and its width.
 
-    It is the opposite of an elimination order, taken by branches of the bucket tree. There a
-    variable's parent is the next of its scope to be eliminated, and any order that puts
-    parents first has the same buckets. Depth first, the small branches before the large, it
-    keeps few variables on the frontier at a time.
+    It is the opposite of an elimination order, by branches of the bucket tree: depth first, the small
+    branches before the large, so that few variables are on the frontier at a time.
     """
     steps = _elimination(sizes, pairs)
     turn = {v: k for k, (v, _) in enumerate(steps)}

@@ -1,14 +1,12 @@
 """The space of programs of a graph: rows of every node, axes, holdings of every tensor.
 
-Built once per graph, before any cost is known. Three restrictions keep it small, and all are
-part of what "optimal" means for this planner:
+Three restrictions keep it small; programs are optimal within them:
 
-* only axes on which some product (matmul, convolution, attention, look-up in a trained table)
-  can be split are used: the others can't divide the arithmetic;
-* a tensor is *held* replicated (from which every shard is a free slice), or partial, or in
-  one sharded placement, or in two if a product and another operator read it;
-* what is computed from constants alone (position numbers, causal masks) is made whole by
-  every rank, since each consumer could make its own.
+* only axes on which some product (matmul, convolution, attention, look-up in a trained table) can be
+  split are used;
+* a tensor is *held* replicated, or partial, or in one sharded placement, or in two if a product and
+  another operator read it; slices of a replica are free;
+* every rank makes values of constants alone (position numbers, causal masks) whole.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from hap.synthesizer.rules.textual_rules import lines_of
 from hap.synthesizer.search.axis_names import axis_names
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
-"""Operators whose axes are used. A look-up is the product of a one-hot matrix and the table: no
-arithmetic to divide, but the gradient of a large table is most of what a step communicates."""
+"""Operators whose axes are used. A look-up is the product of a one-hot matrix and the table."""
 
 Holding = tuple[Placement, ...]
 """The placements in which a tensor exists at once, besides free slices of a replica."""
@@ -94,10 +91,9 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     """Rows, axes and holdings of a graph.
 
     Args:
-        narrow: a degree of :data:`NARROW`, for graphs whose whole space is too wide for the exact
-            search. At 1, a weight that more layers read than :data:`SHARED` ties none of them to
-            another; at 2, an axis must lie on a parameter or on the batch as well; at 3, on the
-            first dim of what the batch holds.
+        narrow: a degree of :data:`NARROW`. At 1, a weight that more layers read than :data:`SHARED`
+            ties none of them; at 2, an axis must lie on a parameter or on the batch as well; at 3,
+            on the first dim of the batch.
 
     Raises:
         UnsupportedOpError: an operator has no rule; the message names it, its line, and the
@@ -134,9 +130,7 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
 
 
 def _shared(graph: Graph) -> tuple[set[str], set[str]]:
-    """Of weights that many layers share: these and views of them, and the sums of some of the
-    terms of their gradients. Held in one way only, they tie no layer to another.
-    """
+    """Of weights that many layers share: these and their views, and partial sums of their gradients."""
     weights: set[str] = set()
     sums: set[str] = set()
     for i in graph.role("parameter"):
@@ -160,7 +154,7 @@ def _views(tensor: str, graph: Graph) -> set[str]:
 
 
 def _partial_sums(total: str | None, graph: Graph) -> set[str]:
-    """The sums of some of its terms that a sum is made from."""
+    """The sums of some of its terms in the computation of a sum."""
     found: set[str] = set()
     new = [total] if total else []
     while new:
@@ -174,7 +168,7 @@ def _partial_sums(total: str | None, graph: Graph) -> set[str]:
 
 
 def is_product(node: Node, graph: Graph) -> bool:
-    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    """Are the axes of a node worth splitting? Operators without a rule count as products."""
     return (
         node.op in PRODUCTS
         or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
@@ -209,10 +203,7 @@ def _shards(tensor: str, graph: Graph, axes: Axes) -> tuple[Placement, ...]:
 
 
 def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
-    """Tie gradients to their parameters: they are cut alike, though no operator may say so.
-
-    Returns the dims on which a parameter can't be stored in shards, having no common cut.
-    """
+    """Tie gradients to their parameters; returns dims without a common cut, not stored in shards."""
     refused = set()
     for i in graph.role("parameter"):
         gradient = graph.gradients.get(i.target)

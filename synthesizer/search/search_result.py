@@ -28,30 +28,30 @@ class SearchStatus(Enum):
     """The engine gave up without a labelling, and without a proof that there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The answer of one engine.
+    """The result of one engine; no labelling costs less than ``bound``."""
 
-    ``bound`` is proven: no labelling costs less. It is the cost itself if the status is
-    ``OPTIMAL``, and :data:`~hap.synthesizer.search.bucket_elimination.FORBIDDEN` if it is ``INFEASIBLE``.
-    """
-
-    status: SearchStatus
     bound: int
     labelling: Labelling | None
 
     def __post_init__(self) -> None:
-        found = self.status in (SearchStatus.OPTIMAL, SearchStatus.FEASIBLE)
-        assert found == (self.labelling is not None)
         assert self.labelling is None or self.bound <= self.labelling.cost < FORBIDDEN
+
+    @property
+    def status(self) -> SearchStatus:
+        if self.labelling is None:
+            forbidden = self.bound >= FORBIDDEN
+            return SearchStatus.INFEASIBLE if forbidden else SearchStatus.UNKNOWN
+        proven = self.bound == self.labelling.cost
+        return SearchStatus.OPTIMAL if proven else SearchStatus.FEASIBLE
 
 
 Engine = Callable[[Unary, Pairs], SearchResult]
 """Solves the tables of one labelling problem. The same tables give the same outcome."""
 
 
-def infeasible() -> SearchResult:
-    return SearchResult(status=SearchStatus.INFEASIBLE, bound=FORBIDDEN, labelling=None)
+INFEASIBLE = SearchResult(FORBIDDEN, None)
 
 
 def cost_of(labels: Sequence[int], unary: Unary, pairs: Pairs) -> int:

@@ -1,12 +1,9 @@
 """Soft arc consistency: equivalent cost tables that give better bounds.
 
-The least cost of a label in a pair's table can be moved to the label's variable, and back to
-another pair. The cost of every labelling stays what it was, to the integer, and no entry
-becomes negative; but what tables say together moves into single ones, and at last into the
-constant that every labelling pays. This is soft arc consistency (Cooper et al., "Soft arc
-consistency revisited", Artificial Intelligence 2010), moved along chains in sweeps as in
-sequential message passing (Kolmogorov, "Convergent tree-reweighted message passing for
-energy minimization", TPAMI 2006). Labels that no neighbour admits become forbidden on the way.
+Costs move between a pair's table and its variables, and at last into a constant; the cost of every
+labelling stays the same, to the integer, and no entry becomes negative (Cooper et al., "Soft arc
+consistency revisited", Artificial Intelligence 2010), in sweeps as in sequential message passing
+(Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", TPAMI 2006).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from hap.synthesizer.search.search_result import Pairs, Unary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shifted:
+class Reparametrized:
     """Tables in which a labelling costs as much as before, less ``constant``."""
 
     constant: int
@@ -29,11 +26,13 @@ class Shifted:
     pairs: dict[tuple[int, int], Costs]
 
 
-def shift(unary: Unary, pairs: Pairs, order: Sequence[int], sweeps: int) -> Shifted | None:
+def reparametrize(
+    unary: Unary, pairs: Pairs, order: Sequence[int], sweeps: int
+) -> Reparametrized | None:
     """Sweep over the variables in ``order`` and back, in turns; ``None`` if all is forbidden.
 
-    A variable takes all that its pairs can give, gives its least cost to the constant, and
-    spreads the rest over the pairs with the variables that come next.
+    A variable takes all costs of its pairs, gives its least cost to the constant, and distributes
+    the rest to the pairs with the variables that come next.
     """
     costs = [np.minimum(c, FORBIDDEN) for c in unary]
     tables = {pair: np.minimum(t, FORBIDDEN) for pair, t in pairs.items()}
@@ -65,7 +64,7 @@ def shift(unary: Unary, pairs: Pairs, order: Sequence[int], sweeps: int) -> Shif
                     tables[pair] = _add(tables[pair], pair, v, part)
                 own = np.where(own < FORBIDDEN, own - part * len(after), FORBIDDEN)
             costs[v] = own
-    return Shifted(constant=constant, unary=costs, pairs=tables)
+    return Reparametrized(constant=constant, unary=costs, pairs=tables)
 
 
 def _facing(table: Costs, pair: tuple[int, int], v: int) -> Costs:
@@ -74,22 +73,22 @@ def _facing(table: Costs, pair: tuple[int, int], v: int) -> Costs:
 
 
 def _add(table: Costs, pair: tuple[int, int], v: int, costs: Costs) -> Costs:
-    """The table plus costs of the labels of ``v``; what is forbidden stays forbidden."""
+    """The table plus costs of the labels of ``v``; forbidden entries stay forbidden."""
     along = costs[:, None] if pair[0] == v else costs[None, :]
     return np.where(table < FORBIDDEN, np.minimum(table + along, FORBIDDEN), FORBIDDEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """Tables without what cannot matter; ``labels[v]`` are the labels of ``v`` that are left."""
+class Simplified:
+    """Tables without irrelevant labels; ``labels[v]`` are the remaining labels of ``v``."""
 
     labels: list[tuple[int, ...]]
     unary: list[Costs]
     pairs: dict[tuple[int, int], Costs]
 
 
-def fold(unary: Unary, pairs: Pairs) -> Folded:
-    """Drop forbidden labels, then tables that say nothing or concern one variable alone."""
+def simplify(unary: Unary, pairs: Pairs) -> Simplified:
+    """Drop forbidden labels, then tables that are zero or concern one variable alone."""
     left = [np.flatnonzero(c < FORBIDDEN) for c in unary]
     costs = [c[kept] for c, kept in zip(unary, left, strict=True)]
     tables = {}
@@ -102,4 +101,4 @@ def fold(unary: Unary, pairs: Pairs) -> Folded:
         elif table.any():
             tables[u, v] = table
     labels = [tuple(kept.tolist()) for kept in left]
-    return Folded(labels=labels, unary=costs, pairs=tables)
+    return Simplified(labels=labels, unary=costs, pairs=tables)

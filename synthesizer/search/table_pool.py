@@ -1,8 +1,7 @@
-"""Interned cost tables, so that work on equal tables is done once.
+"""Interned cost tables (hash-consing), so that work on equal tables is done once.
 
-The layers of a model repeat, and so do the tables of its labelling problem. Kept once each
-("hash-consing"; Ershov, "On programming of arithmetic operations", 1958), they can be looked
-up by the numbers of what they were made of, and a deep model costs hardly more than a layer.
+The layers of a model repeat, and so do the tables of its labelling problem (Ershov, "On programming
+of arithmetic operations", 1958).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Pool:
         self._passing: set[int] = set()
 
     def holds(self, entries: int) -> bool:
-        """Is there room to hold another table of this size, and what was worked out of it?"""
+        """Is there room for another table of this size, and its derived tables?"""
         if entries <= COMPARED:
             return True
         self._held += entries
@@ -102,13 +101,9 @@ class Pool:
     def undominated(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, ...]:
         """The labels of a variable that some labelling may need, in order.
 
-        Label a goes if another one, b, is never dearer whatever the neighbours' labels: the
+        Label a goes if another one, b, costs at most as much with any labels of the neighbours: the
         gaps ``min over x of T[a, x] - T[b, x]``, summed over all its tables, are 0 or more
         (Goldstein, "Efficient rotamer elimination", 1994). Of equals the first stays.
-
-        Args:
-            costs: the variable's own table.
-            pairs: its pairs' tables, the variable first.
         """
         key = (costs, pairs)
         found = self._kept.get(key)
@@ -129,7 +124,7 @@ class Pool:
             table = self.tables[number]
             rows = table.reshape(len(table), -1)
             a, b = rows[:, None], rows[None, :]
-            # Where both are forbidden nothing will be, so it does not count.
+            # Entries where both are forbidden do not count.
             apart = np.where((a >= FORBIDDEN) & (b >= FORBIDDEN), CAP, a - b)
             least: Costs = np.clip(apart.min(axis=-1), -CAP, CAP)
             return least

@@ -1,4 +1,1 @@
-"""Integer shares for a given program: the integer program, and shards as they are stored.
-
-Imports ``cost`` and ``rules``.
-"""
+"""Integer shares for a program, and storage shards. Imports ``cost`` and ``rules``."""

@@ -1,8 +1,7 @@
 """Linear approximations of costs near given shares.
 
-An operator takes launch + max(linear, linear) of its part, and nothing at part 0. Where a device
-takes part that is convex, so that a tangent is a lower bound. The peak of memory is the largest
-of linear functions, one per moment of the step.
+The time of an operator is convex in its part where a device takes part: tangents are lower bounds.
+The peak of memory is the maximum of linear functions, one per moment of the step.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ def _probe(task: Task, machine: Machine, parts: Floats) -> CostModel:
 class Tangents:
     """Coefficients of the rows, per unit part; dims (stage,) split, type, coefficient.
 
-    A stage's coefficients are the constant, a start-up per group and a slope per group. Those of
-    memory are the constant, a slope per group in the type's part, and one in the largest part of
-    all ranks, to which buffers are padded.
+    Of a stage: the constant, a start-up per group and a slope per group. Of memory: the constant, a
+    slope per group in the type's part, and one in the largest part of all ranks (padding).
     """
 
     seconds: Floats
@@ -74,9 +72,8 @@ class Tangents:
 def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
     """Tangents of stage times and peak memory at the most loaded device of each type.
 
-    One run of the cost model answers all: for each split and type, the device with its parts,
-    then with a little more of each group, then with nothing of each group, then beside others
-    with a little more of each group.
+    One run of the cost model evaluates, for each split and type, the device with its parts, with a
+    little more of each group, with nothing of each group, and beside ranks with more of each group.
     """
     groups, types = len(task.groups), len(task.types)
     loads = [
@@ -104,7 +101,7 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
 
 
 def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
-    """Of each collective, for each question: the most that a rank of the split needs."""
+    """Per collective and question, the largest buffer of any rank of the split."""
     groups = len(task.groups)
     models = []
     for split in splits:
@@ -125,7 +122,7 @@ def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
 
 
 def _time_rows(answers: Floats, at: Floats) -> Floats:
-    """Coefficients from what :func:`tangents_of` asked; ``answers`` ends with the questions."""
+    """Coefficients from the values of :func:`tangents_of`; ``answers`` ends with the questions."""
     groups = at.shape[-1]
     here = answers[..., :1]
     slope = (answers[..., 1 : 1 + groups] - here) / _STEP

@@ -33,9 +33,8 @@ class Model:
     def solve(self, *, elastic: bool = False, relaxed: bool = False) -> Split | None:
         """The best split; ``None`` if none fits.
 
-        Args:
-            elastic: let memory overflow, and minimise the bytes that lack instead of time.
-            relaxed: solve in fractions, and round them by :func:`proportional`.
+        ``elastic``: let memory overflow, and minimise the lacking bytes in place of time. ``relaxed``:
+        solve in fractions, and round them by :func:`proportional`.
         """
         totals = self.totals(elastic=elastic, relaxed=relaxed)
         if totals is None:
@@ -46,7 +45,7 @@ class Model:
         )
 
     def totals(self, *, elastic: bool = False, relaxed: bool = False) -> list[list[float]] | None:
-        """Units per group and type, as :meth:`solve` finds them before it hands them out."""
+        """Units per group and type, before :meth:`solve` distributes them to ranks."""
         task = self.task
         count = [len(ranks) for ranks in task.types]
         problem = pulp.LpProblem("shares", pulp.LpMinimize)

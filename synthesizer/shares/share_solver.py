@@ -1,40 +1,8 @@
 """Integer shares for a given program, by an integer program over types of devices.
 
-Variables, for each group ``g`` of axes that the program uses alike (:func:`alike_axes`) and
-each type ``k`` of alike devices (:meth:`hap.cluster.topology.Cluster.types`), so that neither more
-layers nor more devices of a type make the model larger::
-
-    n[g,k]   units of the type in total; its devices get the floor or the ceiling of the mean
-    m[g,k]   units of the type's most loaded device:      n[g,k] <= count[k] * m[g,k]
-    z[g,k]   1 if the type takes part in the group:       m[g,k] <= units[g] * z[g,k]
-    t[s]     seconds of stage s; stages with equal rows are one variable, times their number
-
-    e        seconds of all exchanges: all-to-alls, and gathers in stages
-
-Minimise   sum_s t[s] + sum_g padded[g] * max_k m[g,k] + e   under::
-
-    sum_k n[g,k] = units[g]
-    t[s]      >=  constant[s,k] + sum_g (start_up[s,k,g] * z[g,k] + slope[s,k,g] * m[g,k])
-    e         >=  constant + sum_g,k exchange[g,k] * n[g,k]
-    memory[k] >=  constant[k] + sum_g (bytes[k,g] * m[g,k] + padding[k,g] * max_k m[g,k])
-
-* Computing (:func:`tangents_of`, :func:`_stage_rows`). An operator takes launch + max(linear,
-  linear) of its part, and nothing at part 0. Where z = 1 that is convex in m, so a row is a
-  *tangent* of the exact cost model, a lower bound; every split that is tried adds its rows.
-* Memory (:func:`tangents_of`, :func:`_memory_rows`). The peak is the largest of linear
-  functions, one per instant of the step: tangents as well.
-* Communication. Padded gathers grow with the largest part, which is exact (:func:`padded_slopes`).
-  An all-to-all is bilinear, and a gather in stages (hierarchical) may switch between padded and
-  grouped in each stage: they are not convex. Each round solves with the tangents of all splits
-  tried (:func:`exchange_plane`), less those that overrate the best one, and with the best one's
-  alone. Grouped gathers and all-reduces are constants.
-
-:func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until
-nothing new or better comes. It returns the best split *under the simulator* among those
-solutions, the rounded relaxation of the first round, and :meth:`Task.first_splits`. Without
-exchanges that is the optimum, to the gap of the solver, but for what is not modelled: which
-devices of a type get a remainder (always the first), and the latency that each sender of a
-grouped gather adds. With them it is a local one: 2 % off in the worst of the tests.
+:func:`solve_shares` alternates: solve, simulate the integer split, add its tangents, until nothing
+new or better comes. Without exchanges (all-to-alls, gathers in stages) the result is the optimum, to
+the gap of the solver; with them it is a local one. docs/formulas.md states the integer program.
 """
 
 from __future__ import annotations
@@ -70,10 +38,8 @@ class ShareStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareResult:
-    """Shares of all axes, and the step time simulated with them.
-
-    If nothing fits, the shares are those that lack the fewest bytes, and ``message`` says
-    which devices lack how many.
+    """Shares of all axes, and their simulated step; if nothing fits, those that lack the fewest
+    bytes, with a ``message``.
     """
 
     status: ShareStatus
@@ -83,13 +49,9 @@ class ShareResult:
 
 
 def solve_shares(
-    graph: Graph,
-    axes: Axes,
-    program: Program,
-    machine: Machine,
-    optimizer_states: int,
+    graph: Graph, axes: Axes, program: Program, machine: Machine, optimizer_states: int,
     start: Shares,
-) -> ShareResult:
+) -> ShareResult:  # fmt: skip
     """The fastest integer shares for ``program`` that fit every device's memory.
 
     Axes that the program does not use keep their shares of ``start``.

@@ -1,7 +1,6 @@
 """The problem of choosing shares, and the simulated value of a solution.
 
-Axes that a program uses alike have one vector of shares (:func:`alike_axes`): a *split* says
-how many units of each such group each rank gets.
+A *split* gives the units of each rank per group of axes that a program uses alike.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from hap.synthesizer.cost.serial_cost import simulate
 def proportional(units: int, weights: PerRank) -> tuple[int, ...]:
     """Whole units in proportion to the weights, by largest remainder; the first of equals wins.
 
-    Raises:
-        ValueError: a weight is negative, or none is positive.
+    Raises ``ValueError`` if a weight is negative, or none is positive.
     """
     weights = np.asarray(weights, dtype=np.float64)
     if not (weights.min() >= 0 and 0 < weights.sum() < np.inf):
@@ -84,7 +82,7 @@ class Task:
         return self.group_of[self.program.axis(tensor, placement.dim)[0]]
 
     def first_splits(self) -> list[Split]:
-        """The start; even; as all-to-alls have several optima, with each type alone or left out."""
+        """The start; even; and, as all-to-alls have several optima, each type alone or left out."""
         even = np.ones(self.machine.cluster.world_size)
         weights = [even]
         if len(self.types) > 1 and any(c.kind == "all_to_all" for c in self.program.collectives):
@@ -115,10 +113,7 @@ class Task:
 
 
 def alike_axes(graph: Graph, program: Program) -> tuple[tuple[str, ...], ...]:
-    """The program's axes, grouped by how the same operators use them.
-
-    The axes of a group differ in the layer that they belong to, and get one vector of units.
-    """
+    """The program's axes, grouped by how the same operators use them: they differ in layer alone."""
     uses: dict[str, Counter[object]] = {name: Counter() for name in program.used_axes()}
     for what, placed in _uses(graph, program):
         names = [program.axis(t.name, p.dim)[0] if p.sharded else "" for t, p in placed]
@@ -133,7 +128,7 @@ def alike_axes(graph: Graph, program: Program) -> tuple[tuple[str, ...], ...]:
 
 
 def _uses(graph: Graph, program: Program) -> Iterator[tuple[str, list[tuple[Tensor, Placement]]]]:
-    """All that has a price: (what it is, the tensors that it touches and their placements)."""
+    """All items with a price: (name, its tensors and their placements)."""
     tensors, gradients = graph.tensors, graph.gradients
     nodes = {n.name: n for n in graph.nodes}
     for i in graph.inputs:

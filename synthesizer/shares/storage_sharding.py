@@ -1,9 +1,8 @@
 """Shares in which parameters are stored, chosen apart from those of computing.
 
-A parameter that is stored in shards but used whole, gathered before and its gradient scattered
-after, need not be cut like the axis that its dim belongs to: no operator sees the cut. Such dims
-get an axis of their own, as fine as the dim is long, so that the stored bytes follow the
-devices' memory while the computing follows their speed. HAP (EuroSys'24) cuts both alike; ZeRO
+A parameter that is stored in shards but used whole need not be cut like the axis of its dim: no
+operator sees the cut. Such dims get an axis of their own, as fine as the dim is long: stored bytes
+follow the devices' memory, computing follows their speed. HAP (EuroSys'24) cuts both alike; ZeRO
 (Rajbhandari et al., SC 2020) stores evenly.
 """
 
@@ -31,7 +30,7 @@ STORED = "stored "
 
 
 def program_axes(axes: Axes, program: Program) -> Axes:
-    """The axes of a graph as a program uses them: with those of its storing."""
+    """The axes of a graph, with the program's storage axes."""
     known = program.memo.get("axes")
     if known is None or known[0] is not axes:
         known = program.memo["axes"] = axes, _with_storing(axes, program)
@@ -54,10 +53,10 @@ def _dim(key: str) -> Dim:
     return tensor, int(dim)
 
 
-def stored_apart(graph: Graph, program: Program) -> Program:
-    """The program with axes of their own for what is stored in shards and computed otherwise.
+def with_storage_axes(graph: Graph, program: Program) -> Program:
+    """The program with storage axes for parameters that are stored in shards and computed unlike.
 
-    Dims of one size have one axis, so that the parameters of all layers are cut alike.
+    Dims of one size share an axis, so that the parameters of all layers are cut alike.
     """
     groups = _Groups()
     computing: list[Dim] = [(i.tensor, 0) for i in graph.role("input")]
@@ -101,7 +100,7 @@ class _Groups:
         found = dim
         while (parent := self._parent.get(found)) is not None:
             found = parent
-        while dim != found:  # so that the next looks are short
+        while dim != found:  # path compression
             self._parent[dim], dim = found, self._parent[dim]
         return found
 
@@ -114,11 +113,9 @@ class _Groups:
 def filled(
     graph: Graph, program: Program, price: Callable[[Shares], CostModel], shares: Shares
 ) -> Shares:
-    """Shares for the axes of storing: even, but for devices whose memory is full before.
+    """Shares of the storage axes: even, but for devices whose memory would overflow.
 
-    Args:
-        price: the cost model under given shares.
-        shares: of the program's other axes.
+    ``price`` gives the cost model under shares; ``shares`` are those of the other axes.
     """
     sizes = {n: u for n, u in program.used_axes().items() if n.startswith(STORED)}
     world = len(next(iter(shares.values()), ())) or 1
@@ -147,7 +144,7 @@ def filled(
 
 
 def level(caps: PerRank) -> PerRank:
-    """Parts that sum to 1, the largest as small as the caps allow; beyond them if they must."""
+    """Parts that sum to 1, the largest as small as the caps allow; above the caps if necessary."""
     parts: PerRank
     if caps.sum() <= 1:
         parts = caps + (1 - caps.sum()) / len(caps)
