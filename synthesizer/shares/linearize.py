@@ -187,21 +187,24 @@ def exchange_plane(task: Task, split: Split) -> Plane:
          side(c, c.dst))
         for c in exchanges(task.program)
     )  # fmt: skip
-    parts = [np.array(vector) / sum(vector) for vector in split]
+    sides = [np.array(vector) / sum(vector) for vector in split]
+    sides.append(np.ones(task.machine.cluster.world_size))  # of -1: not sharded
 
-    def seconds(parts: Sequence[PerRank]) -> float:
-        sides = [*parts, np.ones(task.machine.cluster.world_size)]  # of -1: not sharded
-        return sum(
-            times * _seconds(task, kind, how, nbytes, sides[src], sides[dst])
-            for (kind, how, nbytes, src, dst), times in steps.items()
-        )
+    def seconds(step: tuple[str, str, int, int, int], sides: Sequence[PerRank]) -> float:
+        kind, how, nbytes, src, dst = step
+        return _seconds(task, kind, how, nbytes, sides[src], sides[dst])
 
-    value = seconds(parts)
-    slopes = np.zeros((len(parts), len(task.types)))
+    here = {step: seconds(step, sides) for step in steps}
+    slopes = np.zeros((len(split), len(task.types)))
     for g, k in np.ndindex(*slopes.shape if steps else (0, 0)):
-        more, ranks = parts[g].copy(), list(task.types[k])
+        more, ranks = sides[g].copy(), list(task.types[k])
         more[ranks] += 1 / (task.units[g] * len(ranks))
-        slopes[g, k] = seconds([*parts[:g], more, *parts[g + 1 :]]) - value
+        changed = [*sides[:g], more, *sides[g + 1 :]]
+        slopes[g, k] = sum(
+            times * (seconds(step, changed) - here[step])
+            for step, times in steps.items() if g in step[3:]
+        )  # fmt: skip
+    value = sum(times * here[step] for step, times in steps.items())
     totals = [[sum(vector[r] for r in ranks) for ranks in task.types] for vector in split]
     return Plane(value=value, slopes=slopes, totals=np.array(totals, dtype=np.float64))
 

@@ -17,7 +17,7 @@ from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slopes, tangents_of
-from hap.synthesizer.shares.share_model import SCALE, Model
+from hap.synthesizer.shares.share_model import COARSE, FINE, SCALE, Model
 from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional
 
 __all__ = ["ShareResult", "ShareStatus", "alike_axes", "proportional", "solve_shares"]
@@ -62,14 +62,17 @@ def solve_shares(
         types=machine.cluster.types(), groups=alike_axes(graph, program),
     )  # fmt: skip
     best = first = task.simulated(start)
-    new = task.first_splits() if task.groups else []
+    new = task.first_splits()
     tangents = None
     planes: dict[Split, Plane] = {}  # of all splits that were tried
     rounds = stalled = 0
-    while new:
-        more = tangents_of(task, new)
-        tangents = tangents.joined(more) if tangents else more
-        planes.update((split, exchange_plane(task, split)) for split in new)
+    gap = COARSE
+    while task.groups:
+        if new:
+            more = tangents_of(task, new)
+            tangents = tangents.joined(more) if tangents else more
+            planes.update((split, exchange_plane(task, split)) for split in new)
+        assert tangents is not None, "there are first splits"
         found = min([best, *(task.simulated(task.shares(s)) for s in new)], key=Simulated.rank)
         stalled = stalled + 1 if found is best else 0
         best = found
@@ -83,17 +86,22 @@ def solve_shares(
             padded=padded_slopes(task),
             exchange=[p for p in planes.values() if p.at(here.totals) <= here.value * (1 + 1e-9)],
             scale=SCALE / first.step_s,
+            gap=gap,
         )
         elastic = False
-        if (whole := model.solve()) is None:
+        if (whole := model.solve(hint=best.split)) is None:
             elastic, whole = True, model.solve(elastic=True)
         solved = [whole]
         if not rounds:
             solved.append(model.solve(elastic=elastic, relaxed=True))
         if len(model.exchange) > 1 and not convex:
-            solved.append(replace(model, exchange=[here]).solve(elastic=elastic))
+            solved.append(replace(model, exchange=[here]).solve(elastic=elastic, hint=best.split))
         rounds += 1
         new = [s for s in dict.fromkeys(solved) if s is not None and s not in planes]
+        if not new:
+            if gap == FINE:
+                break
+            gap = FINE
     fits = not best.lack_bytes.any()
     return ShareResult(
         status=ShareStatus.OPTIMAL if fits else ShareStatus.INFEASIBLE,
