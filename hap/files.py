@@ -7,14 +7,56 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from hap.errors import InputError
+
+_LONGEST_NAME = 240
+"""Bytes of a file's name; the temporary file beside it has some more."""
+
+
+def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> None:
+    """Check that :func:`write_whole` can write a file, before the long work begins.
+
+    A symbolic link is followed: its target is written.
+
+    Args:
+        inputs: files that must not be overwritten.
+
+    Raises:
+        InputError: the reason why not.
+    """
+
+    def fail(reason: str) -> None:
+        raise InputError(f"cannot write there: {reason}", where=repr(path)[1:-1], hint=hint)
+
+    if not path or "\0" in path:
+        fail("that is no file name")
+    target = Path(os.path.realpath(path))
+    if len(os.fsencode(target.name)) > _LONGEST_NAME:
+        fail(f"the name is longer than {_LONGEST_NAME} bytes")
+    if target.is_dir():
+        fail("it is a folder")
+    if not target.parent.is_dir():
+        fail(f"there is no folder {target.parent}")
+    if target.exists() and not target.is_file():
+        fail("it is a device, a socket or a pipe, not a file")
+    if any(given and target == Path(os.path.realpath(given)) for given in inputs):
+        fail("it is one of the command's own inputs")
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        fail(error.strerror or str(error))
+
 
 def write_whole(path: str | Path, parts: Iterable[str]) -> None:
     """Write a text file; on an error nothing is left, and what was there before stays.
 
+    A symbolic link stays, and its target is written.
+
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:

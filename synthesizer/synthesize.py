@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, TooEntangledError
+from hap.errors import HapError, InputError, TooEntangledError
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
@@ -219,6 +219,11 @@ class Synthesizer:
                 "the model",
             ) from error
         if outcome.status is Found.INFEASIBLE:
+            if self._allowed is None:
+                raise InputError(
+                    "every program takes longer than ten hours a step",
+                    hint="check the rates in the cluster file and the size of the batch",
+                )
             raise HapError("no program exists in the restricted space")
         if outcome.labelling is None:
             raise HapError(

@@ -58,7 +58,7 @@ def small_program(rows: int = 8) -> Program:
         return Compute(node=name, ins=tuple(ins), outs=(out,), backward=backward)
 
     def reduce(name: str, backward: bool) -> Convert:
-        return Convert(tensor=name, src=P, dst=R, implementation="ring", backward=backward)
+        return Convert(tensor=name, src=P, dst=R, implementation="one shot", backward=backward)
 
     steps: list[Compute | Convert] = []
     for k in range(LAYERS):
@@ -153,7 +153,7 @@ def collective(name: str, nbytes: int, seconds: float) -> Collective:
         tensor=name,
         kind="all_reduce",
         nbytes=nbytes,
-        implementation="ring",
+        implementation="one shot",
         seconds=seconds,
         runner_up="tree",
         runner_up_s=2 * seconds,

@@ -438,8 +438,12 @@ def mask_of(kind: str) -> Tensor | None:
 
 def test_an_ordinary_mistake_in_the_forward_is_told_with_its_line() -> None:
     class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5))
+
         def forward(self, x: Tensor) -> Tensor:
-            return (x @ x).sum()
+            return (x @ x * self.weight).sum()
 
     with pytest.raises(ModelError, match="the forward fails: RuntimeError") as caught:
         capture(Wrong(), torch.zeros(3, 5))
@@ -448,8 +452,12 @@ def test_an_ordinary_mistake_in_the_forward_is_told_with_its_line() -> None:
 
 def test_a_dtype_that_no_rule_prices_is_refused_by_name() -> None:
     class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(6))
+
         def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.rfft(x).abs().sum()
+            return torch.fft.rfft(x * self.weight).abs().sum()
 
     with pytest.raises(ModelError, match="complex64"):
         capture(Spectrum(), torch.zeros(3, 6))

@@ -84,7 +84,7 @@ def load_model_file(spec: str) -> ModelFile:
             raise ModelError(f"`{called}` is {value!r}, not a function", where=path)
         return value
 
-    if not hasattr(module, name):
+    if getattr(module, name, None) is None:
         raise ModelError(f"no function `{name}`", where=path, hint=_near(name, module))
     if find("batch") is None:
         raise ModelError("no function `batch`", where=path, hint="define batch(): a global batch")
@@ -205,7 +205,9 @@ def _user_code(path: str, what: str) -> Iterator[None]:
         raise
     except torch_private.data_dependent_errors():
         raise  # under fake tensors: the caller builds for real instead
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ModelError(
             f"{what} raised {summary}",

@@ -209,7 +209,7 @@ def joint_graph(
             case d.InputMutationAOTOutput():
                 role, target = name(end.mutated_input)
                 # Only the rest of the step sees a value that is written into the batch.
-                return ("unused" if role == "input" else "buffer"), target
+                return {"input": "unused"}.get(role, role), target  # a parameter's is refused
         raise AssertionError(f"unknown end of a joint graph: {end!r}")
 
     with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ from torch import Tensor as TorchTensor
 from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture.checks import check_batch, check_loss, check_parameters
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.errors import InputError, ModelError
@@ -85,11 +86,14 @@ def capture(
         InputError: an unknown ``autocast`` or ``recompute``.
     """
     check_recipe(autocast, recompute)
+    check_parameters(module)
+    check_batch(flatten(batch))
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
     with mode, gc_paused():
         with torch_private.as_if_compiling():
-            _check_loss(step, tensors)
+            skip = torch_private.data_dependent_errors()
+            check_loss(lambda: step(*tensors), _raised_at, skip)
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             _name_logical(traced)
@@ -99,6 +103,13 @@ def capture(
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
+    changed = [target for role, target in joint.outputs if role == "parameter"]
+    if changed:
+        name = changed[0].removeprefix("module.")
+        raise ModelError(
+            f"the forward changes the parameter {name!r}, which only the optimizer may do",
+            hint="change it outside of the forward, or make it a buffer",
+        )
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
     if recompute:  # a checkpoint inside of a block adds nothing
         own = chosen(graph, recompute)
@@ -146,30 +157,6 @@ def _not_one_graph(reason: str, where: str) -> ModelError:
         hint="the program must not depend on tensor data: no `if` on a tensor's value, "
         "no .item(), no shapes made from data; torch.where often does instead",
     )
-
-
-def _check_loss(step: Step, tensors: tuple[TorchTensor, ...]) -> None:
-    """Run the forward once on fake tensors, so that a mistake of the user's reads as one."""
-    fix = (
-        "return the scalar loss, a tuple that begins with it, an object with .loss, a dict "
-        'with "loss", or define loss(output, batch)'
-    )
-    try:
-        value = step(*tensors)
-    except torch_private.data_dependent_errors():
-        return  # the capture that follows names the line
-    except Exception as error:
-        if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
-            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
-        raise ModelError(
-            f"the forward fails: {type(error).__name__}: {error}",
-            where=_raised_at(error),
-            hint="the model must run on the batch that batch() returns",
-        ) from error
-    if not isinstance(value, TorchTensor):
-        raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
-    if value.dim() != 0:
-        raise ModelError(f"the loss has shape {tuple(value.shape)}, not a scalar", hint=fix)
 
 
 def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:

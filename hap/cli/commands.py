@@ -14,7 +14,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,6 +21,7 @@ import click
 import hap
 from hap import cli
 from hap.errors import HapError, InputError, VerifyError
+from hap.files import check_output
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -95,9 +95,7 @@ def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
 ) -> None:
     """Plan MODEL, a file `model.py` or `model.py:function`."""
-    folder = Path(output).absolute().parent
-    if Path(output).is_dir() or not os.access(folder, os.W_OK):  # known before the long work
-        raise InputError("the plan cannot be written there", where=output, hint="change -o")
+    check_output(output, model.rpartition(":")[0] or model, model, cluster)
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
     chosen = hap.PlanOptions(recompute=again, **options)
@@ -206,6 +204,7 @@ def profile(
     """
     if testbed and (nproc or nodes):
         raise InputError("--testbed has its file's ranks", hint="leave out --nproc and --nodes")
+    check_output(output, testbed)
     names = tuple(nodes.split(",")) if nodes else ()
     made = cli.profiling.Settings(output=output, nodes=names, quick=quick, resume=resume)
     start = time.perf_counter()
@@ -250,6 +249,8 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
+    if trace is not None:
+        check_output(trace, plan_file, hint="change --trace")
     made = cli.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
     if trace is not None:
         cli.simulation.write_trace(made, trace)

@@ -6,6 +6,7 @@ described in docs/cluster-file.md; the other two forms are read by :mod:`hap.clu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -20,12 +21,15 @@ from hap.cluster.device import Device
 from hap.cluster.figures import BY_KEY, FIGURES, Figure
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
-from hap.cluster.topology import Cluster
+from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError
 from hap.units import parse
 
 _FIGURES: Final = (*BY_KEY, "source")
 _BETWEEN_LATENCY_S: Final = 30e-6
+
+LEAST_RATE: Final = 1e3
+"""Bytes or operations per second; a lower rate is a mistake in the unit."""
 
 
 def load_cluster(text_or_path: str | Path) -> Cluster:
@@ -61,6 +65,8 @@ def _read(path: Path) -> str:
 def _read_yaml(text: str, file: str, name: str) -> Cluster:
     try:
         data = YAML().load(text)  # the round-trip loader: it keeps line numbers
+    except RecursionError:
+        raise ClusterError("the yaml is nested too deep", where=file, hint="flatten it") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ClusterError(
@@ -77,10 +83,11 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
         )
         for raw, where in top.items("nodes")
     ]
-    names = [name for node in nodes for name in node.names]
+    names = Counter(name for node in nodes for name in node.names)
+    check_size(sum(len(n.names) * len(n.devices) for n in nodes), top.where("nodes"))
     for node in nodes:
         for own in node.names:
-            if names.count(own) > 1:
+            if names[own] > 1:
                 raise ClusterError(
                     f"two nodes are named {own!r}", where=node.where, hint="name the nodes apart"
                 )
@@ -344,6 +351,7 @@ class _Section:
                 where=self.where(key),
                 hint=f"write a whole number >= {at_least}",
             )
+        check_size(value, self.where(key))
         return value
 
     def number(self, key: str, *, zero: bool = False) -> float:
@@ -365,5 +373,11 @@ class _Section:
         if value < 0 or (value == 0 and not zero):
             raise ClusterError(
                 f"{key} is {self.data[key]}", where=self.where(key), hint="it must be above zero"
+            )
+        if 0 < value < LEAST_RATE and dimension.endswith("/s"):
+            raise ClusterError(
+                f"{key} is {self.data[key]}, slower than any device",
+                where=self.where(key),
+                hint="check the unit: rates are in B/s, GB/s, Gbit/s, GFLOP/s, ...",
             )
         return value

@@ -17,7 +17,7 @@ from dataclasses import replace
 from hap.cluster.catalogue import catalogue, find, nearest
 from hap.cluster.device import Device
 from hap.cluster.link import Link
-from hap.cluster.topology import Cluster
+from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError
 from hap.units import parse
 
@@ -143,6 +143,7 @@ def local_cluster(text: str) -> Cluster:
     if colon and not (count.isdecimal() and int(count)):
         raise ClusterError(f"{text!r} is not a number of ranks", hint="write local, or local:4")
     ranks = int(count) if colon else cores
+    check_size(ranks, text)
     entry = catalogue()["cpu"]
     share = cores / ranks
     cpu = entry.device

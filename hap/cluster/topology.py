@@ -15,6 +15,9 @@ from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
 from hap.errors import ClusterError
 from hap.units import format_bandwidth
 
+MOST_DEVICES = 16_384
+"""Devices of a cluster; a file that asks for more is a mistake, and would exhaust the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -186,6 +189,16 @@ class Cluster:
             return f"{text} on 1 node"
         between = format_bandwidth(self.inter.bandwidth_bytes_per_s)
         return f"{text} on {len(self.nodes)} nodes, {between} between"
+
+
+def check_size(devices: int, where: str) -> None:
+    """Raise ``ClusterError`` if a file asks for more than :data:`MOST_DEVICES`."""
+    if devices > MOST_DEVICES:
+        raise ClusterError(
+            f"{devices:,} devices, but hap plans for {MOST_DEVICES:,} at most",
+            where=where,
+            hint="describe one replica of the cluster, or fewer devices",
+        )
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -22,9 +22,14 @@ LONE = "*"
 """The name of the tensor of a batch that is one tensor."""
 
 
+_DEEPEST = 64
+"""Levels of nesting; a list that contains itself has no end."""
+
+
 def is_tensor(value: object) -> bool:
     """Is this a tensor? Known without importing torch, so that plans are read without it."""
-    return hasattr(value, "requires_grad") and hasattr(value, "shape")
+    found = hasattr(value, "requires_grad") and hasattr(value, "shape")
+    return found and not isinstance(value, type)
 
 
 def flatten(batch: Batch) -> dict[str, Any]:
@@ -41,11 +46,13 @@ def flatten(batch: Batch) -> dict[str, Any]:
     return found
 
 
-def _tensors(entry: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _tensors(entry: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST:
+        raise ModelError(f"the batch is nested deeper than {_DEEPEST} levels", hint="flatten it")
     if is_tensor(entry):
         yield name or LONE, entry
     for key, part in _parts(entry, name):
-        yield from _tensors(part, f"{name}.{key}" if name else key)
+        yield from _tensors(part, f"{name}.{key}" if name else key, depth + 1)
 
 
 def _parts(entry: Any, name: str) -> list[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
+from hap.ir.plan_checks import check_programs
 from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
 from hap.ir.program import Program, Value
 
@@ -305,6 +306,15 @@ class Plan:
             data = json.loads(Path(path).read_text(), parse_constant=_noted(infinite))
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PlanError(
+                f"the plan file cannot be read: {reason}", where=where, hint="give a plan file"
+            ) from None
+        except RecursionError:
+            raise PlanError(
+                "the plan file is nested too deep", where=where, hint="plan anew"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError(
                 f"the plan file is damaged or cut off ({error})", where=where, hint="plan anew"
@@ -346,14 +356,12 @@ class Plan:
             alternatives=tuple(Alternative(**a) for a in p["alternatives"]),
             bounds=tuple(Bound(**b) for b in p.get("bounds", ())),
         )
-        program = Program.from_json(data["program"])
-        program.check(graph)
-        return Plan(
+        plan = Plan(
             source=Source(**data["source"]),
             graph=graph,
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
-            program=program,
+            program=Program.from_json(data["program"]),
             shares={name: tuple(units) for name, units in data["shares"].items()},
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
@@ -361,6 +369,8 @@ class Plan:
             recipe=Recipe(**data.get("recipe", {})),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+        check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
+        return plan
 
 
 def _packed(record: Any) -> Any:

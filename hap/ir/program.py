@@ -214,7 +214,7 @@ class Program:
             if value.placement.sharded and f"{value.tensor}:{value.placement.dim}" not in self.axes:
                 raise ValueError(f"{value} is sharded on no axis")
 
-        done = set()
+        done, made_late = set(), set()
         for step in self.instructions:
             if isinstance(step, Compute):
                 node = graph.by_name[step.node]
@@ -223,7 +223,11 @@ class Program:
                     raise ValueError(f"{step.node} has other inputs or outputs")
             for value in step.reads(graph):
                 need(value, step.kind if isinstance(step, Convert) else step.node)
+                if value in made_late and not step.backward:
+                    raise ValueError(f"the forward uses {value}, which the backward makes")
             held.update(step.writes(graph))
+            if step.backward:
+                made_late.update(step.writes(graph))
         if missing := graph.by_name.keys() - done:
             raise ValueError(f"the program never computes {sorted(missing)}")
         for output, p in zip(graph.outputs, self.outputs, strict=True):

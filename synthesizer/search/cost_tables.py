@@ -372,4 +372,5 @@ def _costs(seconds: Iterable[float]) -> Costs:
 
 
 def _scaled(seconds: float) -> int:
-    return FORBIDDEN if seconds == float("inf") else round(float(seconds) * PICOSECONDS)
+    """Integer picoseconds, up to :data:`FORBIDDEN`: ten hours for one operator."""
+    return round(min(float(seconds) * PICOSECONDS, FORBIDDEN))

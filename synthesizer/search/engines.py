@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 from hap.errors import InputError
 from hap.synthesizer.search import astar, cp_sat
-from hap.synthesizer.search.bucket_elimination import minimise
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, minimise
 from hap.synthesizer.search.search_result import INFEASIBLE, Engine, Pairs, SearchResult, Unary
 
 
 def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
     """Bucket elimination; see :func:`hap.synthesizer.search.bucket_elimination.minimise`, also for ``TooWide``."""
     found = minimise(unary, pairs)
-    if found is None:
+    if found is None or found.cost >= FORBIDDEN:
         return INFEASIBLE
     return SearchResult(found.cost, found)
 

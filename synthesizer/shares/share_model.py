@@ -1,4 +1,4 @@
-"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, solved by HiGHS in the process."""
+"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, solved by SCIP in the process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Model:
         problem.objective.is_maximize = False
         starts = [_hint(hint, task, n, m, z)] if hint and not relaxed else []
         result = mathopt.solve(
-            problem, mathopt.SolverType.HIGHS,
+            problem, mathopt.SolverType.GSCIP,
             params=mathopt.SolveParameters(relative_gap_tolerance=self.gap, node_limit=_NODES),
             model_params=mathopt.ModelSolveParameters(solution_hints=starts),
         )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Checks of a model, its batch and its loss before they are captured. (torch)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hap.errors import ModelError
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raise ``ModelError`` if there is nothing to train."""
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ModelError(
+            "the model has no parameters, so that there is nothing to train",
+            hint="return a module with parameters from model()",
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ModelError(
+            f"none of the model's {len(parameters)} parameters requires grad",
+            hint="leave requires_grad true on the parameters to train",
+        )
+    wrong = next((n for n, p in parameters.items() if p.requires_grad and p.is_complex()), None)
+    if wrong is not None:
+        raise ModelError(
+            f"the parameter {wrong!r} is complex", hint="train its real and imaginary parts"
+        )
+
+
+def check_batch(entries: Mapping[str, Tensor]) -> None:
+    """Raise ``ModelError`` for tensors of a batch that a step can't take."""
+    for name, tensor in entries.items():
+        where = f"batch entry {name!r}"
+        if tensor.requires_grad:
+            raise ModelError(
+                f"{where} requires grad, but a step has gradients of parameters alone",
+                hint="detach it; a tensor to train belongs into the model, as a parameter",
+            )
+        if tensor.layout != torch.strided:
+            kind = f"of layout {tensor.layout}"
+            raise ModelError(f"{where} is {kind}", hint="return a dense tensor from batch()")
+
+
+def check_loss(
+    run: Callable[[], object], where: Callable[[Exception], str], skip: tuple[type[Exception], ...]
+) -> None:
+    """Run the forward once on fake tensors, so that a mistake of the user's reads as one.
+
+    Args:
+        run: returns the loss.
+        where: the user's line at which an error was raised.
+        skip: errors for which the capture that follows names the line.
+    """
+    fix = (
+        "return the scalar loss, a tuple that begins with it, an object with .loss, a dict "
+        'with "loss", or define loss(output, batch)'
+    )
+    try:
+        value = run()
+    except skip:
+        return
+    except Exception as error:
+        if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
+            raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
+        raise ModelError(
+            f"the forward fails: {type(error).__name__}: {error}",
+            where=where(error),
+            hint="the model must run on the batch that batch() returns",
+        ) from error
+    if not isinstance(value, Tensor):
+        raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
+    if value.dim() != 0:
+        raise ModelError(f"the loss has shape {tuple(value.shape)}, not a scalar", hint=fix)
+    if not value.requires_grad:
+        raise ModelError(
+            f"the loss ({value.dtype}) has no gradient: it depends on no parameter that requires grad",
+            hint="compute it from the model's output, without detach(), no_grad() or integers",
+        )

@@ -1,0 +1,71 @@
+"""Checks of a plan that was read from a file: its programs fit its graph, its shares their axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hap.cluster.link import IMPLEMENTATIONS
+from hap.cluster.topology import Cluster
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph
+from hap.ir.mesh import Inside, divide
+from hap.ir.placement import conversion
+from hap.ir.program import Convert, Program
+
+
+def check_programs(
+    graph: Graph, program: Program, shares: Shares, inside: Inside | None, cluster: Cluster
+) -> None:
+    """Raise ``ValueError`` unless the ranks of a cluster could run the programs of a plan."""
+    world, machines = cluster.world_size, len(cluster.nodes)
+    if inside is None:
+        _check_program(graph, program, shares, world)
+        return
+    _check_program(graph, program, shares, machines)
+    inner = divide(graph, program, shares)
+    _check_program(inner, inside.program, inside.shares, world, machines)
+
+
+def _check_program(
+    graph: Graph, program: Program, shares: Shares, ranks: int, machines: int = 1
+) -> None:
+    """Raise ``ValueError`` for instructions that can't run and for shares that don't fit.
+
+    Args:
+        ranks: entries of every vector of shares.
+        machines: each of them has shares that sum to the units, or none of the axis.
+    """
+    for number, step in enumerate(program.instructions):
+        where = f"instruction {number}"
+        if not isinstance(step.backward, bool):
+            raise ValueError(f"{where} is of the part {step.backward!r}")
+        if isinstance(step, Convert):
+            kind = conversion(step.src, step.dst)
+            if kind is None:
+                raise ValueError(f"{where} converts {step.src} to {step.dst}, which nothing does")
+            known = IMPLEMENTATIONS.get(kind, ("",))
+            if step.implementation not in known:
+                raise ValueError(f"{where} runs {kind} by {step.implementation!r}, not by {known}")
+            if not _whole(step.bucket):
+                raise ValueError(f"{where} is in the bucket {step.bucket!r}")
+    program.check(graph)
+    axes = program.used_axes()
+    if shares.keys() != axes.keys():
+        raise ValueError(f"shares of {sorted(shares)}, but the program uses {sorted(axes)}")
+    for name, units in axes.items():
+        _check_units(name, shares, units, ranks, machines)
+
+
+def _check_units(
+    name: str, shares: Mapping[str, tuple[int, ...]], units: int, ranks: int, machines: int
+) -> None:
+    given = shares[name]
+    if len(given) != ranks or not all(map(_whole, given)):
+        raise ValueError(f"the shares of {name} are {given!r}, not {ranks} whole numbers")
+    if machines == 1 and sum(given) != units:
+        raise ValueError(f"the shares of {name} sum to {sum(given)}, not to {units}")
+
+
+def _whole(value: object) -> bool:
+    """Is this a whole number, 0 or more?"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
