@@ -127,7 +127,7 @@ def test_one_absurd_sample_does_not_carry_the_fit_away() -> None:
     assert found.flops_per_s["float32"] == pytest.approx(TRUTH.flops_per_s["float32"], rel=0.05)
 
 
-def test_what_no_sample_touches_keeps_the_prior() -> None:
+def test_figures_without_samples_keep_the_prior() -> None:
     samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS[3:5]]
     prior = replace(TRUTH, **_tripled())
     found = fit_device(samples, prior=prior, source="measured")

@@ -278,7 +278,9 @@ def test_plan_as_json(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "meant"), [((), ""), (("blocks",), "blocks"), (("none",), "")])
-def test_what_to_recompute_can_be_told(folder: Path, said: tuple[str], meant: str) -> None:
+def test_the_recompute_option_is_kept_in_the_plan(
+    folder: Path, said: tuple[str], meant: str
+) -> None:
     words = [word for way in said for word in ("--recompute", way)]
     assert hap("plan", "model.py", "--cluster", "cluster.yaml", *words).exit_code == 0
     assert Plan.load(folder / "plan.json").recipe.recompute == meant

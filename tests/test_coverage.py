@@ -140,7 +140,7 @@ def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     assert verdict(case, made).ok
 
 
-def test_what_depends_on_data_is_refused_by_name() -> None:
+def test_data_dependent_shapes_are_refused_by_name() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

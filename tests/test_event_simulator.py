@@ -290,7 +290,7 @@ def test_the_curve_of_memory_has_the_peak_of_the_simulator(plan: Plan) -> None:
     assert all(b >= a * (1 - 1e-12) for a, b in zip(found, more, strict=True))
 
 
-def test_memory_never_falls_below_its_start(plan: Plan) -> None:
+def test_memory_never_falls_below_its_initial_value(plan: Plan) -> None:
     for run in both(plan):
         for curve in curves(plan, run):
             assert (np.diff(curve.times_s) >= 0).all() and curve.times_s[-1] <= run.step_s

@@ -1,4 +1,4 @@
-"""Twins: the backward reads parameters under names of its own, and random plans use that."""
+"""Aliases of parameters for the backward, and random plans that gather them again."""
 
 from __future__ import annotations
 
