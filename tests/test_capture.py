@@ -260,7 +260,7 @@ def test_a_tensor_kept_as_an_attribute_is_an_input() -> None:
     assert "scales" in [i.target for i in graph.inputs]
 
 
-# --- what cannot be captured ---------------------------------------------------------------
+# --- models that cannot be captured ----------------------------------------------------------
 
 
 def branches(net: Net, x: Tensor) -> Tensor:

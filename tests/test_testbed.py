@@ -136,7 +136,7 @@ def test_a_bucket_holds_a_train_of_packets(rate: float) -> None:
     assert 2 * 1514 <= int(figures["burst"]) < int(figures["limit"])
 
 
-# --- What a machine lacks -------------------------------------------------------------------
+# --- Missing tools and rights ----------------------------------------------------------------
 
 
 def test_without_tools_it_says_what_is_missing_and_what_is_possible(
