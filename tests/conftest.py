@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread per process, and tests that need a GPU skip aloud."""
+"""Settings of all tests: one thread per process; without a GPU, GPU tests skip with a reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; spawned ranks inherit it
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    # Of this run alone: a process that is killed can leave half a library in the one of all runs.
+    # One cache per run: a killed process can leave a truncated library in a shared cache.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hap-tests-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return
-    import torch  # here: the pure tests run without it
+    import torch  # imported late: the pure tests run without torch
 
     if not torch.cuda.is_available():
         for item in wanted:

@@ -1,4 +1,4 @@
-"""Write docs/tree.md, every file with the first sentence of its docstring.
+"""Write docs/tree.md: every file with the first sentence of its docstring.
 
 python -m tests.file_tree
 """
@@ -17,7 +17,7 @@ LINKS = {"profiler", "runtime", "synthesizer"}
 
 
 def page() -> str:
-    """The text of the page, from the docstrings as they are now."""
+    """Return the text of docs/tree.md, built from the current docstrings."""
     lines = [
         "# Every file",
         "",
@@ -49,7 +49,7 @@ def _section(folder: Path) -> Iterator[str]:
 
 
 def first_sentence(file: Path) -> str:
-    """The first paragraph of a module's docstring, up to its first sentence's end."""
+    """Return the first sentence of a module's docstring."""
     said = ast.get_docstring(ast.parse(file.read_text())) or ""
     first = " ".join(said.split("\n\n")[0].split())
     end = first.find(". ")

@@ -1,4 +1,4 @@
-"""A device whose figures are known, for tests that measure it back."""
+"""A device of known figures, for tests that fit them to measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random valid plans: any row for any node, any implementation of any conversion, any shares.
+"""Random valid plans: any row of any node, any implementation of any conversion, any shares.
 
-The search itself makes them: under prices that mean nothing, the cheapest program is a random
-one. Shares hold zeros and primes, so that ranks without a share and odd cuts are common.
+The search itself makes them: under random prices, the cheapest program is a random one. Shares
+include zeros and primes, so ranks without a share and odd cuts are common.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WEIGHTS = (0, 0, 1, 2, 3, 5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A real model with its batch and loss, and its captured graph."""
+    """A model with its batch, loss and optimizer, and the program space of its captured graph."""
 
     model: torch.nn.Module
     batch: Any
@@ -58,7 +58,7 @@ class Case:
         return self.space.graph
 
     def loss_of(self, model: torch.nn.Module, batch: Any = None) -> torch.Tensor:
-        """The loss of a whole model on one device."""
+        """Return the loss of a whole model on one device."""
         batch = self.batch if batch is None else batch
         output = call(model, batch)
         if self.loss is not None:
@@ -67,7 +67,7 @@ class Case:
 
 
 def widened(batch: Any) -> Any:
-    """The batch with its floats in float64."""
+    """Return the batch with its floats in float64."""
     return each(batch, lambda name, t: t.double() if t.is_floating_point() else t)
 
 
@@ -75,7 +75,7 @@ def make_case(
     model: torch.nn.Module, batch: Any, loss: Any = None, optimizer: Any = None,
     graph: Graph | None = None,
 ) -> Case:  # fmt: skip
-    """A case; ``graph``: what was captured before."""
+    """Return a case; ``graph`` replaces the capture."""
     graph = graph or capture(model, batch, loss)
     optimizer = optimizer or adamw
     return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, space=build_space(graph))
@@ -83,7 +83,7 @@ def make_case(
 
 @cache
 def benchmark_case(file: str, variant: str) -> Case:
-    """A variant of a model of ``benchmarks/models``, captured once per process."""
+    """Return a variant of a model of ``benchmarks/models``, captured once per process."""
     module = import_module(f"benchmarks.models.{file}")
     torch.manual_seed(0)
     model, batch = getattr(module, variant)(), getattr(module, f"{variant}_batch")()
@@ -97,7 +97,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def two_machines(world: int) -> Cluster:
-    """``world`` equal devices: two on the first machine, the others, if any, on the second."""
+    """Return ``world`` equal devices: two on the first machine, the others on the second."""
     devices = tuple(
         Device(
             name=f"node:{k}", kind="cpu", node="ab"[k > 1], memory_bytes=2**30, launch_s=1e-6,
@@ -110,9 +110,9 @@ def two_machines(world: int) -> Cluster:
 
 
 def random_shares(units: int, world: int, rng: random.Random, least: int = 0) -> tuple[int, ...]:
-    """Integer units per rank, drawn one by one in proportion to random weights.
+    """Draw integer units per rank, one by one in proportion to random weights.
 
-    ``least`` is what every rank gets, as far as the units allow.
+    Every rank gets ``least`` units, or ``units // world`` if that is less.
     """
     least = min(least, units // world)
     weights = [rng.choice(WEIGHTS) for _ in range(world)]
@@ -123,7 +123,7 @@ def random_shares(units: int, world: int, rng: random.Random, least: int = 0) ->
 
 
 class RandomPrices(Prices):
-    """Seconds that depend on nothing but the generator."""
+    """Prices in seconds that depend on the random generator alone."""
 
     def __init__(
         self, space: Space, cluster: Cluster, shares: dict[str, tuple[int, ...]], rng: random.Random
@@ -152,10 +152,10 @@ class RandomPrices(Prices):
 def random_plan(
     case: Case, world: int, seed: int, least: int = 0, cluster: Cluster | None = None
 ) -> Plan:
-    """A plan that is valid and makes no sense; the same for the same arguments.
+    """Return a random valid plan; equal arguments give equal plans.
 
     Args:
-        least: units of every axis that each rank gets at least, if there are as many.
+        least: units of every axis that each rank gets at least, as far as they suffice.
         cluster: default: :func:`two_machines`.
     """
     cluster = cluster or two_machines(world)
@@ -164,7 +164,7 @@ def random_plan(
     shares = {
         name: random_shares(axis.units, world, rng, least) for name, axis in space.axes.axes.items()
     }
-    # Any part of the batch may be given in shards; no price would ask for it.
+    # Inputs are drawn separately: no price would ask for a sharded one.
     given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
     prices = RandomPrices(space, cluster, shares, rng)
     problem = Problem(
@@ -174,7 +174,7 @@ def random_plan(
     assert labelling is not None
     program = with_storage_axes(space.graph, problem.program(labelling))
     for name, units in program.used_axes().items():
-        if name not in shares:  # of storing
+        if name not in shares:  # axes of storage
             shares[name] = random_shares(units, world, rng, least)
     used = {name: shares[name] for name in program.used_axes()}
     program = random_order(space, program, used, cluster, rng)
@@ -195,7 +195,7 @@ def random_plan(
 def random_order(
     space: Space, program: Program, shares: Shares, cluster: Cluster, rng: random.Random
 ) -> Program:
-    """One of the orders in which the program may run."""
+    """Return the program in one of the orders of the list scheduler."""
     cost = CostModel(space.graph, program.own_axes(), Machine(cluster), shares, 2)
     program = choose_implementations(space.graph, program, cost) if rng.random() < 0.5 else program
     return rng.choice(
@@ -204,5 +204,5 @@ def random_order(
 
 
 def verdict(case: Case, plan: Plan, **options: Any) -> Verdict:
-    """The plan's program against the case's module on one device."""
+    """Verify the plan's program against the case's module on one device."""
     return verify(plan, case.model, case.batch, case.loss, case.optimizer, **options)

@@ -1,8 +1,8 @@
-"""One or more calls of every operator that has a rule.
+"""Sample calls of every operator that has a rule.
 
-Sizes are small, unlike and not round, so that a row that holds by coincidence of sizes shows;
-dims of size 1, broadcasting, negative dims, repeated arguments, masks and groups are there
-because each once hid a wrong row somewhere.
+Sizes are small, distinct and not round, so that no row holds by coincidence of sizes. Dims of
+size 1, broadcasting, negative dims, repeated arguments, masks and groups each once hid a wrong
+row.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ SAMPLES: list[Sample] = []
 
 def add(op: str, *args: Any, **kwargs: Any) -> None:
     name = op if op.startswith("hap.") else f"aten.{op}"
-    resolve(name)  # a misspelt operator fails here
+    resolve(name)  # fails for a misspelt operator
     SAMPLES.append(Sample(name, args, kwargs))
 
 
 def f(*shape: int) -> Tensor:
-    """Floats around zero."""
+    """Return floats around zero."""
     return torch.randn(shape, dtype=torch.float64, generator=_random)
 
 
 def pos(*shape: int) -> Tensor:
-    """Floats in (0.1, 0.9)."""
+    """Return floats in (0.1, 0.9)."""
     return torch.rand(shape, dtype=torch.float64, generator=_random) * 0.8 + 0.1
 
 
 def i(high: int, *shape: int) -> Tensor:
-    """Integers in [0, high)."""
+    """Return integers in [0, high)."""
     return torch.randint(high, shape, generator=_random)
 
 
 def apart(high: int, *shape: int) -> Tensor:
-    """Integers in [0, high), no two alike: what is written twice is not defined."""
+    """Return distinct integers in [0, high): duplicate writes are undefined."""
     count = math.prod(shape)
     return torch.randperm(high, generator=_random)[:count].reshape(shape)
 
@@ -379,7 +379,7 @@ add("slice_scatter.default", f(5, 11, 3), f(5, 4, 3), 1, 2, 9, 2)
 add("slice_scatter.default", i(9, 5, 3), i(9, 2, 3), 0, 0, 2)
 add("constant_pad_nd.default", f(5, 3, 7), [1, 2])
 add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 2, -1], 1.5)
-add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 1, -1])  # a shift: sizes stay
+add("constant_pad_nd.default", f(5, 3, 7), [0, 0, 1, -1])  # a shift: sizes do not change
 add("select.int", f(5, 3, 7), 1, -1)
 add("select.int", f(5, 3, 7), -1, 2)
 add("select_backward.default", f(5, 7), [5, 3, 7], -2, 1)

@@ -1,4 +1,4 @@
-"""Plans written by hand: a linear layer and a sum, its rows split over the ranks."""
+"""Plans written by hand: linear layers and a sum, with rows split over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def node(name: str, op: str, *args: object, module: str = "") -> Node:
 
 
 def small_graph(rows: int = 8) -> Graph:
-    """loss = sum over the layers of sum(x @ w); the gradient of w is x.T @ ones."""
+    """Return the graph of loss = sum over layers of sum(x @ w); the gradient of w is x.T @ ones."""
     tensors = [tensor("x", rows, 4), tensor("tangent"), tensor("xt", 4, rows)]
     inputs = [Input(tensor="x", role="input", target="0")]
     forward, backward = [], [node("xt", "aten.t.default", Ref("x"))]

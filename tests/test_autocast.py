@@ -1,4 +1,4 @@
-"""Automatic mixed precision: asked of the plan, or in the module's own forward."""
+"""Automatic mixed precision, requested in the plan or in the module's own forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANS = ((2, 0), (3, 1), (5, 2))
 
 
 class Attention(nn.Module):
-    """Products, attention, norms of layers and batches, a loss; maybe in its own autocast."""
+    """Products, attention, layer and batch norms and a loss, optionally under its own autocast."""
 
     def __init__(self, device: str = "", dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def products(graph: Graph) -> set[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("device", ["", "cpu", "cuda"])
 def test_products_are_in_half_precision_and_parameters_are_not(device: str, dtype: str) -> None:
-    """Asked of the plan, or by the forward for whatever device it thinks it is on."""
+    """The plan requests autocast, or the forward requests it for the CPU or for CUDA."""
     model = Attention(device, getattr(torch, dtype) if device else None)
     graph = capture(model, words(), autocast="" if device else dtype)
     assert products(graph) == {dtype}
@@ -77,8 +77,8 @@ def test_products_are_in_half_precision_and_parameters_are_not(device: str, dtyp
 
 
 @pytest.mark.parametrize("device", ["", "cpu"])
-def test_the_programs_are_right_beneath_their_rounding(device: str) -> None:
-    """With all floats in float64, as verification runs it."""
+def test_programs_are_right_in_float64(device: str) -> None:
+    """All floats are float64, as in verification."""
     case = half_case(device)
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed))
@@ -101,7 +101,7 @@ def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_really_run(dtype: str) -> None:
-    """As close to torch's own autocast as the dtype allows, and no closer than that to float32."""
+    """Results match torch's autocast within the dtype's precision, and differ from float32."""
     case = half_case(dtype=dtype)
     reference = copy.deepcopy(case.model)
     with torch.autocast("cpu", getattr(torch, dtype)):
@@ -134,7 +134,7 @@ def test_half_precision_is_really_run(dtype: str) -> None:
 
 
 def test_prices_know_the_dtypes() -> None:
-    """Half the bytes, and the rate of the half-precision units."""
+    """Half precision halves the bytes and has the rate of the half-precision units."""
     from hap.synthesizer.cost.operator_work import node_work
 
     def bytes_of_products(graph: Graph) -> float:
@@ -206,7 +206,7 @@ def test_a_model_file_says_it_with_a_name(tmp_path: Path, value: str) -> None:
 
 
 def trained(plan: Plan, file: Any, model: nn.Module, comm: Comm) -> list[float]:
-    """Steps as ``hap run`` makes them."""
+    """Return the losses of eight steps, made as ``hap run`` makes them."""
     from hap.capture.user_optimizer import make_optimizer
 
     module = hap.compile(model, plan, comm=comm, check=False)

@@ -28,7 +28,7 @@ MODELS = ("mlp", "wide_mlp", "vgg19", "vit", "bert", "gpt2", "llama", "bert_moe"
 
 
 def cluster(speeds: tuple[float, ...], bandwidth: float, *, launch_s: float = 1e-7) -> Cluster:
-    """A machine per device, and links of ``bandwidth`` bytes/s."""
+    """Return a cluster with a machine per device and links of ``bandwidth`` bytes/s."""
     devices = tuple(
         Device(
             name=f"m{r}:0", kind=f"{speed:g}", node=f"m{r}", memory_bytes=1 << 32,
@@ -67,7 +67,7 @@ def candidate(model: str, name: str, on: str = "three unlike") -> Candidate:
 @pytest.mark.slow
 @pytest.mark.parametrize("model, on", list(itertools.product(MODELS, CLUSTERS)))
 def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
-    """Also not than those that are no candidates for it."""
+    """The plan is also no slower than baselines that are not its candidates."""
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]
     usual = {method.name for method in METHODS if method.usual}
     found += [c for n, c in made(model, on).items() if n in usual and isinstance(c, Candidate)]
@@ -104,7 +104,7 @@ def test_data_parallel_reduces_every_gradient_and_nothing_large_else(model: str)
 
 
 def _made_by_views(space: Space, tensor: str) -> set[str]:
-    """The tensor and, through operators of one tensor or sums, what it was made of."""
+    """Return the tensor and its ancestors through operators of one tensor and sums."""
     found, queue = {tensor}, [tensor]
     for name in queue:
         node = space.graph.producer.get(name)
@@ -159,7 +159,7 @@ def test_tensor_parallel_splits_by_columns_and_then_by_rows() -> None:
         for c in found.program.collectives
     )
     layers = 2
-    # After each row-parallel weight, and around the embedding and the loss, split by vocabulary.
+    # After each row-parallel weight, and around the vocabulary-parallel embedding and loss.
     assert made["addmm", False] == 2 * layers
     assert made["embedding", False] == made["cross_entropy", False] == made["sum", False] == 1
     # Before each column-parallel weight; query, key and value share one sum.
@@ -216,7 +216,7 @@ def test_the_original_has_no_partial_activation_and_one_vector_of_ratios(model: 
 
 @pytest.mark.parametrize("model", ["mlp", "vgg19", "bert"])
 def test_the_originals_ratios_are_the_best_under_its_costs(model: str) -> None:
-    """Against a fine grid; two devices run at one speed, so that one number tells all ratios."""
+    """Compare with a fine grid. Two devices are equal, so one number determines all ratios."""
     space, on = space_of(model), cluster((4e8, 1e8, 1e8), 1e9)
     machine = Machine(on)
     program = (

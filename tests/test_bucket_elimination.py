@@ -1,4 +1,4 @@
-"""The elimination finds what trying everything finds; a program is the cheapest there is."""
+"""Bucket elimination finds the minimum of exhaustive search; its programs are the cheapest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def table(rng: random.Random, shape: tuple[int, ...], forbidden: float, largest:
 
 
 def random_tables(kind: str, seed: int) -> Tables:
-    """2 to 7 variables of 1 to 4 labels; small costs, so that ties are common in some."""
+    """Return 2 to 7 variables of 1 to 4 labels. Some have small costs, so that ties are common."""
     rng = random.Random(f"{kind}/{seed}")
     n = rng.randint(2, 7)
     density = {"sparse": 0.4, "clique": 1.0, "forbidden": 0.6, "disconnected": 0.0}[kind]
@@ -68,7 +68,7 @@ def random_tables(kind: str, seed: int) -> Tables:
 def cost_of(
     labels: Sequence[int], unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
 ) -> int:
-    """The cost of a labelling in Python's integers, which do not overflow."""
+    """Return the cost of a labelling in Python's integers, which do not overflow."""
     own = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
     return own + sum(int(costs[labels[u], labels[v]]) for (u, v), costs in pairs.items())
 
@@ -107,7 +107,7 @@ def test_ties_are_broken_alike_every_time() -> None:
 
 
 def test_many_forbidden_entries_do_not_overflow() -> None:
-    """Components without a solution, a variable with 127 bad neighbours, a long bad chain."""
+    """Cases: components without a solution, a star of 127 forbidden pairs, a forbidden chain."""
     bad = np.full(2, FORBIDDEN, dtype=np.int64)
     assert minimise([bad] * 100, {}) is None
     star = {(0, v): np.full((2, 2), FORBIDDEN, dtype=np.int64) for v in range(1, 128)}
@@ -116,8 +116,8 @@ def test_many_forbidden_entries_do_not_overflow() -> None:
     assert minimise([np.zeros(2, np.int64)] * 300, chain) is None
 
 
-def test_what_is_allowed_may_cost_more_than_what_is_not() -> None:
-    """High prices on many variables add up; none of them forbids anything."""
+def test_allowed_labellings_may_cost_more_than_forbidden_ones() -> None:
+    """High prices on many variables add up to more than ``FORBIDDEN`` and forbid nothing."""
     high = np.array([1 << 51, (1 << 51) + 1], dtype=np.int64)
     pairs = {(v, v + 1): np.array([[FORBIDDEN, 0], [0, 1]]) for v in range(99)}
     found = minimise([high] * 100, pairs)
@@ -155,8 +155,8 @@ def test_a_table_too_large_is_refused_before_it_is_made() -> None:
 @pytest.mark.parametrize("held", [1 << 28, 12, 0], ids=["all held", "some", "none"])
 @pytest.mark.parametrize("kind", ["sparse", "clique", "forbidden"])
 def test_fixing_hubs_changes_nothing(kind: str, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tables of a few entries allowed, up to three variables are fixed in turn; and tables
-    that are not held for another time are released once they have been read."""
+    """A small limit on tables fixes up to three variables in turn. The pool releases tables beyond
+    its limit after they are read."""
     refused = 0
     monkeypatch.setattr(table_pool, "COMPARED", 3)
     monkeypatch.setattr(table_pool, "HELD", held)
@@ -192,8 +192,8 @@ def test_a_problem_without_dominated_labels_has_the_same_minimum(kind: str) -> N
     assert dropped >= 100, "tests little"
 
 
-def test_no_label_that_is_left_is_dominated() -> None:
-    """By the definition, on the tables as they were given."""
+def test_no_kept_label_is_dominated() -> None:
+    """Check the definition on the original tables."""
     for seed in range(60):
         unary, pairs = random_tables("sparse", seed)
         kept = Reduced(Pool(), unary, pairs).kept
@@ -208,11 +208,11 @@ def test_no_label_that_is_left_is_dominated() -> None:
 
 
 def test_a_label_is_kept_if_it_is_the_cheaper_one_somewhere() -> None:
-    """Label 0 of the first is better with label 0 of the second, label 1 with label 1."""
+    """Label 0 of the first is cheaper with label 0 of the second, label 1 with label 1."""
     pairs = {(0, 1): np.array([[0, 5], [5, 0]], np.int64)}
     reduced = Reduced(Pool(), [np.zeros(2, np.int64), np.zeros(2, np.int64)], pairs)
     assert reduced.kept == [(0, 1), (0, 1)]
-    dear = np.array([0, 5], np.int64)  # now label 1 of the first never gains what it costs
+    dear = np.array([0, 5], np.int64)  # label 1 of the first now never saves as much as it costs
     reduced = Reduced(Pool(), [dear, np.zeros(2, np.int64)], pairs)
     assert reduced.kept == [(0,), (0,)]
 
@@ -227,7 +227,7 @@ def test_equal_tables_are_one() -> None:
 
 
 def eliminations(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of new eliminations for a ladder of equal layers."""
+    """Return the number of new eliminations for a ladder of equal layers."""
     rng = random.Random(1)
     along, across = table(rng, (3, 3), 0, 99), table(rng, (3, 3), 0, 99)
     pairs = {}
@@ -258,7 +258,7 @@ def test_layers_that_repeat_are_eliminated_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def one_layer() -> Graph:
-    """loss = sum(x @ w), whose gradient of w is x.T @ ones."""
+    """Return the graph of loss = sum(x @ w); the gradient of w is x.T @ ones."""
     tensors = [
         tensor("x", 6, 4), tensor("w", 4, 10), tensor("tangent"), tensor("xt", 4, 6),
         tensor("y", 6, 10), tensor("loss"), tensor("g", 6, 10), tensor("d", 4, 10),
@@ -313,14 +313,14 @@ def problem_of(
 
 
 def cheapest_by_hand(problem: Problem) -> int:
-    """The least cost over all rows and stored placements; tensors are then free of each other."""
+    """Return the least cost over all rows and stored placements, which make tensors independent."""
     graph, cost = problem.space.graph, problem.cost
 
     def scaled(seconds: float) -> int:
         return round(seconds * PICOSECONDS)
 
     def holding(name: str, made: Placement, needs: frozenset[Placement]) -> float:
-        """The cheapest way to hold a tensor from which every need can be met."""
+        """Return the least cost of holding a tensor so that every need can be met."""
         ways = []
         for held in problem.held[name]:
             if all(R in held or need in held for need in needs):
@@ -405,11 +405,11 @@ def test_the_written_program_costs_what_the_labelling_says(setting: str) -> None
             seconds += problem.conversions(step.tensor, step.src, (step.dst,))[0]
     stored = cost.stored_bytes(graph.tensors["w"], program.inputs["w"], trained=True)
     seconds += memory(problem, stored)
-    assert found.cost == pytest.approx(seconds * PICOSECONDS, abs=20)  # each item is rounded
+    assert found.cost == pytest.approx(seconds * PICOSECONDS, abs=20)  # each term is rounded
 
 
 def test_prices_decide_between_splitting_and_repeating() -> None:
-    """Slow links: all work on each device. Free ones: the product is split."""
+    """Slow links: every device does all the work. Free links: the product is split."""
     repeated, split = (
         problem.program(problem.solve())  # type: ignore[arg-type]
         for problem in (problem_of(*SETTINGS["slow links"]), problem_of(*SETTINGS["free links"]))
@@ -422,7 +422,7 @@ def test_prices_decide_between_splitting_and_repeating() -> None:
 
 
 def test_a_memory_price_moves_the_weight_into_shards() -> None:
-    """Without it, a replica's dear update or free links decide; with it, shards save bytes."""
+    """Without a memory price, the weight is replicated; with one, it is sharded."""
     whole, shard = (problem_of(1e9, 1e6, 1e-3, price) for price in (0.0, 1.0))
     placements = []
     for problem in (whole, shard):
@@ -433,7 +433,7 @@ def test_a_memory_price_moves_the_weight_into_shards() -> None:
     assert placements[1].sharded
 
 
-def test_what_is_not_allowed_is_not_used() -> None:
+def test_forbidden_placements_are_not_used() -> None:
     free = problem_of(*SETTINGS["free links"])
     bound = Problem(free.space, free.cost, free.aims, lambda tensor, p, stored: not p.sharded)
     found = bound.solve()
@@ -446,7 +446,7 @@ def test_what_is_not_allowed_is_not_used() -> None:
 
 
 def test_the_chain_through_a_reduce_scatter_is_found() -> None:
-    """A partial tensor held in two shards: reduce-scattered once, then exchanged."""
+    """A partial tensor held in two shards is reduce-scattered once, then exchanged."""
     problem = problem_of(*SETTINGS["balanced"])
     seconds, steps = problem.conversions("x", P, (S(0), S(1)))
     kinds = [step.kind for step in steps]

@@ -1,4 +1,4 @@
-"""The fit recovers what it should, and the cost model predicts layers measured on real GPUs."""
+"""The fit recovers known figures, and the cost model predicts layers measured on real GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hap.cluster.catalogue import build, catalogue
 from hap.cluster.work import Work
 from hap.profiler.fit import Timing, fit_device, predict
 
-# Rows that no figure per GPU explains (more than 25 % off): the T4 runs gpt_6.7b in float16 as
-# slowly as in float32, and slows down with the length of the run, as a 70 W card does when it
-# is warm; so does the L4; the P40 computes float16 on its float32 units, at a rate that depends
-# on the shape. Pinned, so that a new one is noticed.
+# Rows that no figures per GPU explain (errors above 25 %). The T4 runs gpt_6.7b in float16 as
+# slowly as in float32. The T4 and the L4 slow down during a run, as 70 W cards do when warm. The
+# P40 computes float16 on its float32 units, at a rate that depends on the shape. The rows are
+# pinned, so that a new one is noticed.
 QUIRKS = {
     ("T4", "gpt_6.7b", "float16"),
     ("T4", "llama_tiny", "float16"),
@@ -80,7 +80,7 @@ def test_unmeasured_gpus_reach_the_share_of_their_like() -> None:
 
 
 def test_layers_count_the_textbook_flops() -> None:
-    """6 flops per parameter and token for one step, beside attention."""
+    """A step takes 6 flops per parameter and token, in addition to attention."""
     for family, params in (("llama", 4 + 3 * 11008 / 4096), ("gpt", 12), ("bert", 12)):
         ffn = 11008 if family == "llama" else 4 * 4096
         layer = Layer(
@@ -127,7 +127,7 @@ def test_one_absurd_sample_does_not_carry_the_fit_away() -> None:
     assert found.flops_per_s["float32"] == pytest.approx(TRUTH.flops_per_s["float32"], rel=0.05)
 
 
-def test_what_no_sample_touches_keeps_the_prior() -> None:
+def test_figures_without_samples_keep_the_prior() -> None:
     samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS[3:5]]
     prior = replace(TRUTH, **_tripled())
     found = fit_device(samples, prior=prior, source="measured")

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph: what gets in, what does not, and what is refused with a line."""
+"""nn.Module -> Graph: the models that are captured, and refusals that name a line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = [
 
 
 class Net(nn.Module):
-    """A linear layer and what a test makes of it."""
+    """A linear layer, with a forward that the test defines."""
 
     def __init__(self, forward: Callable[..., Any], **tensors: Tensor) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 @dataclass
 class Output:
-    """As the models of transformers return it."""
+    """An output object like those of transformers."""
 
     loss: Any
 
@@ -95,7 +95,7 @@ print(capture(model, batch).digest)
 
 
 def test_the_digest_depends_on_neither_process_nor_hash_seed_nor_data() -> None:
-    """And so a plan made by one process can be checked by another."""
+    """A process can therefore check a plan that another one made."""
     here = benchmark_case("bert_moe", "tiny").graph.digest
     out = subprocess.run(
         [sys.executable, "-c", DIGEST], env=os.environ | {"PYTHONHASHSEED": "4711"}, cwd=ROOT,
@@ -170,7 +170,7 @@ def test_a_loss_may_stand_outside_of_the_module() -> None:
         (lambda net, x: Output(loss=3.0), "a float, not a tensor"),
     ],
 )
-def test_what_is_no_scalar_loss_is_refused(forward: Callable[..., Any], message: str) -> None:
+def test_a_loss_that_is_no_scalar_is_refused(forward: Callable[..., Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
         capture(Net(forward), X)
     assert "loss(output, batch)" in error.value.hint
@@ -199,7 +199,7 @@ def test_a_batch_is_a_tensor_a_tuple_or_a_dict() -> None:
     assert shapes == {"y": (4, 8), "x": (4, 6)}
 
 
-def test_what_is_no_tensor_in_a_batch_is_part_of_the_program() -> None:
+def test_constants_in_a_batch_are_part_of_the_program() -> None:
     def scaled(net: Net, x: Tensor, factor: float) -> Tensor:
         return (net.linear(x) * factor).square().mean()
 
@@ -260,7 +260,7 @@ def test_a_tensor_kept_as_an_attribute_is_an_input() -> None:
     assert "scales" in [i.target for i in graph.inputs]
 
 
-# --- what cannot be captured ---------------------------------------------------------------
+# --- models that cannot be captured ----------------------------------------------------------
 
 
 def branches(net: Net, x: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class Attention(nn.Module):
         self.options = options
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: (batch, length, 12); three heads of four."""
+        """x: (batch, length, 12); three heads of size four."""
         b, length, _ = x.shape
         q, k, v = self.linear(x).view(b, length, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **self.options)
@@ -423,8 +423,8 @@ def test_shared_heads_are_repeated() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "added"])
-def test_the_written_out_attention_is_torchs(kind: str) -> None:
-    """Three dims take the written-out way, without dropout."""
+def test_the_written_out_attention_equals_torchs(kind: str) -> None:
+    """The written-out attention handles inputs of three dims, without dropout."""
     q, k, v = (t[:, 0] for t in heads(torch.float64))
     found = attention.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "none")
     expected = F.scaled_dot_product_attention(q, k, v, mask_of(kind), is_causal=kind == "none")

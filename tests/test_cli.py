@@ -1,4 +1,4 @@
-"""The command line: frozen help, exit codes, errors that say where, and nothing half-written."""
+"""The command line: its options, exit codes, errors with their place, and no partial files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ HELP = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model file, a cluster file and a plan, in which the commands run."""
+    """Make a folder with a model file, a cluster file and a plan, and enter it."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -104,7 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hap(*words: str) -> Result:
-    """Run a command; anything but an exit is a failure of the test."""
+    """Run a command; any exception but an exit fails the test."""
     result = CliRunner().invoke(main, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -112,7 +112,7 @@ def hap(*words: str) -> Result:
 
 
 def refused(code: int, *words: str) -> str:
-    """The error of a command that must fail with an exit code, without a traceback."""
+    """Return the error of a command that must fail with this exit code and without a traceback."""
     result = hap(*words)
     assert result.exit_code == code, result.output
     assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr
@@ -129,11 +129,11 @@ def test_the_commands_and_options_are_these(command: str) -> None:
 
 
 def test_no_such_option_or_command_is_bad_input() -> None:
-    assert hap("plan", "model.py").exit_code == 2  # no cluster
+    assert hap("plan", "model.py").exit_code == 2  # --cluster is missing
     assert hap("explode").exit_code == 2
 
 
-# --- bad input that is found before any planning ---
+# --- bad input found before planning ---
 
 
 def test_plan_files_that_cannot_be_read(folder: Path) -> None:
@@ -201,7 +201,7 @@ def test_nothing_is_planned_that_cannot_be_written(folder: Path) -> None:
 
 @pytest.fixture
 def unchanged(folder: Path) -> Iterator[None]:
-    """Nothing is left in the folder by a command that fails, be it half a file."""
+    """Check that a failing command leaves no new file in the folder, not even a partial one."""
     names = sorted(p.name for p in folder.iterdir() if p.name != "__pycache__")
     yield
     assert sorted(p.name for p in folder.iterdir() if p.name != "__pycache__") == names
@@ -278,7 +278,9 @@ def test_plan_as_json(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "meant"), [((), ""), (("blocks",), "blocks"), (("none",), "")])
-def test_what_to_recompute_can_be_told(folder: Path, said: tuple[str], meant: str) -> None:
+def test_the_recompute_option_is_kept_in_the_plan(
+    folder: Path, said: tuple[str], meant: str
+) -> None:
     words = [word for way in said for word in ("--recompute", way)]
     assert hap("plan", "model.py", "--cluster", "cluster.yaml", *words).exit_code == 0
     assert Plan.load(folder / "plan.json").recipe.recompute == meant
@@ -328,7 +330,7 @@ def test_a_plan_of_another_model_says_what_differs(folder: Path) -> None:
 
 
 def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
-    """Refused, or planned on demand: other axes are split, or devices wait; never wrongly."""
+    """The batch is refused, or planned on request: other axes are split, or devices idle."""
     change(folder, "(12, 20)", "(2, 20)")
     error = refused(2, "plan", "model.py", "--cluster", "cluster.yaml")
     assert "the global batch has 2 rows, fewer than the 4 devices" in error

@@ -1,4 +1,4 @@
-"""Cluster files: what they describe, every complaint with its line, and the roofline."""
+"""Cluster files: their contents, every error with its line, and the roofline."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def device(**changes: object) -> Device:
         (Work("attention", "float16", 1e12, 0), 0.5),
         (Work("matmul", "float32", 1e12, 2e11), 2.0),
         (Work("memory", "int64", 0, 1e11), 1.0),
-        (Work("matmul", "bfloat16", 1e12, 0), 1.0),  # no units of its own: emulated in float32
-        (Work("matmul", "complex128", 1e12, 0), 1.0),  # by way of float64, which has no figure
+        (Work("matmul", "bfloat16", 1e12, 0), 1.0),  # no bfloat16 units: emulated in float32
+        (Work("matmul", "complex128", 1e12, 0), 1.0),  # falls back to float64, which has no figure
     ],
 )
 def test_time_is_launch_plus_the_longer_of_arithmetic_and_traffic(work, seconds) -> None:
@@ -98,7 +98,7 @@ OTHERS = {
     "flops": {"float32": 2e12, "float16": 4e12}, "traffic": {"all_gather": 0.25},
     "efficiency": {"attention": 0.25},
 }  # fmt: skip
-"""Figure -> a value that :func:`device` does not have."""
+"""Figure -> a value that differs from that of :func:`device`."""
 
 
 def changed(figure: Figure) -> Device:
@@ -446,7 +446,7 @@ def test_a_file_is_named_in_its_complaints(tmp_path: Path) -> None:
 
 
 def test_the_module_stays_light() -> None:
-    """Planning reads clusters from plan files: no parser, no torch."""
+    """Planning reads clusters from plan files, so the module needs neither a parser nor torch."""
     code = (
         "import sys, hap.cluster; print(*{'torch', 'numpy', 'pydantic', 'ruamel'} & {*sys.modules})"
     )

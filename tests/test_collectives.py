@@ -1,4 +1,4 @@
-"""Real process groups do what the emulator defines, for every implementation and odd size."""
+"""Process groups match the emulator, for every implementation and for uneven sizes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hap.runtime.launch import spawn
 
 WORLD = 3
 SPLITS = [(2, 2, 2), (5, 0, 1), (0, 0, 6), (1, 3, 2)]
-OTHER = [(2, 1, 1), (0, 4, 0), (1, 0, 3), (4, 0, 0)]  # of the other dim
+OTHER = [(2, 1, 1), (0, 4, 0), (1, 0, 3), (4, 0, 0)]  # sizes of the other dim
 NUMBERS = (torch.float32, torch.float64, torch.int64)
 ALL = (*NUMBERS, torch.bool, torch.bfloat16)
 
 
 def whole(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """The same on every rank; small integers, so that sums are exact in every dtype."""
+    """Return random small integers, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 8, shape, generator=generator).to(dtype)
 
@@ -56,7 +56,7 @@ def reductions(comm: Comm) -> Iterator[tuple[str, Tensor]]:
 
 
 def normalisers(comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """Log-sum-exps of terms of which some ranks', or all, say that there is nothing."""
+    """Reduce log-sum-exps; the terms of some ranks, or of all, are -inf."""
     for dtype in (torch.float32, torch.float64):
         for shape in ((), (7,), (4, 6), (0, 3)):
             x = whole(dtype, *shape, seed=comm.rank)
@@ -86,7 +86,7 @@ def exchanges(comm: Comm) -> Iterator[tuple[str, Tensor]]:
 
 
 def strided(comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """Inputs that are not contiguous, as views inside of a program are."""
+    """Run collectives on inputs that are not contiguous, like views inside a program."""
     x = whole(torch.float64, 6, 4, seed=comm.rank).t()
     yield "all_reduce of a transpose", comm.all_reduce(x, "one shot")
     yield "two-step all_reduce of a transpose", comm.all_reduce(x, "two step")
@@ -99,7 +99,7 @@ def strided(comm: Comm) -> Iterator[tuple[str, Tensor]]:
 
 
 def fused(comm: Comm) -> Iterator[tuple[str, Tensor]]:
-    """Several tensors in one collective."""
+    """Run several tensors in one collective."""
     shapes, dims = ((6, 4), (2, 6), (6,)), (0, 1, 0)
     for how in ("padded", "grouped"):
         for k in range(len(SPLITS)):
@@ -118,7 +118,7 @@ def fused(comm: Comm) -> Iterator[tuple[str, Tensor]]:
 
 
 def battery(comm: Comm) -> dict[str, Tensor | bool | str]:
-    """Everything; an input that a collective overwrites shows as a name of its own."""
+    """Run all collectives; also report whether inputs are kept and whether the ranks agree."""
     found: dict[str, Tensor | bool | str] = {}
     for part in (gathers, reductions, normalisers, exchanges, strided, fused):
         for name, out in part(comm):
@@ -161,8 +161,8 @@ def test_process_groups_do_what_the_emulator_says() -> None:
                 assert got == want, (rank, name)
 
 
-def test_the_emulator_does_what_the_words_say() -> None:
-    """Against the whole tensors, which every rank of a test knows."""
+def test_the_emulator_matches_the_definitions() -> None:
+    """Compare with the whole tensors, which the test knows."""
     ranks = emulated()
     for found in ranks:
         assert found["inputs are kept"] and found["same text"]
@@ -231,7 +231,7 @@ def test_a_world_of_one_has_nothing_to_exchange() -> None:
 
 
 def on_nccl() -> list[str]:
-    """Collectives of a world of one on NCCL that change what they are given."""
+    """Return the collectives that change their input on NCCL in a world of one rank."""
     comm, wrong = ProcessGroupComm(), []
     device = torch.device("cuda", torch.cuda.current_device())
     x = whole(torch.float32, 3, 4).to(device)

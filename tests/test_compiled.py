@@ -1,4 +1,4 @@
-"""Compiled ranks: the same numbers as eager ones, calls of the context in the same order."""
+"""Compiled ranks compute the same as eager ones and keep the order of calls of the context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def module_of(case: Case, **options: Any) -> HapModule:
-    """One rank that does everything."""
+    """Return the module of a plan for one rank."""
     return HapModule(one_rank(case), copy.deepcopy(case.model), LocalComm(), CPU, **options)
 
 
@@ -67,7 +67,7 @@ def test_random_programs_compute_what_one_device_computes(file: str, world: int,
 
 
 def compiled_losses(data: dict[str, Any]) -> list[float]:
-    """Two steps of a compiled rank in a real process."""
+    """Return the losses of two steps of a compiled rank, in a real process."""
     case = benchmark_case("mlp", "tiny")
     plan, comm = hap.Plan.from_json(data), ProcessGroupComm()
     module = HapModule(plan, case.model, comm, CPU, backend="inductor")
@@ -108,7 +108,7 @@ def test_dropout_draws_the_masks_that_eager_draws() -> None:
         for name in want:
             torch.testing.assert_close(found[name], want[name], rtol=1e-5, atol=1e-7)
     first = call(inductor, case.batch)
-    assert first != call(inductor, case.batch)  # other masks in the next step
+    assert first != call(inductor, case.batch)  # the next step draws other masks
     inductor.eval(), eager.eval()
     assert call(inductor, case.batch) == call(inductor, case.batch)
     torch.testing.assert_close(call(inductor, case.batch), call(eager, case.batch))
@@ -118,7 +118,7 @@ def test_dropout_draws_the_masks_that_eager_draws() -> None:
 
 
 class Asking(Context):
-    """A context that doubles what it is asked to exchange, and writes down the order."""
+    """A context that doubles the tensors it exchanges and logs its calls."""
 
     def __init__(self) -> None:
         super().__init__(LocalComm())
@@ -138,7 +138,7 @@ class Asking(Context):
 
 
 def overlapped() -> fx.GraphModule:
-    """Two collectives that are issued early and waited for late, and one with two results."""
+    """Return two collectives that are issued early and awaited late, and one with two results."""
     graph = fx.Graph()
     ctx, x, y = (graph.placeholder(name) for name in ("ctx", "x", "y"))
     a = graph.call_function(torch.sin, (x,))
@@ -163,7 +163,7 @@ def overlapped() -> fx.GraphModule:
 
 
 def uncompiled(piece: fx.GraphModule, args: list[Tensor]) -> Any:
-    """In the place of inductor, where the cutting is the matter."""
+    """Replaces inductor in tests of the cutting."""
     return lambda given: piece(*[given.pop(0) for _ in range(len(given))])
 
 
@@ -180,7 +180,7 @@ def test_calls_of_the_context_keep_their_order(monkeypatch: pytest.MonkeyPatch) 
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_pieces_stand_where_they_stood_between_the_calls() -> None:
+def test_pieces_keep_their_place_between_the_calls() -> None:
     staged = Staged(overlapped(), Library(), CPU)
     kinds = [s.run.method if isinstance(s.run, ContextCall) else type(s.run).__name__
              for s in staged.stages]  # fmt: skip
@@ -217,7 +217,7 @@ def test_equal_pieces_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 1
     staged(Asking(), [torch.randn(3)])
     assert len(made) == 1
-    staged(Asking(), [torch.randn(6)[::2]])  # strides of its own, and the first piece alone
+    staged(Asking(), [torch.randn(6)[::2]])  # new strides, which only the first piece sees
     assert len(made) == 2
 
 
@@ -285,7 +285,7 @@ def test_a_second_backward_needs_to_be_announced() -> None:
         loss.backward()
 
 
-# --- what can go wrong ---------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -1,6 +1,6 @@
-"""Every contender of the race trains as one device does: the same losses, step by step.
+"""Every contender of the race has the losses of one device, step by step.
 
-Also what contenders are made of: rows by speed, weights of means.
+Also tests their parts: rows by speed, and weights of means.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Losses = dict[str, list[float]]
 
 
 def losses(names: tuple[str, ...], setting: Setting, planned: Mapping[str, Path]) -> Losses:
-    """Losses of one rank by each contender."""
+    """Return the losses of one rank, by contender."""
     found: Losses = {}
     for name in names:
         contender = make(name, replace(setting, plan=planned.get(name)))
@@ -64,14 +64,14 @@ def on_two_ranks(file: ModelFile, folder: Path, names: list[str]) -> Losses:
 def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
     file = load_model_file(f"{MODELS / model}.py:race_tiny")
     want = reference(file, STEPS)
-    assert want[0] != pytest.approx(want[-1], rel=1e-4)  # it trains
+    assert want[0] != pytest.approx(want[-1], rel=1e-4)  # the model learns
     for name, got in on_two_ranks(file, tmp_path, list(CONTENDERS)).items():
         assert got == pytest.approx(want, rel=1e-4), name
 
 
 @pytest.mark.gloo
-def test_weights_by_terms_where_rows_have_unlike_numbers_of_them(tmp_path: Path) -> None:
-    """Masks are random here: equal weights of the ranks' means are then not the mean."""
+def test_means_are_weighted_by_their_numbers_of_terms(tmp_path: Path) -> None:
+    """Masks are random, so the mean of the ranks' means is not the global mean."""
     file = load_model_file(f"{MODELS / 'bert'}.py:tiny")
     want = reference(file, STEPS)
     got = on_two_ranks(file, tmp_path, [EVEN, PROPORTIONAL])
@@ -81,7 +81,7 @@ def test_weights_by_terms_where_rows_have_unlike_numbers_of_them(tmp_path: Path)
 
 @pytest.mark.gloo
 def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
-    """The rank that is left out reports no loss, and the others do not wait for it."""
+    """A rank that is left out reports no loss, and the others do not wait for it."""
     file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")
     plan = api.plan_file(f"{file.path}:{file.function}", UNLIKE.without(0))
     plan.save(tmp_path / "one.json")
@@ -97,7 +97,7 @@ def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
     [
         (12, (2.0, 1.0), (8, 4)),
         (32, (4.0, 4.0, 1.0, 1.0), (13, 13, 3, 3)),
-        (32, (20.0, 20.0, 20.0, 1.0), (11, 10, 10, 1)),  # a row even for the slowest
+        (32, (20.0, 20.0, 20.0, 1.0), (11, 10, 10, 1)),  # the slowest gets a row as well
         (4, (100.0, 1.0, 1.0, 1.0), (1, 1, 1, 1)),
     ],
 )

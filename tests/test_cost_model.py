@@ -1,4 +1,4 @@
-"""Seconds and bytes, against formulas worked out by hand."""
+"""Seconds and bytes of the cost model, against formulas worked out by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.small_plan import node, small_graph
 
 
 def cluster(nodes: str, *, intra: Link, inter: Link) -> Cluster:
-    """One device per letter, on the node of that name; each is twice as fast as the one before."""
+    """Return a device per letter, on the node of that name, each twice as fast as the last."""
     devices = tuple(
         Device(
             name=f"{name}:{k}", kind="x", node=name, memory_bytes=2**30, launch_s=k * 1e-6,
@@ -68,7 +68,7 @@ def test_the_machine_is_its_devices() -> None:
 def model(
     dtype: str = "float32", world: str = "aab", shares: tuple[int, ...] = (3, 2, 1)
 ) -> CostModel:
-    """A cost model of two tensors: ``t`` of (6, 4), whose dims are axes ``a`` and ``b``, and ``u``."""
+    """Return a cost model of two tensors ``t`` and ``u`` of (6, 4), with axes ``a`` and ``b``."""
     tensors = [Tensor(name=name, shape=(6, 4), dtype=dtype) for name in ("t", "u")]
     graph = Graph(
         inputs=(Input(tensor="t", role="input", target="0"),),
@@ -93,10 +93,10 @@ def test_bytes_are_bytes(dtype: str) -> None:
     assert cost.local_bytes(t, P).tolist() == [24 * size] * 3
     assert cost.local_bytes(t, S(0)).tolist() == pytest.approx([12 * size, 8 * size, 4 * size])
     assert cost.local_bytes(t, S(1)).tolist() == pytest.approx([6 * size, 6 * size, 12 * size])
-    # A trained parameter has a gradient and two states beside it.
+    # A trained parameter has a gradient and two optimizer states in addition.
     assert cost.stored_bytes(t, R, trained=True).tolist() == [4 * 24 * size] * 3
     assert cost.stored_bytes(t, R, trained=False).tolist() == [24 * size] * 3
-    # Traffic scales with the size of the elements.
+    # Seconds are proportional to the bytes of an element.
     gather = [c.seconds for c in cost.convert(t, S(0), R)]
     floats = model("float32")
     of_floats = floats.machine.network.choices("all_gather", 24 * size, floats.parts.of(t.name, S(0)), floats.parts.of(t.name, R))  # fmt: skip
@@ -121,8 +121,8 @@ def test_an_operator_costs_each_rank_its_part() -> None:
 
 
 @pytest.mark.parametrize(("elements", "sooner"), [(2**15, {"c"}), (2**15 + 1, set())])
-def test_what_follows_a_small_operator_starts_sooner(elements: int, sooner: set[str]) -> None:
-    """With any views between the two; a large operator evicts the caches."""
+def test_an_operator_after_a_small_one_starts_sooner(elements: int, sooner: set[str]) -> None:
+    """Views in between do not matter; a large operator evicts the caches."""
     nodes = (
         node("a", "aten.relu.default", Ref("x")),
         node("b", "aten.view.default", Ref("a")),
@@ -224,7 +224,7 @@ def test_collectives_on_one_machine_by_hand() -> None:
     assert lse == pytest.approx(
         {"terms gathered": 2 * a + 3 * size / bw, "two reductions": 2 * reduction}
     )
-    # Rank 0 is the busiest: of its half it keeps the quarter that it shall have.
+    # Rank 0 sends most: of its half of the tensor, it keeps a quarter.
     even = [0.25] * 4
     assert seconds_of(network, "all_to_all", size, parts, even) == pytest.approx(
         {"exact": 3 * a + size * 0.5 * 0.75 / bw, "gathered": min(expected.values())}
@@ -237,15 +237,15 @@ def test_the_slowest_link_bounds_the_ring_and_the_adapter_an_exchange() -> None:
     assert (network.latency_s, network.bytes_per_s) == (1e-5, 1e9)
     even, whole = [0.25] * 4, [1.0] * 4
     padded = seconds_of(network, "all_gather", size, even, whole)["padded"]
-    # Of the two steps of recursive doubling one stays inside of the machines.
+    # One of the two steps of recursive doubling stays inside the machines.
     assert padded == pytest.approx(1.1e-5 + 3 * size * 0.25 / 1e9)
-    # Each node has half of the tensor, and half of that must cross its adapter.
+    # Each node holds half of the tensor, and half of that crosses its adapter.
     exact = seconds_of(network, "all_to_all", size, even, even)["exact"]
     assert exact == pytest.approx(1e-6 + 2e-5 + size * 0.5 * 0.5 / 1e9)
 
 
 def test_padded_gives_way_to_grouped_where_it_should() -> None:
-    """padded = 2a + 3 B m / bw, grouped = 4a + B / bw; with a bw / B = 1/3 equal at m = 5/9."""
+    """padded = 2a + 3 B m / bw, grouped = 4a + B / bw; with a bw / B = 1/3, equal at m = 5/9."""
     link = Link(1e9, 1e-5)
     network, size = NetworkModel(cluster("aaaa", intra=link, inter=link)), 30_000
 
@@ -257,7 +257,7 @@ def test_padded_gives_way_to_grouped_where_it_should() -> None:
     assert best(11, 3, 2, 2) == "grouped"
     equal = seconds_of(network, "all_gather", size, [10 / 18, 3 / 18, 3 / 18, 2 / 18], [1] * 4)
     assert equal["padded"] == pytest.approx(equal["grouped"])
-    # An empty shard needs no sender of its own: 3a + B / bw, equal at m = 4/9.
+    # An empty shard needs no sender: 3a + B / bw, equal at m = 4/9.
     assert best(9, 5, 4, 0) == "grouped"
     assert best(7, 7, 4, 0) == "padded"
 
@@ -266,7 +266,7 @@ def test_padded_gives_way_to_grouped_where_it_should() -> None:
 
 
 def data_parallel(rows: int = 8) -> Program:
-    """The batch of ``small_graph`` split, and both gradients all-reduced."""
+    """Return a program that splits the batch of ``small_graph`` and all-reduces both gradients."""
     steps: list[Compute | Convert] = []
 
     def compute(name: str, ins: list[Placement], out: Placement, backward: bool = False) -> None:
@@ -297,7 +297,7 @@ def data_parallel(rows: int = 8) -> Program:
 
 
 def costs(graph: Graph, world: str, shares: tuple[int, ...], states: int = 2) -> CostModel:
-    """Costs of :func:`data_parallel`, whose only axis is the batch."""
+    """Return the costs of :func:`data_parallel`, whose only axis is the batch."""
     of = {(name, 0): "batch" for name in ("x", "y0", "y1", "g0", "g1")} | {("xt", 1): "batch"}
     axes = Axes(axes={"batch": Axis(name="batch", units=sum(shares))}, of=of)
     machine = Machine(cluster(world, intra=FAST, inter=SLOW))
@@ -305,17 +305,17 @@ def costs(graph: Graph, world: str, shares: tuple[int, ...], states: int = 2) ->
 
 
 def test_memory_by_hand() -> None:
-    """6 of 8 rows on rank 0. Bytes: 16 a row of x and xt, 24 a row of y and g, 96 of w and d.
+    """Rank 0 has 6 of 8 rows. Bytes: 16 a row of x and xt, 24 a row of y and g, 96 of w and d.
 
-    Stored: 2 weights of 96 bytes with 2 states each. Before the first operator there are
-    those 576, the rows of x (16 bytes each) and the tangent (4); then
+    Stored: 2 weights of 96 bytes with 2 states each. Alive before the first operator: those 576,
+    the rows of x (16 bytes each) and the tangent (4). Then
 
         y0 +24 rows   s0 +4, y0 -   y1 +24 rows   s1 +4, y1 -   loss@P +4, s0 s1 -
         loss@R +4, loss@P -   (xt is a view of x, g of the tangent)
         d0@P +96   d0@R +96, d0@P -   d1@P +96   d1@R +96
 
-    so the last one is the peak: loss 4, d0 96, d1 twice 96. With many rows it is s1 instead,
-    with y1 and s0 beside it.
+    The last instruction is the peak: loss 4, d0 96, d1 twice 96. With many rows, s1 is the peak,
+    with y1 and s0 alive.
     """
     graph, program = small_graph(8), data_parallel(8)
     program.check(graph)
@@ -333,7 +333,7 @@ def test_memory_by_hand() -> None:
 def test_a_step_by_hand() -> None:
     graph, program = small_graph(8), data_parallel(8)
     cost = costs(graph, "ab", (6, 2))
-    product = [  # of rank 0, which has the larger part and the slower device
+    product = [  # rank 0 has the larger part and the slower device
         device.seconds(Work("matmul", "float32", 2 * n * 24, 4 * (n * 4 + 24 + n * 6)))
         for device, n in zip(cost.machine.cluster.devices, (6, 2), strict=True)
     ]
@@ -364,7 +364,7 @@ def test_every_rank_ends_at_the_same_time(world: str) -> None:
             shares[name] = tuple(b - a for a, b in itertools.pairwise(edges))
         machine = Machine(cluster(world, intra=FAST, inter=SLOW))
         cost = CostModel(graph, space.axes, machine, shares, 2)
-        # Random prices make a random program; the simulator then uses the real ones.
+        # Random prices choose the program; the simulator uses the real ones.
         problem = Problem(space, cost, Aims(time=lambda v, rng=rng: rng.random() * 1e-4))
         labelling = problem.solve()
         assert labelling is not None
@@ -375,8 +375,8 @@ def test_every_rank_ends_at_the_same_time(world: str) -> None:
         assert (timeline.peak_bytes >= timeline.stored_bytes).all()
 
 
-def test_where_slower_devices_take_part_a_faster_one_does_no_more_than_they_do() -> None:
-    """Its own figures are of collectives among it and faster ones, which take less time."""
+def test_contention_of_a_fast_device_is_capped_by_slower_ones() -> None:
+    """Its figures are of collectives among itself and faster devices, which take less time."""
     base = cluster("ab", intra=Link(1e9, 0.0), inter=Link(1e9, 0.0))
     given = zip(base.devices, (4e9, 1e9), (0.9, 0.6), (3.0, 1.5), strict=True)
     fast, slow = (

@@ -1,6 +1,6 @@
-"""The architectures of benchmarks.zoo: captured, and under random plans equal to one device.
+"""The architectures of benchmarks.zoo: captured, and equal to one device under random plans.
 
-``python -m benchmarks.coverage`` does more of it: all world sizes, and the full sizes.
+``python -m benchmarks.coverage`` checks more: all world sizes, and the full sizes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_names_are_unique_and_the_families_are_all_there() -> None:
 
 
 class Sizes(nn.Module):
-    """A masked language model whose sizes divide by nothing: 12 heads, a large odd vocabulary."""
+    """A masked language model whose sizes 8 does not divide: 12 heads, a large vocabulary."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Sizes(nn.Module):
 
 @pytest.mark.parametrize("words", [30522, 50265])
 def test_sizes_need_not_divide(words: int) -> None:
-    """8 ranks share 12 heads, an odd vocabulary, and a batch of 3 rows."""
+    """8 ranks share 12 heads, a large vocabulary and a batch of 3 rows."""
     torch.manual_seed(0)
     case = make_case(Sizes(words), torch.randint(words, (3, 5)))
     assert {axis.units for axis in case.space.axes.axes.values()} >= {words, 12, 3}
@@ -92,7 +92,7 @@ def test_sizes_need_not_divide(words: int) -> None:
 
 
 class Shared(nn.Module):
-    """One layer applied over and over, as in ALBERT."""
+    """One layer applied repeatedly, as in ALBERT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     assert verdict(case, made).ok
 
 
-def test_what_depends_on_data_is_refused_by_name() -> None:
+def test_data_dependent_shapes_are_refused_by_name() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,8 +195,8 @@ def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ok"] and found["parameters"] > 0 and found["step_s"] > 0
 
 
-def test_values_may_be_called_as_helpers_are() -> None:
-    """A tensor ``full`` of the graph, and the zeros to which a rank without a share adds a bias."""
+def test_values_and_helpers_get_distinct_names() -> None:
+    """A value named ``full`` and the helper ``torch.full`` get distinct names."""
     code = fx.Graph()
     helper = code.call_function(torch.full, ([3], 0))
     value = code.call_function(torch.exp, (helper,))

@@ -1,4 +1,4 @@
-"""Where one kind of plan takes over from another, and that it does so exactly there."""
+"""Crossovers between kinds of plans, exactly where they were worked out by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cluster(*memory: int, speeds: tuple[float, ...] = (), bandwidth: float = 1e1
 
 
 def zero(rows: int = 64) -> Allowed:
-    """Data parallel over the batch, every parameter stored in shards (ZeRO of any stage)."""
+    """Return data parallelism with every parameter stored in shards (any stage of ZeRO)."""
     return sharded_storage(space(rows))
 
 
@@ -79,12 +79,14 @@ def all_of(memory: float) -> Cluster:
 
 
 def stage(number: int) -> Allowed:
-    """ZeRO of a stage and those below: 1 reduces gradients whole, 2 keeps the replicas."""
+    """Return ZeRO up to a stage: 1 all-reduces gradients, 2 keeps the replicas of parameters."""
     graph, allowed = space().graph, zero()
-    gradients, twins = set(graph.gradients.values()), set(backward_alias_of(graph).values())
+    gradients, aliases = set(graph.gradients.values()), set(backward_alias_of(graph).values())
 
     def restricted(tensor: str, p: Placement, stored: bool) -> bool:
-        if p.sharded and ((number < 3 and tensor in twins) or (number < 2 and tensor in gradients)):
+        if p.sharded and (
+            (number < 3 and tensor in aliases) or (number < 2 and tensor in gradients)
+        ):
             return False
         return allowed(tensor, p, stored)
 
@@ -92,37 +94,37 @@ def stage(number: int) -> Allowed:
 
 
 def least_peak(allowed: Allowed) -> float:
-    """The peak of the plan that lacks least where nothing fits."""
+    """Return the peak of the plan that exceeds a too small memory by the least."""
     return float(searched(all_of(1 << 17), allowed).serial.peak_bytes.max())
 
 
 def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() -> None:
     graph = space().graph
-    twins = set(backward_alias_of(graph).values())
+    aliases = set(backward_alias_of(graph).values())
     free = searched(all_of(1 << 30), zero())
     assert len(gathers(free.program, set(backward_alias_of(graph)))) == DEPTH - 1
-    assert not gathers(free.program, twins)
+    assert not gathers(free.program, aliases)
     needed = free.serial.peak_bytes.max()
     assert searched(all_of(needed), zero()).program == free.program
     at_once = searched(all_of(needed - 1), zero())
     assert at_once.fits
     assert at_once.serial.step_s > free.serial.step_s
-    assert not gathers(at_once.program, twins)  # the gradients go first: one start each
+    assert not gathers(at_once.program, aliases)  # gradients are sharded first: one start each
 
     needed = least_peak(stage(2))
     assert needed == at_once.serial.peak_bytes.max()
-    assert not gathers(searched(all_of(needed), zero()).program, twins)
+    assert not gathers(searched(all_of(needed), zero()).program, aliases)
     assert not searched(all_of(needed - 1), stage(2)).fits
     again = searched(all_of(needed - 1), zero())
     assert again.fits
-    assert len(gathers(again.program, twins)) == len(twins)
+    assert len(gathers(again.program, aliases)) == len(aliases)
     assert again.serial.step_s > at_once.serial.step_s
 
 
 def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
-    """Results that end sharded, are reduced, are gathered twice; less memory stage by stage."""
+    """Gradients are all-reduced, then reduce-scattered; stage 3 also gathers parameters twice."""
     graph = space().graph
-    twins = set(backward_alias_of(graph).values())
+    aliases = set(backward_alias_of(graph).values())
     one, two, three = (searched(all_of(1 << 17), stage(n)) for n in (1, 2, 3))
     for candidate in one, two, three:
         assert all(candidate.program.inputs[i.tensor].sharded for i in graph.role("parameter"))
@@ -136,9 +138,9 @@ def test_every_stage_of_zero_is_a_program_of_its_own() -> None:
         for x in (one, two, three)
     ]
     assert kinds == [{"all_reduce"}, {"reduce_scatter"}, {"reduce_scatter"}]
-    assert [bool(gathers(x.program, twins)) for x in (one, two, three)] == [False, False, True]
+    assert [bool(gathers(x.program, aliases)) for x in (one, two, three)] == [False, False, True]
     peaks = [x.serial.peak_bytes.max() for x in (one, two, three)]
-    # The second stage reduces by parts what the first gathers; the peaks may be equal.
+    # Stages 1 and 2 may have equal peaks.
     assert peaks[0] >= peaks[1] > peaks[2]
 
 
@@ -201,4 +203,4 @@ def test_level_parts_are_even_under_the_caps() -> None:
         if caps.sum() > 1:
             assert (parts <= caps + 1e-12).all()
             cut = parts < caps - 1e-12
-            assert parts[cut] == pytest.approx(parts.max())  # whoever has room has the most
+            assert parts[cut] == pytest.approx(parts.max())  # those below their caps

@@ -1,18 +1,18 @@
-"""The search changes its mind where the prices say so: crossovers worked out by hand.
+"""The search changes plans where the prices say so: crossovers worked out by hand.
 
-Every test builds a tiny step in which two ways of splitting it compete, works out from the table
-of prices (docs/how-a-plan-is-chosen.md) at which size they cost the same, and looks at the plans
-one size below and one above. Four equal ranks are on one machine whose link moves a byte in a
-nanosecond and has no latency; sizes are multiples of four, so that all shards are equal. Then a
-tensor of b bytes takes, in nanoseconds,
+Each test builds a tiny step in which two ways of splitting compete. It derives from the table of
+prices (docs/how-a-plan-is-chosen.md) the size at which they cost the same, and checks the plans
+one size below and one above. Four equal ranks are on one machine, whose link moves a byte in a
+nanosecond and has no latency. Sizes are multiples of four, so that all shards are equal. A tensor
+of b bytes then takes, in nanoseconds,
 
     gather, reduce-scatter    3/4 b
     all-reduce                6/4 b
     all-to-all               3/16 b
 
-Computing takes no time, unless a test says so. Where it would be free to do everything on every
-rank, activations that a product makes may not be held whole (``no_repeated_products``). Batches
-arrive in rows, as from a layer before. All elements are float32, of 4 bytes.
+Computing takes no time, unless a test says so. Where computing everything on every rank would be
+free, results of products may not be held whole (``no_repeated_products``). Batches arrive in
+rows, as from an earlier layer. All elements are float32, of 4 bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cluster(flops_per_s: float) -> Cluster:
 
 
 class Step(nn.Module):
-    """Weights and what a test makes of them."""
+    """Weights, with a forward that the test defines."""
 
     def __init__(self, forward: Callable[..., Tensor], **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def cheapest(space: Space, *rules: Allowed, flops_per_s: float = 1e30) -> Candidate:
-    """The cheapest program on equal shares that all the ``rules`` allow."""
+    """Return the cheapest program on equal shares that all the ``rules`` allow."""
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
         return all(rule(tensor, p, stored) for rule in rules)
@@ -92,20 +92,20 @@ def cheapest(space: Space, *rules: Allowed, flops_per_s: float = 1e30) -> Candid
 
 
 def in_rows(graph: Graph) -> Allowed:
-    """The batch arrives in rows."""
+    """Forbid batches that are stored whole."""
     batch = {i.tensor for i in graph.role("input")}
     return lambda t, p, stored: not (stored and t in batch and p == R)
 
 
 def no_repeated_products(graph: Graph) -> Allowed:
-    """Results of products are not held whole, but for gradients of parameters."""
+    """Forbid whole results of products, except gradients of parameters."""
     gradients = set(graph.gradients.values())
     made = {o for n in graph.nodes if n.op in FLOPS for o in n.outputs if o} - gradients
     return lambda t, p, stored: not (t in made and p == R)
 
 
 def rows(graph: Graph, found: Candidate, op: str) -> list[tuple[tuple[Placement, ...], Placement]]:
-    """(inputs, first output) of each operator of a kind, in order."""
+    """Return (inputs, first output) of each operator of a kind, in order."""
     return [
         (step.ins, step.outs[0])  # type: ignore[misc]
         for step in found.program.instructions
@@ -114,7 +114,7 @@ def rows(graph: Graph, found: Candidate, op: str) -> list[tuple[tuple[Placement,
 
 
 def squares(out: Tensor, y: Tensor) -> Tensor:
-    """A loss whose gradient, 2 (out - y), is split as they are; it costs one all-reduce of 4 B."""
+    """Return a loss whose gradient 2 (out - y) is split like both. It costs an all-reduce: 4 B."""
     return (out - y).square().sum()
 
 
@@ -123,7 +123,7 @@ LOSS = 6 / 4 * 4
 
 
 def only(graph: Graph, target: str, *placements: Placement) -> Allowed:
-    """A parameter may be stored and held in these placements alone."""
+    """Allow only these placements of a parameter, stored or held."""
     (tensor,) = (i.tensor for i in graph.role("parameter") if i.target == target)
     return lambda t, p, stored: t != tensor or p in placements
 
@@ -145,8 +145,8 @@ def linear(batch: int, k: int, n: int) -> Space:
 def test_factors_are_gathered_until_their_product_is_smaller(batch: int) -> None:
     """Sufficient-factor broadcasting against data parallel, w and its gradient replicated.
 
-    Factors: gather x and the difference that is the gradient of y, 3/4 (4 B K + 4 B N); the loss
-    comes with it. Data parallel: all-reduce dw and the loss, 6/4 (4 K N + 4). Equal at
+    Factors: gather x and the gradient of y, the difference out - y: 3/4 (4 B K + 4 B N); the loss
+    needs nothing more. Data parallel: all-reduce dw and the loss, 6/4 (4 K N + 4). Equal at
     B (K + N) = 2 K N + 2; for K = 64 and N = 96 at B = 76.8.
     """
     k, n = 64, 96
@@ -163,7 +163,7 @@ def test_factors_are_gathered_until_their_product_is_smaller(batch: int) -> None
 
 @pytest.mark.parametrize("batch", [168, 172])
 def test_a_layer_with_many_columns_is_cut_by_columns(batch: int) -> None:
-    """Column-parallel against data parallel, w stored and held whole or in columns.
+    """Column-parallel against data parallel, with w stored and held whole or in columns.
 
     Column-parallel: gather x, exchange y to columns, where the loss and its gradient stay:
     3 B K + 3/4 B N, and the loss. Data parallel: 6 K N, and the loss. Equal at
@@ -183,12 +183,11 @@ def test_a_layer_with_many_columns_is_cut_by_columns(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [128, 132])
 def test_a_layer_with_many_rows_is_cut_by_rows(batch: int) -> None:
-    """Row-parallel against data parallel, w stored and held whole or in rows.
+    """Row-parallel against data parallel, with w stored and held whole or in rows.
 
-    Row-parallel: exchange x to its columns, reduce-scatter the terms of the product, gather the
-    difference that is its gradient, from which all know the loss: 3/4 B K + 3 B N + 3 B N. Data
-    parallel: 6 K N + 6. Equal at B = (6 K N + 6) / (3/4 K + 6 N); for K = 256 and N = 32 at
-    B = 128.02.
+    Row-parallel: exchange x to its columns, reduce-scatter the partial product, gather the
+    difference out - y, which gives every rank the loss: 3/4 B K + 3 B N + 3 B N. Data parallel:
+    6 K N + 6. Equal at B = (6 K N + 6) / (3/4 K + 6 N); for K = 256 and N = 32 at B = 128.02.
     """
     k, n = 256, 32
     space = linear(batch, k, n)
@@ -211,9 +210,9 @@ DATA_PARALLEL = [((S(0), R), S(0)), ((S(1), S(0)), P)]
 def test_work_is_split_once_it_takes_longer_than_reducing_the_gradient(
     lead: tuple[int, ...], size: int
 ) -> None:
-    """Data parallel with an all-reduce, and its like along the sequence of a batch of one.
+    """Data parallel with an all-reduce, and its equivalent along the sequence of a batch of one.
 
-    x (1, L, K) and y are given whole; a device does 51 operations in a nanosecond. Everything on
+    x (1, L, K) and y are given whole; a device runs 51 operations in a nanosecond. Everything on
     every rank: 4 L K N operations, in the product and in dw. Split along L: a quarter of them,
     and all-reduces of dw and the loss, 6 K N + 6. Equal at 3 L K N / 51 = 6 K N + 6; for K = 8
     and N = 12 at L = 103.06.
@@ -237,7 +236,7 @@ def test_work_is_split_once_it_takes_longer_than_reducing_the_gradient(
     assert (alone < split) == (size == 100)
     everywhere = [((R, R), R), ((R, R), R)]
     assert rows(graph, found, "aten.mm.default") == (everywhere if size == 100 else DATA_PARALLEL)
-    # In turn; another program may hide a little of what it communicates.
+    # The formulas have no overlap; a program with overlap may be faster.
     assert found.timeline.step_s <= min(alone, split) * NANO * (1 + 1e-9)
 
 
@@ -248,7 +247,7 @@ HEADS, LENGTH, WIDTH = 4, 3, 20
 
 
 def attention(m: Step, x: Tensor, y: Tensor) -> Tensor:
-    """Self-attention without biases on x (B, 3, 20), by 4 heads."""
+    """Self-attention without biases on x (B, 3, 20), with 4 heads."""
     b = x.shape[0]
     q, k, v = (
         (x @ w).reshape(b, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2) for w in (m.q, m.k, m.v)
@@ -261,12 +260,12 @@ def attention(m: Step, x: Tensor, y: Tensor) -> Tensor:
 def test_attention_is_cut_by_heads_until_its_weights_are_smaller(batch: int) -> None:
     """Head-parallel, then its mixture with data parallel, then data parallel.
 
-    Let X = 60 B be the elements of x, D = 20. By heads: gather x, reduce-scatter the terms of
-    the result, gather the difference: 9 X (or gather what the attention gives, and the factors of
-    the last gradient: as much). Mixed: gather x, exchange heads for rows after the
-    attention and back before its backward, all-reduce the last gradient and the loss:
-    4.5 X + 6 D^2 + 6. Data parallel: all-reduce four gradients and the loss: 24 D^2 + 6. The
-    first two are equal at B = 8.9, the others at B = 26.7.
+    x has X = 60 B elements, D = 20. By heads: gather x, reduce-scatter the partial result, gather
+    the difference out - y: 9 X (or, at the same cost, gather the attention's result and the factors
+    of the last gradient). Mixed: gather x, exchange heads for rows after the attention and back
+    before its backward, all-reduce the last gradient and the loss: 4.5 X + 6 D^2 + 6. Data
+    parallel: all-reduce four gradients and the loss: 24 D^2 + 6. The first two are equal at
+    B = 8.9, the others at B = 26.7.
     """
     x, d = batch * LENGTH * WIDTH, WIDTH
     weights = dict.fromkeys("qkvo", (d, d))
@@ -285,11 +284,11 @@ def test_attention_is_cut_by_heads_until_its_weights_are_smaller(batch: int) -> 
 
 
 @pytest.mark.parametrize("rows_", [52, 56])
-def test_experts_are_where_their_weights_are_until_these_are_smaller(rows_: int) -> None:
+def test_experts_stay_on_their_ranks_until_their_weights_are_smaller(rows_: int) -> None:
     """Expert-parallel, by all-to-alls, against data parallel.
 
-    x (C, E, D) and y (C, E, F) arrive in rows, and every expert has a weight (D, F). By experts:
-    exchange rows of x and of y for experts, 3/4 C E (D + F). Data parallel: all-reduce the
+    x (C, E, D) and y (C, E, F) arrive in rows; every expert has a weight (D, F). By experts:
+    exchange rows of x and y for experts, 3/4 C E (D + F). Data parallel: all-reduce the
     gradients, 6 E D F. The loss is reduced in both. Equal at C = 8 D F / (D + F); for D = 12 and
     F = 16 at C = 54.9.
     """
@@ -317,9 +316,9 @@ def test_experts_are_where_their_weights_are_until_these_are_smaller(rows_: int)
 def test_the_loss_is_cut_by_classes_until_their_weights_are_smaller(batch: int) -> None:
     """Vocabulary-parallel loss against data parallel.
 
-    x (B, D), targets (B) of 8 bytes, V classes. By classes: gather x and the targets, put the
-    log-sum-exps together (four terms of 4 B bytes, gathered, or a maximum and a sum), all-reduce
-    the loss; all know the count: 3 B D + 6 B + 12 B + 6. Data parallel: all-reduce dw, the loss
+    x (B, D), targets (B) of 8 bytes, V classes. By classes: gather x and the targets, combine the
+    log-sum-exps (gather four terms of 4 B bytes, or reduce a maximum and a sum), all-reduce the
+    loss; every rank knows the count: 3 B D + 6 B + 12 B + 6. Data parallel: all-reduce dw, the loss
     and the count: 6 V D + 6 + 6. Equal at B = (6 V D + 6) / (3 D + 18); for V = 40 and D = 16 at
     B = 58.3.
     """
@@ -340,13 +339,13 @@ def test_the_loss_is_cut_by_classes_until_their_weights_are_smaller(batch: int) 
 
 
 @pytest.mark.parametrize("batch", [64, 68])
-def test_a_table_is_looked_up_where_it_is_until_its_rows_are_fewer(batch: int) -> None:
-    """Vocabulary-parallel embedding against gathering the table, which is stored in parts.
+def test_a_table_stays_sharded_until_it_is_smaller_than_its_lookups(batch: int) -> None:
+    """Vocabulary-parallel embedding against gathering the table, which is stored in shards.
 
-    B numbers of 8 bytes, V words, width D, which may not be cut. By words: gather the numbers,
-    reduce-scatter what was found, gather the difference: 6 B + 3 B D + 3 B D. Gathered: gather
-    the table, reduce-scatter its gradient, all-reduce the loss: 3 V D + 3 V D + 6. (Gather the
-    table and the difference: 3 V D + 3 B D + 6 B, which is never least.) Equal at
+    B indices of 8 bytes, V words, width D, which may not be split. By words: gather the indices,
+    reduce-scatter the lookups, gather the difference: 6 B + 3 B D + 3 B D. Gathered: gather
+    the table, reduce-scatter its gradient, all-reduce the loss: 3 V D + 3 V D + 6. (Gathering the
+    table and the difference, 3 V D + 3 B D + 6 B, is never the cheapest.) Equal at
     B = (V D + 1) / (D + 1); for V = 72 and D = 16 at B = 67.8.
     """
     v, d = 72, 16
@@ -365,7 +364,7 @@ def test_a_table_is_looked_up_where_it_is_until_its_rows_are_fewer(batch: int) -
     ((ins, out),) = rows(graph, found, "aten.embedding.default")
     assert (ins, out) == (((S(0), R), P) if batch == 64 else ((R, S(0)), S(0)))
     ((ins, out),) = rows(graph, found, "aten.embedding_dense_backward.default")
-    # From all the rows of the gradient, a rank makes its words or all of them: neither takes time.
+    # From all rows of the gradient, a rank computes its own words or all words, both in no time.
     assert ins == ((R, R) if batch == 64 else (S(0), S(0)))
 
 
@@ -374,11 +373,11 @@ def test_a_table_is_looked_up_where_it_is_until_its_rows_are_fewer(batch: int) -
 
 @pytest.mark.parametrize("cut", [0, 1], ids=["by rows", "by columns"])
 def test_a_tensor_is_held_in_all_the_placements_that_its_readers_need(cut: int) -> None:
-    """x is multiplied with w, which is whole, and with z, which is cut.
+    """x is multiplied by w, which is whole, and by z, which is sharded.
 
-    The first product is cheapest by rows: x@S0, which is there. A z cut by rows needs x@S1: an
-    exchange, 3/4 B K, and not a gather, 3 B K. A z cut by columns needs x@R: the gather, and
-    nothing more for the first product.
+    The first product is cheapest by rows, from x@S0, which is given. A z split by rows needs x@S1:
+    an exchange, 3/4 B K, instead of a gather, 3 B K. A z split by columns needs x@R: the gather;
+    the first product moves nothing more.
     """
     b, k, n = 64, 32, 16
     space = space_of(

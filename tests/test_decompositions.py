@@ -1,4 +1,4 @@
-"""Operators that are written out compute what ATen's own do; constants keep their numbers."""
+"""Decomposed operators compute the same as ATen's own; constants keep their values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_large_constants_are_refused() -> None:
 
 
 class Hinted(nn.Module):
-    """Capture ignores that torch reads a causal mask, and queries an input."""
+    """A model with hints that capture ignores: a causal mask, and gradients of an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,13 +120,13 @@ class Hinted(nn.Module):
         return (self.encoder(x, mask) + self.conv(x)).square().sum()
 
 
-def test_hints_are_passed_over() -> None:
+def test_hints_are_ignored() -> None:
     case = make_case(Hinted(), torch.randn(4, 5, 8))
     assert verdict(case, random_plan(case, 3, seed=1)).ok
 
 
 class OneKey(nn.Module):
-    """Attention whose heads share one key, by broadcasting; values have a head each."""
+    """Attention whose heads share one key by broadcasting; every head has its own values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The same inputs give the same plan, byte for byte: whatever the hash seed, however often.
+"""The same inputs give the same plan, byte for byte, for every hash seed and in every run.
 
-Ranks on many machines may each plan for themselves; they must come to the same program.
+Ranks on many machines may each plan for themselves and must find the same program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CLUSTER = str(BENCHMARKS / "clusters" / "unlike8.yaml")
 SEEDS = ("0", "1", "4294967295")
 
-# Planned in one process, since a process spends most of its time importing.
+# One process plans all models, because imports take most of its time.
 PROGRAM = """\
 import sys
 from hap.cli.commands import main
@@ -35,7 +35,7 @@ def spec(model: str) -> str:
 
 
 def in_process(folder: Path, seed: str, *models: str) -> tuple[str, list[bytes]]:
-    """stdout of ``hap plan``, and the plan files, of a process with this hash seed."""
+    """Return stdout of ``hap plan`` and the plan files, from a process with this hash seed."""
     folder.mkdir()
     words = [sys.executable, "-c", PROGRAM, CLUSTER, *map(spec, models)]
     environment = os.environ | {"PYTHONHASHSEED": seed}
@@ -46,7 +46,7 @@ def in_process(folder: Path, seed: str, *models: str) -> tuple[str, list[bytes]]
 
 @pytest.mark.slow
 def test_plans_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
-    models = ("bert.py:tiny", "mlp.py:model")  # the second splits its parameters
+    models = ("bert.py:tiny", "mlp.py:model")  # the second stores parameters in shards
     runs = [in_process(tmp_path / seed, seed, *models) for seed in SEEDS]
     assert len(runs[0][1]) == len(models)
     plans = [Plan.load(tmp_path / SEEDS[0] / f"plan{k}.json") for k in range(len(models))]

@@ -1,4 +1,4 @@
-"""Three engines, one answer: to the picosecond, on random tables and on the tables of models."""
+"""Three search engines find the same cost, to the picosecond, on random tables and on models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SEEDS = 40
 
 
 def random_tables(kind: str, seed: int) -> Tables:
-    """A labelling problem: up to 7 variables of 1 to 4 labels, or 30 in a band for ``long``."""
+    """Return tables of up to 7 variables of 1 to 4 labels, or of 30 in a band for ``long``."""
     rng = random.Random(f"{kind}/{seed}")
     n = 30 if kind == "long" else rng.randint(2, 7)
     sizes = [rng.randint(1, 4) for _ in range(n)]
@@ -68,7 +68,7 @@ def random_tables(kind: str, seed: int) -> Tables:
 
 
 def tried(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> int:
-    """The least cost over all labellings."""
+    """Return the least cost over all labellings."""
     every = itertools.product(*(range(len(costs)) for costs in unary))
     return min(cost_of(labels, unary, pairs) for labels in every)
 
@@ -76,7 +76,7 @@ def tried(unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]) -> int
 def check(
     outcome: SearchResult, unary: Sequence[Costs], pairs: Mapping[tuple[int, int], Costs]
 ) -> None:
-    """Properties of every result, whatever the engine."""
+    """Check the properties of every result, for any engine."""
     if outcome.labelling is not None:
         assert cost_of(outcome.labelling.labels, unary, pairs) == outcome.labelling.cost
         assert outcome.bound <= outcome.labelling.cost < FORBIDDEN
@@ -85,7 +85,7 @@ def check(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engines_agree(kind: str) -> None:
-    """A* searches with tables of every size, so that its heuristic is poor, fair and perfect."""
+    """A* searches with tables of several sizes, so that its heuristic is poor, fair and perfect."""
     infeasible = 0
     for seed in range(SEEDS):
         unary, pairs = random_tables(kind, seed)
@@ -118,8 +118,8 @@ def test_the_same_tables_give_the_same_outcome(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moved_costs_cost_the_same(kind: str) -> None:
-    """Of every labelling that a sweep and folding leave, and they leave all that are allowed."""
+def test_reparametrization_keeps_the_costs(kind: str) -> None:
+    """Sweeps and folding keep the cost of each labelling that they leave, and all allowed ones."""
     for seed in range(SEEDS if kind != "long" else 0):
         unary, pairs = random_tables(kind, seed)
         order, _ = search_order([len(costs) for costs in unary], pairs)
@@ -179,8 +179,8 @@ def test_the_referee_cut_short_says_so() -> None:
     assert outcome.bound <= optimum
 
 
-def test_the_search_takes_what_elimination_refuses() -> None:
-    """Every variable tied to every other, and one labelling hidden that costs nothing."""
+def test_the_search_solves_problems_too_wide_for_elimination() -> None:
+    """Every pair of variables is coupled; one hidden labelling costs nothing."""
     rng = random.Random(0)
     n, sizes = 20, (4, 4)
     hidden = [rng.randrange(4) for _ in range(n)]
@@ -231,7 +231,7 @@ PRICES = {
 
 
 def unlike(flops: float, bandwidth: float, latency_s: float) -> Cluster:
-    """Three machines of one device each, three and seven times as fast as the first."""
+    """Return three machines of one device each, with speeds 1 : 3 : 7."""
     devices = tuple(
         Device(
             name=f"n{k}:0", kind="x", node=f"n{k}", memory_bytes=2**30, launch_s=1e-7,
@@ -245,7 +245,7 @@ def unlike(flops: float, bandwidth: float, latency_s: float) -> Cluster:
 
 @cache
 def model_case(file: str) -> Case:
-    """The tiny variant, of one or two layers; the plain perceptron's has three, so two here."""
+    """Return the tiny variant, of one or two layers. The perceptron's has three, so it gets two."""
     if file != "mlp":
         return benchmark_case(file, "tiny")
     module = import_module("benchmarks.models.mlp")
@@ -263,7 +263,7 @@ def model_problem(file: str, prices: str, memory_price: float = 0.0) -> Problem:
 
 
 def program_cost(problem: Problem, program: Program) -> float:
-    """Cost of a written program under the prices of the labelling, in picoseconds."""
+    """Return the cost of a program under the prices of the labelling, in picoseconds."""
     graph, cost = problem.space.graph, problem.cost
     trained = {i.tensor: i.target in graph.gradients for i in graph.role("parameter")}
     seconds = sum(
@@ -272,7 +272,7 @@ def program_cost(problem: Problem, program: Program) -> float:
     for step in program.instructions:
         if isinstance(step, Compute):
             seconds += float(cost.compute(graph.by_name[step.node], Row(step.outs, step.ins)).max())
-        elif step.src != R:  # a replica gives all else for free
+        elif step.src != R:  # a replica converts to anything for free
             seconds += problem.conversions(step.tensor, step.src, (step.dst,))[0]
     return seconds * PICOSECONDS
 
@@ -281,9 +281,9 @@ def program_cost(problem: Problem, program: Program) -> float:
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("file", MODELS)
 def test_the_engines_agree_on_models(file: str, prices: str) -> None:
-    """Also with tables far smaller than the exact search needs: then A* has to search.
+    """A* also searches with tables far smaller than exact search needs.
 
-    With 4096 entries, a million expansions do not close the mixture of experts on dear links.
+    With 4096 entries, a million expansions do not solve the mixture of experts on expensive links.
     """
     problem = model_problem(file, prices)
     found = {name: problem.outcome(engine) for name, engine in ENGINES.items()}
@@ -340,7 +340,7 @@ def test_a_plan_by_any_engine_is_as_fast() -> None:
         for name in ENGINES
     }
     steps = {name: plan.prediction.step_s for name, plan in plans.items()}
-    # Programs of equal cost may fuse and balance differently.
+    # Programs of equal cost may differ in fusion and in balance.
     assert steps["astar"] == pytest.approx(steps["exact"], rel=0.05)
     assert steps["cpsat"] == pytest.approx(steps["exact"], rel=0.05)
 

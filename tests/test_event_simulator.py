@@ -1,4 +1,4 @@
-"""The two streams of each rank, by hand and on random plans, and the memory on them."""
+"""The two streams of each rank, by hand and on random plans, and their memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both(plan: Plan) -> tuple[Schedule, Schedule]:
 
 
 class Seconds(Prices):
-    """A second per kernel on rank 0 and two on rank 1; three for every collective."""
+    """Kernels take 1 s on rank 0 and 2 s on rank 1; every collective takes 3 s."""
 
     together: frozenset[str] = frozenset()
 
@@ -70,7 +70,7 @@ class Seconds(Prices):
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
     ) -> list[Quote]:
-        return [Quote("ring", 3.0)]
+        return [Quote("one shot", 3.0)]
 
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
         return [Quote(group[0].implementation, 3.0)]
@@ -90,7 +90,7 @@ def spans(run: Schedule, stream: str, rank: int) -> list[tuple[float, float]]:
 
 
 def test_without_overlap_by_hand() -> None:
-    """y0 s0 y1 s1 loss, reduce, d0, reduce, d1, reduce, two updates."""
+    """The order: y0 s0 y1 s1 loss, reduce, d0, reduce, d1, reduce, two updates."""
     graph = small_graph()
     run = schedule(graph, small_program(), Seconds(graph), overlap=False)
     assert spans(run, COMMUNICATION, 0) == [(10, 13), (15, 18), (20, 23)]
@@ -106,7 +106,7 @@ def test_without_overlap_by_hand() -> None:
 
 
 def test_with_overlap_by_hand() -> None:
-    """The second product of the backward runs while the first is reduced; the forward ends first."""
+    """The backward's second product overlaps the first reduction; the forward ends before."""
     graph = small_graph()
     run = schedule(graph, small_program(), Seconds(graph))
     assert spans(run, COMMUNICATION, 1) == [(10, 13), (15, 18), (18, 21)]
@@ -121,7 +121,7 @@ def test_with_overlap_by_hand() -> None:
 
 
 def test_a_collective_slows_computing_beside_it_by_hand() -> None:
-    """Half of the 3 seconds in which d0 is reduced is taken from d1; where computing waits, none."""
+    """d1 loses half of the 3 s of d0's reduction; a rank that waits loses nothing."""
     graph, cost = small_graph(), Seconds(small_graph())
     cost.machine.interference = np.array([0.0, 0.5])
     run = schedule(graph, small_program(), cost)
@@ -134,9 +134,9 @@ def test_a_collective_slows_computing_beside_it_by_hand() -> None:
 def test_computing_slows_the_collective_beside_it_by_hand(
     figure: str, per_rank: list[float]
 ) -> None:
-    """While rank 1 computes d1 for 2 seconds, a third of them is communicated; then all wait.
+    """While rank 1 computes d1 for 2 s, the reduction runs at a third of its rate.
 
-    A drag of 3 does so, and for two messages in 3 seconds a delay of 3 for each.
+    A drag of 3 has this effect; so does a delay of 3 s for each of two messages in 3 s.
     """
     graph, cost = small_graph(), Seconds(small_graph())
     setattr(cost.machine, figure, np.array(per_rank))
@@ -148,12 +148,12 @@ def test_computing_slows_the_collective_beside_it_by_hand(
     assert run.step_s == pytest.approx(third[1] + 4)
 
 
-def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both_run() -> None:
-    """Half the rate of a rank and a third of the link's, until one of them has ended."""
+def test_computing_and_communicating_slow_each_other_while_both_run() -> None:
+    """Contention ends when the computing or the collective ends."""
     machine = Machine(small_cluster(1, 1))
     machine.interference, machine.drag = np.array([0.0, 0.5]), np.array([1.0, 2.0])
     streams = Streams(machine)
-    number = streams.issue(1.0, 1)  # lasts 2 beside rank 1, which loses a quarter meanwhile
+    number = streams.issue(1.0, 1)  # takes 2 s beside rank 1, which loses a quarter meanwhile
     _, end = streams.compute(np.array([0.1, 1.0]))
     assert end == pytest.approx([0.1, 1 / 0.75])
     assert not streams.ended(number)
@@ -165,8 +165,8 @@ def test_the_slower_of_computing_and_communicating_is_slowed_for_as_long_as_both
     assert streams.clock_s == pytest.approx([2.0, 2.5])
 
 
-def test_no_rank_ends_before_its_computing_and_what_communicating_takes_of_it() -> None:
-    """Rank 0 is behind: the collective, which rank 1 has seen end, takes half a second of it."""
+def test_no_rank_ends_before_its_computing_and_the_interference() -> None:
+    """Rank 0 lags: the collective, which has ended on rank 1, still takes half a second of it."""
     machine = Machine(small_cluster(1, 1))
     machine.interference = np.array([0.5, 0.0])
     streams = Streams(machine)
@@ -177,10 +177,10 @@ def test_no_rank_ends_before_its_computing_and_what_communicating_takes_of_it() 
     assert streams.least_s == pytest.approx([2.7, 2.0])
 
 
-def test_what_needs_a_collective_waits_for_it_and_nothing_else_does() -> None:
-    """y1 reads a gathered weight; y0, which stands before it and after the gather, does not."""
+def test_only_readers_of_a_collective_wait_for_it() -> None:
+    """y1 reads a gathered weight and waits; y0, which is issued after the gather, does not."""
     graph, program = small_graph(), small_program()
-    gather = Convert(tensor="w1", src=S(0), dst=R, implementation="ring", backward=False)
+    gather = Convert(tensor="w1", src=S(0), dst=R, implementation="one shot", backward=False)
     program = dataclasses.replace(
         program,
         inputs={**program.inputs, "w1": S(0)},
@@ -241,7 +241,7 @@ def test_a_step_is_at_least_each_streams_work(plan: Plan) -> None:
 
 
 def test_streams_do_one_thing_at_a_time_and_nothing_starts_too_soon(plan: Plan) -> None:
-    """Every value that a span reads was made by a span that has ended."""
+    """Every value that a span reads comes from a span that has ended."""
     for run in both(plan):
         for stream in (COMPUTE, COMMUNICATION):
             for rank in range(plan.world_size):
@@ -285,12 +285,12 @@ def test_the_curve_of_memory_has_the_peak_of_the_simulator(plan: Plan) -> None:
     _, peak = memory(plan.graph, plan.program, plan_costs(plan))
     found = [curve.bytes[curve.peak] for curve in curves(plan, plain)]
     assert found == pytest.approx(peak.tolist(), rel=1e-12)
-    # More than that can be alive at once where computing runs ahead of communication.
+    # Overlap may raise the peak, because computing runs ahead of communication.
     more = [curve.bytes[curve.peak] for curve in curves(plan, overlapped)]
     assert all(b >= a * (1 - 1e-12) for a, b in zip(found, more, strict=True))
 
 
-def test_memory_never_falls_below_what_is_always_there(plan: Plan) -> None:
+def test_memory_never_falls_below_its_initial_value(plan: Plan) -> None:
     for run in both(plan):
         for curve in curves(plan, run):
             assert (np.diff(curve.times_s) >= 0).all() and curve.times_s[-1] <= run.step_s
@@ -299,7 +299,7 @@ def test_memory_never_falls_below_what_is_always_there(plan: Plan) -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Bytes per rank: x 64 and its view xt, w 96 each, y 96, scalars 4, d 96; 4 rows of 8."""
+    """Bytes per rank, with 4 of 8 rows: x 64 and its view xt, w 96 each, y 96, scalars 4, d 96."""
     graph, program = small_graph(), small_program()
     cost = Seconds(graph)
     held = 64 + 2 * 96 + 4
@@ -313,7 +313,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_an_overlapped_collective_keeps_what_it_reads() -> None:
-    """d0@P stays until 18, when d1 has long been made; without overlap it goes before."""
+    """d0@P stays until 18, long after d1 is computed; without overlap, it is freed before."""
     graph, program = small_graph(), small_program()
     cost = Seconds(graph)
     (curve, _) = memory_over_time(

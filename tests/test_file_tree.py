@@ -1,4 +1,4 @@
-"""docs/tree.md lists every file, and every file has a docstring to be listed by."""
+"""docs/tree.md lists every file, and every file has a docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A minute of random modules, clusters and shares: planned, and compared with one device.
+"""A minute of random modules, clusters and shares, planned and compared with one device.
 
 ``python -m tests.fuzz --minutes 30 --seed 1`` searches longer, for other modules each time.
 """
@@ -36,7 +36,7 @@ SMALL = Recipe(
 )  # fmt: skip
 @given(recipes())
 def test_random_modules_compute_what_one_device_computes(recipe: Recipe) -> None:
-    check(recipe)  # a failure shows the smallest recipe that fails
+    check(recipe)  # Hypothesis shows the smallest recipe that fails
 
 
 @settings(
@@ -56,14 +56,14 @@ def test_a_recipe_is_data_and_a_script(recipe: Recipe, written: bool) -> None:
 
 def test_a_right_program_is_clean_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(SMALL) is Outcome.CLEAN
-    monkeypatch.setattr(emulate, "_total", lambda terms: terms[0])  # what the others have is lost
+    monkeypatch.setattr(emulate, "_total", lambda terms: terms[0])  # drops other ranks' terms
     with pytest.raises(AssertionError, match="computes something else"):
         for seed in range(8):
             check(Recipe.from_json({**SMALL.to_json(), "seed": seed}))
 
 
-def test_what_is_all_rounding_on_one_device_is_no_failure() -> None:
-    """Noise as large as rounding decides here which way the gradient points."""
+def test_an_ill_conditioned_module_is_no_failure() -> None:
+    """Rounding decides the sign of the gradient here."""
     cancelled = Recipe.from_json({
         **SMALL.to_json(),
         "lines": [

@@ -1,4 +1,4 @@
-"""The proof on a GPU runs its code on CPUs where there is none, so that it cannot rot."""
+"""The proof on a GPU runs on CPUs where there is none, so that its code stays tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prices of collectives in stages by hand, and where plans turn from flat ones to them."""
+"""Prices of hierarchical collectives by hand, and where plans switch to them from flat ones."""
 
 from __future__ import annotations
 
@@ -68,37 +68,37 @@ def test_two_machines_of_eight_by_hand() -> None:
         assert found["padded"] == pytest.approx(3 * A + SA + 15 / 16 * b / SW)
         assert found["hierarchical"] == pytest.approx(3 * A + 7 / 8 * b / W + SA + b / 2 / SW)
     found = seconds((8, 8), "all_to_all", b)
-    # Half of what a machine has leaves it either way: only the starts are fewer.
+    # Half of a machine's data leaves it either way; only the starts are fewer.
     assert found["exact"] == pytest.approx(7 * A + 8 * SA + b / 4 / SW)
-    # A rank gets from its 7 peers what they hold of its own 1/16: 7/8 of that.
+    # A rank receives 7/8 of its own 1/16 from its 7 peers.
     assert found["hierarchical"] == pytest.approx(7 * A + 7 / 8 / 16 * b / W + SA + b / 4 / SW)
 
 
 def test_uneven_shards_by_hand() -> None:
-    """Two machines of two. The columns have 5/8 and 3/8 of the tensor."""
+    """Two machines of two. The columns hold 5/8 and 3/8 of the tensor."""
     b, parts = 8_000_000, [0.5, 0.25, 0.125, 0.125]
     found = seconds((2, 2), "all_gather", b, parts)
-    # Across: column 0 pads to 1/2, column 1 to 1/4. Inside: the larger column.
+    # Between machines, column 0 pads to 1/2 and column 1 to 1/4. Inside: the larger column.
     assert found["hierarchical"] == pytest.approx(SA + 0.75 * b / SW + A + 0.625 * b / W)
-    # A machine without a shard: still two columns, each sends what it has.
+    # A machine without a shard: both columns send what they hold.
     found = seconds((2, 2), "all_gather", b, [0.5, 0.5, 0, 0])
     assert found["hierarchical"] == pytest.approx(SA + b / SW + A + 0.5 * b / W)
 
 
 def test_machines_of_unequal_sizes_by_hand() -> None:
-    """Of three and one: a column of one leader each, its machine's other ranks by broadcast."""
+    """Machines of three and of one: one column of leaders, which broadcast to their other ranks."""
     b = 6_000_000
     found = seconds((3, 1), "all_reduce", b)
-    # Inside: one reduction and one broadcast of all, two steps of a tree each.
+    # Inside: a reduction and a broadcast of the whole tensor, each a tree of two steps.
     assert found["hierarchical"] == pytest.approx(2 * (2 * A + b / W) + 2 * SA + b / SW)
     parts = [1 / 3, 1 / 3, 0, 1 / 3]
     found = seconds((3, 1), "all_gather", b, parts)
-    level = 2 * A + 2 * b / 3 / W  # padded as cheap as grouped: 2 links' worth of a third
+    level = 2 * A + 2 * b / 3 / W  # padded costs the same as grouped: twice a third
     assert found["hierarchical"] == pytest.approx(level + SA + 2 / 3 * b / SW + 2 * A + b / W)
 
 
 @pytest.mark.parametrize("counts", [(1,), (8,), (1, 1, 1)])
-def test_without_two_levels_there_is_none(counts: tuple[int, ...]) -> None:
+def test_a_single_level_has_no_hierarchical_collective(counts: tuple[int, ...]) -> None:
     assert not exists(counts)
     for kind in KINDS:
         assert "hierarchical" not in seconds(counts, kind, 1000)
@@ -139,10 +139,10 @@ def test_prices_are_positive_and_grow_with_the_bytes(counts: tuple[int, ...], ki
 
 
 def test_plans_turn_to_stages_where_the_bytes_outweigh_the_starts() -> None:
-    """Two machines of two, inner latency 1 us, links of 10 and 1 GB/s.
+    """Two machines of two, latency inside 1 us, links of 10 and 1 GB/s.
 
-    Small: a tree of two steps, 1 us + 10 us and twice twice the bytes over the slow link.
-    In stages: 2 us inside, 10 us and twice the bytes between, and the bytes inside.
+    One shot: a tree of two steps, 1 us + 10 us and four times the bytes over the slow link.
+    Hierarchical: 2 us inside, 10 us and twice the bytes between, and the bytes inside.
 
         11 us + 4 b / 1e9  =  12 us + 2 b / 1e9 + b / 1e10   at   b = 1 us / 1.9e-9
     """
@@ -150,18 +150,18 @@ def test_plans_turn_to_stages_where_the_bytes_outweigh_the_starts() -> None:
     for b, best in ((math.floor(turn), "one shot"), (math.ceil(turn), "hierarchical")):
         found = seconds((2, 2), "all_reduce", b)
         assert min(found, key=found.__getitem__) == best
-    # A gather in stages has the same starts, as many steps, and fewer bytes over the slow link.
+    # A hierarchical gather has as many starts and steps, and fewer bytes on the slow link.
     found = seconds((2, 2), "all_gather", 1)
     assert min(found, key=found.__getitem__) == "hierarchical"
-    # With links alike, what is moved twice loses.
+    # With equal links, moving data twice is slower.
     alike = NetworkModel(cluster((2, 2), SLOW, SLOW))
     first = alike.choices("all_reduce", 10**7, np.ones(4), np.ones(4))[0]
     assert first.implementation == "one shot"
 
 
 def test_a_program_takes_each_form_where_it_is_the_faster() -> None:
-    """As above, 1.9e-9 seconds a byte against one inner latency: for a loss of 4 bytes, and
-    gradients of 96."""
+    """The crossover is again at 1.9e-9 seconds a byte per inner latency. The loss has 4 bytes, the
+    gradients 96."""
     graph, program = small_graph(8), small_program(8)
     axes = Axes(
         axes={"batch": Axis(name="batch", units=8)},
@@ -184,14 +184,14 @@ def test_a_cut_is_whole_and_even() -> None:
         cut = even(total, parts)
         assert sum(cut) == total and max(cut) - min(cut) <= 1
     assert cheaper([1, 1, 1]) == "padded" and cheaper([3, 0, 0]) == "grouped"
-    assert cheaper([1, 1, 0]) == "padded"  # as many bytes: the fewer starts
+    assert cheaper([1, 1, 0]) == "padded"  # equal bytes, fewer starts
 
 
-# --- what is priced is what runs ------------------------------------------------------------
+# --- priced bytes are those sent -------------------------------------------------------------
 
 
 class Counted(Comm):
-    """Passes everything on, and counts the bytes past each link of its ring, in elements."""
+    """Forwards every call and counts the elements past each link of its ring."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self.calls = comm, []
@@ -229,7 +229,7 @@ class Counted(Comm):
 
 
 def counted(counts: tuple[int, ...], kind: str, sizes: tuple[int, ...]) -> tuple[float, float]:
-    """(elements past a link inside of machines, past an adapter) when a collective runs."""
+    """Return the elements past a link inside machines and past an adapter, for a collective."""
 
     def run(flat: Comm) -> tuple[int, int, list[float], list[float]]:
         comm = TwoLevelComm(flat, counts)
@@ -252,11 +252,11 @@ def counted(counts: tuple[int, ...], kind: str, sizes: tuple[int, ...]) -> tuple
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 3), (3, 1), (1, 2, 1), (4, 4, 4), IRREGULAR])
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_the_bytes_that_are_priced_are_those_that_run(counts: tuple[int, ...], kind: str) -> None:
+def test_priced_bytes_are_those_sent(counts: tuple[int, ...], kind: str) -> None:
     free, unit = Link(1e30, 0.0), Link(1.0, 0.0)
     rng, n = random.Random(repr(counts)), sum(counts)
     for _ in range(5):
-        # Multiples of the columns, so that no cut needs rounding.
+        # Multiples of the number of columns need no rounding.
         sizes = tuple(min(counts) * rng.choice((0, 0, 1, 2, 3, 7)) for _ in range(n - 1))
         sizes = (*sizes, 5 * min(counts))
         parts = np.array(sizes) / sum(sizes)

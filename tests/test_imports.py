@@ -1,6 +1,6 @@
-"""The architecture, held by folder: imports run one way, planning needs no torch, names are unique.
+"""The architecture: one-way imports, planning without torch, unique names, sizes of files.
 
-The docstring of each folder's ``__init__`` says the same in words.
+The docstring of each folder's ``__init__`` states the same rules.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FOLDERS = {
     "hap.runtime": {"hap.capture", "hap.ir", "hap.cluster", "hap.optim"},
     "hap.synthesizer": {"hap.ir", "hap.cluster"},
 }
-"""Folder -> folders that it may import, beside itself and ``BASE``. Others may import everything
-but ``hap.cli``, which nothing else imports."""
+"""Folder -> folders that it may import, beside itself and ``BASE``. Other folders may import
+everything but ``hap.cli``, which nothing else imports."""
 
 SYNTHESIZER = {
     "rules": set(),
@@ -41,13 +41,13 @@ SYNTHESIZER = {
     "schedule": {"cost", "rules"},
     "bounds": {"search", "cost", "rules"},
 }
-"""The same inside ``hap.synthesizer``; its own modules, which orchestrate, may import all."""
+"""The same inside ``hap.synthesizer``; its own modules may import all of these."""
 
 NO_TORCH = {"hap.cluster", "hap.ir", "hap.synthesizer"}
 
 
 def _files() -> dict[str, Path]:
-    """Module -> file, of the product and the benchmarks."""
+    """Return module -> file, of the product and the benchmarks."""
     found = {}
     for folder in ("hap", "benchmarks", *HOMES):
         for file in (ROOT / folder).rglob("*.py"):
@@ -65,7 +65,7 @@ TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """The modules that a statement imports: ``from hap.ir import graph`` means hap.ir.graph."""
+    """Yield the modules that a statement imports; ``from hap.ir import graph``: hap.ir.graph."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
@@ -111,18 +111,18 @@ def test_planning_is_pure(module: str) -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Under ``TYPE_CHECKING`` or inside a function, an import counts as any other."""
+    """Imports under ``TYPE_CHECKING`` or inside a function count as well."""
     arrows = networkx.DiGraph(
         (module, used) for module, names in IMPORTS.items() for used in names if used in FILES
     )
-    faces = [m for m in FILES if FILES[m].name == "__init__.py"]  # they load lazily
+    faces = [m for m in FILES if FILES[m].name == "__init__.py"]  # these import lazily
     arrows.remove_nodes_from([m for m in faces if m in arrows])
     assert not list(networkx.simple_cycles(arrows))
 
 
 @pytest.mark.parametrize("module", PRODUCT)
 def test_own_modules_are_imported_at_the_top(module: str) -> None:
-    """Functions import no module of the product; only the faces do, by name, on first use."""
+    """No function imports a module of the product; packages import lazily, by name."""
     inside = [
         used
         for function in ast.walk(TREES[module])

@@ -1,4 +1,4 @@
-"""Ranks as real processes: results, every way to fail, and nothing left running."""
+"""Ranks as real processes: their results, all ways to fail, and that nothing stays running."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ gloo = pytest.mark.gloo
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within some seconds (a zombie has ended)."""
+    """Return whether a process ends within ten seconds; a zombie has ended."""
     for _ in range(100):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -66,7 +66,7 @@ def test_results_reports_and_pids_come_back_in_rank_order() -> None:
 
 
 def fail(how: str) -> None:
-    """Rank 1 fails in a named way while rank 0 waits for it in a collective."""
+    """Fail on rank 1 in a given way, while rank 0 waits for it in a collective."""
     child = subprocess.Popen(["sleep", "1000"])
     report(child.pid)
     dist.barrier()
@@ -105,7 +105,7 @@ def test_a_failure_is_one_error_that_names_its_rank(
             timeout_s=timeout_s,
         )
     assert all(text in str(error.value) for text in said), error.value
-    assert len(pids) == 4 or how == "hang"  # a slow machine may need longer to begin
+    assert len(pids) == 4 or how == "hang"  # a slow machine may start them late
     assert all(gone(pid) for pid in pids)
 
 
@@ -115,7 +115,7 @@ def test_an_error_of_a_callback_passes_through_and_ends_the_ranks() -> None:
 
     def refuse(rank: int, pid: int) -> None:
         pids.append(pid)
-        raise EOFError("no more")  # of a type that the pipes raise, too
+        raise EOFError("no more")  # a type that the pipes raise, too
 
     with pytest.raises(EOFError, match="no more"):
         spawn(add_up, 2, args=(torch.zeros(1),), before_rank=refuse, timeout_s=120)
@@ -179,8 +179,8 @@ def test_a_script_without_a_guard_ends_and_says_why(tmp_path: Path) -> None:
 
 
 def memory_of_a_thread() -> tuple[bool, int]:
-    """Is what it allocates in the main thread's heap, and the pages made when it wants as much as
-    it has freed before?"""
+    """Return whether a thread allocates in the main heap, and its page faults when it allocates as
+    much as it has freed."""
     found = []
 
     def work() -> None:
@@ -203,12 +203,12 @@ def in_main_heap(address: int) -> bool:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
-def test_what_a_thread_frees_is_kept() -> None:
+def test_memory_that_a_thread_frees_is_reused() -> None:
     ((in_heap, pages),) = spawn(memory_of_a_thread, 1)
-    assert in_heap and pages < 100  # of 24,576
+    assert in_heap and pages < 100  # of 24,576 pages
 
 
-def test_what_cannot_be_started_is_refused_before_any_process_is() -> None:
+def test_an_impossible_launch_is_refused_before_any_process_starts() -> None:
     with pytest.raises(InputError, match="0 ranks"):
         spawn(add_up, 0)
     with pytest.raises(InputError, match="cannot be sent"):
@@ -224,7 +224,7 @@ def free_port() -> int:
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what the code sets is taken away, too
+        monkeypatch.setenv(name, "")  # registers the variable, so that teardown removes it
         monkeypatch.delenv(name)
     return monkeypatch
 
@@ -333,7 +333,7 @@ def test_torchrun_lines_of_unequal_machines_work_as_printed(tmp_path: Path) -> N
 
 
 def as_srun(tmp_path: Path) -> Callable[[str], list[str]]:
-    """A stand-in srun that prints the tasks as its arbitrary distribution lays them out."""
+    """Return a stand-in srun that prints the tasks as its arbitrary distribution orders them."""
     fake = tmp_path / "srun"
     fake.write_text('#!/bin/sh\ncat "$SLURM_HOSTFILE"; echo "$MASTER_ADDR"; echo "$@"\n')
     fake.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The order in which collectives are issued: by hand, on random programs, and on real lanes."""
+"""The order of collectives: by hand, on random programs, and on real lanes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def found(plan: Plan) -> list[Timeline]:
 
 
 def plain(step: Instruction) -> Instruction:
-    """Without what scheduling may choose."""
+    """Return the step without its bucket and implementation, which scheduling may choose."""
     if not isinstance(step, Convert):
         return step
     return dataclasses.replace(step, bucket=0, implementation="")
@@ -67,8 +67,8 @@ def test_an_order_is_the_same_program(plan: Plan, found: list[Timeline]) -> None
         assert halves == sorted(halves)
 
 
-def test_an_order_says_how_long_it_takes(plan: Plan, found: list[Timeline]) -> None:
-    """The scheduler keeps its own clocks; the simulator must read the same on them."""
+def test_the_time_of_an_order_is_the_simulated_one(plan: Plan, found: list[Timeline]) -> None:
+    """The scheduler keeps its own clocks; the simulator must agree with them."""
     cost = plan_costs(plan)
     for order in found:
         run = schedule(plan.graph, order.program, cost)
@@ -104,14 +104,14 @@ def test_orders_of_a_program_over_two_axes() -> None:
         assert order.step_s == pytest.approx(run.step_s, rel=1e-9)
 
 
-def test_what_does_not_wait_goes_first_by_hand() -> None:
-    """w0 is gathered for y0 and w1 for y1: y0 s0 run while w1 is on its way.
+def test_three_orders_by_hand() -> None:
+    """w0 is gathered for y0 and w1 for y1; y0 s0 run while w1 is gathered.
 
-    Gathers take 3 each, kernels 2 on the slow rank, the loss is reduced in 3, updates take 2.
+    Gathers take 3 each, kernels 2 on the slow rank, the reduction of the loss 3, updates 2.
     Together: w0 w1 at 3 (one start), y0 .. loss until 13, reduced at 16, d0 18, d1 20, reduced
-    together at 23, updated at 27. In two buckets: w0 at 3, w1 at 6; y0 5, s0 7, the rest until
-    13 again, 16; d0 18, reduced at 21, d1 20, reduced at 24, 28. As they stand, each is waited
-    for where it is read.
+    together at 23, updated at 27. In two buckets: w0 at 3, w1 at 6; y0 5, s0 7, the rest again
+    until 13, 16; d0 18, reduced at 21, d1 20, reduced at 24, 28. In program order, each collective
+    is awaited where it is read.
     """
     graph, program, cost = small_graph(), gathered(small_program()), seconds()
     ordered = list(listed(graph, program, cost))
@@ -124,10 +124,10 @@ def test_what_does_not_wait_goes_first_by_hand() -> None:
 
 
 class Gathers(Seconds):
-    """A collective takes 3, however much runs as one; 6 for two at once in one half."""
+    """A group of collectives takes 3 s however many it fuses; two groups in one half take 6 s."""
 
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
-        return [Quote("ring", 3.0)]
+        return [Quote("one shot", 3.0)]
 
 
 def seconds() -> Seconds:
@@ -138,9 +138,11 @@ def seconds() -> Seconds:
 
 
 def gathered(program: Program) -> Program:
-    """The small program with both weights stored in shards, gathered at the start."""
+    """Return the small program with both weights stored in shards and gathered at the start."""
     gathers = [
-        Convert(tensor=w, src=S(0), dst=program.inputs[w], implementation="ring", backward=False)
+        Convert(
+            tensor=w, src=S(0), dst=program.inputs[w], implementation="one shot", backward=False
+        )
         for w in ("w0", "w1")
     ]
     steps = [s for s in program.instructions if not (isinstance(s, Convert) and s.backward)]
@@ -153,7 +155,7 @@ def gathered(program: Program) -> Program:
     )
 
 
-# --- what the ranks run ----------------------------------------------------------------------
+# --- emitted ranks -----------------------------------------------------------------------------
 
 
 def issued(module: fx.GraphModule) -> list[str]:
@@ -161,8 +163,8 @@ def issued(module: fx.GraphModule) -> list[str]:
 
 
 def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Timeline]) -> None:
-    """Ranks with an empty share as well; every wait stands right before the first reader."""
-    # A mask reads, and on rank 0 leaves no trace in the code.
+    """Ranks with an empty share do so too; every wait stands right before its first reader."""
+    # A mask reads its tensor and leaves no trace in the code of rank 0.
     converts = [s for s in plan.program.instructions if isinstance(s, Convert)]
     masked = {s.tensor for s in converts if s.kind == "mask"}
     for order in found:
@@ -182,7 +184,7 @@ def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Timeline]) 
 
 
 def test_arguments_are_not_renamed(plan: Plan) -> None:
-    """A renamed argument would live until its function returns, whatever was freed before."""
+    """A renamed argument would live until its function returns, even after its last use."""
     for rank in range(plan.world_size):
         emitted = emit(plan, rank, torch.device("cpu"))
         for module in (emitted.forward, emitted.backward):
@@ -214,7 +216,7 @@ wait d1"""
 
 
 def test_golden_schedule() -> None:
-    """A small plan in two buckets, letter by letter and the same on all ranks."""
+    """The schedule of a small plan in two buckets, exact and equal on all ranks."""
     graph, program = small_graph(), gathered(small_program())
     two = list(listed(graph, program, seconds()))[-1].program
     shares = {"batch": (5, 3), "width": (1, 1)}
@@ -263,7 +265,7 @@ def test_issuing_does_not_block() -> None:
         return torch.ones(1)
 
     pending = lane.issue(slow)
-    go.set()  # reached only because the line above came back
+    go.set()  # reached only if ``issue`` did not block
     assert lane.wait(pending).item() == 1
 
 
@@ -282,7 +284,7 @@ def test_a_failure_reaches_its_reader_and_all_later_ones() -> None:
 
 
 def test_the_thread_ends_with_its_lane() -> None:
-    others = set(threading.enumerate())  # of earlier tests, which may end in the midst of this one
+    others = set(threading.enumerate())  # of earlier tests, which may end meanwhile
     lane = ThreadLane()
     lane.wait(lane.issue(lambda: torch.ones(1)))
     (thread,) = set(threading.enumerate()) - others

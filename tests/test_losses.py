@@ -1,4 +1,4 @@
-"""Cross-entropy as a logical operator against torch's own, whole and with its classes split."""
+"""Cross-entropy as a logical operator equals torch's own, whole and with its classes split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
 def check(x: Tensor, target: Tensor, **options: Any) -> None:
-    """Loss and gradient, and their dtypes and shapes."""
+    """Check the loss and the gradient, and their dtypes and shapes."""
     found: list[Tensor] = []
     for function in (F.cross_entropy, cross_entropy.cross_entropy):
         given = x.clone().requires_grad_()
@@ -48,7 +48,7 @@ def check(x: Tensor, target: Tensor, **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_it_is_what_torch_computes(reduction: str, dtype: torch.dtype) -> None:
+def test_cross_entropy_equals_torchs(reduction: str, dtype: torch.dtype) -> None:
     for shape, weighted, ignore, smoothing in itertools.product(
         ((7, 5), (5,), (3, 5, 2, 4)), (False, True), (-100, 1), (0.0, 0.1)
     ):
@@ -76,7 +76,7 @@ def test_logits_of_minus_infinity_are_classes_that_cannot_be() -> None:
     assert (lse == -torch.inf).all() and (picked == -torch.inf).all()  # a shard of padding
 
 
-def test_no_target_that_counts_is_not_a_number_as_in_torch() -> None:
+def test_a_mean_of_no_targets_is_nan_as_in_torch() -> None:
     check(floats(4, 5), torch.full((4,), -100))
 
 
@@ -86,7 +86,7 @@ def test_a_target_that_is_no_class_is_refused() -> None:
 
 
 class Classifier(nn.Module):
-    """A linear layer with a padded table before it and a cross-entropy behind."""
+    """A padded table, a linear layer and a cross-entropy."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ BATCH[1][:3] = 7
     ids=str,
 )
 def test_random_programs_split_the_classes_and_the_table(options: dict[str, Any]) -> None:
-    """On 2 to 4 ranks; classes and words are primes, some ranks have none of them."""
+    """On 2 to 4 ranks. The numbers of classes and words are primes; some ranks have none."""
     case = make_case(Classifier(**options), BATCH)
     placed = set()
     for world, seed in itertools.product((2, 3, 4), range(4)):
@@ -125,16 +125,16 @@ def test_random_programs_split_the_classes_and_the_table(options: dict[str, Any]
     assert ("hap.cross_entropy_backward.default", (R, R, S(1), R, R), (S(1),)) in placed
 
 
-def test_it_is_captured_under_a_default_device_too() -> None:
-    """Where ``torch.where`` with a number loses its gradient."""
+def test_capture_under_a_default_device_is_the_same() -> None:
+    """There, ``torch.where`` with a number loses its gradient."""
     batch = tuple(t.to("meta") for t in BATCH)
     with torch.device("meta"):
         found = capture(Classifier().to("meta"), batch)
     assert found.digest == capture(Classifier(), BATCH).digest
 
 
-def test_a_number_that_no_rank_has_is_refused() -> None:
-    """Each rank would pass over it as another's, and the loss would be wrong."""
+def test_an_index_that_no_rank_holds_is_refused() -> None:
+    """Each rank would leave it to another, and the loss would be wrong."""
     span = (3, 6, 9)
     assert sharded_lookup.own_or_first(torch.tensor([0, 3, 5, 8]), span).tolist() == [0, 0, 2, 0]
     passed = sharded_lookup.own_or_ignored(torch.tensor([0, 4, -100, 5]), span, -100)

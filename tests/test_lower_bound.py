@@ -1,4 +1,4 @@
-"""Lower bounds: never above the fastest program there is, found by simulating all of them."""
+"""Lower bounds never exceed the fastest program, which simulating all programs finds."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.small_plan import small_graph
 from tests.test_bucket_elimination import cost_of, one_layer
 
 ENOUGH = 200
-"""Programs of one random space: few enough to simulate them all."""
+"""Limit on the programs of a random space, which are all simulated."""
 
 
 def random_cluster(rng: random.Random, world: int | None = None) -> Cluster:
-    """Up to three types of devices on up to three machines; any mix of dear and cheap."""
+    """Return up to three types of devices on up to three machines, with any mix of costs."""
     world = world or rng.randint(2, 5)
     rate = 10 ** rng.uniform(6, 10)
     kinds = [
@@ -61,7 +61,7 @@ def random_cluster(rng: random.Random, world: int | None = None) -> Cluster:
 
 
 def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
-    """The cluster with devices that compute and communicate badly at a time, some more than others."""
+    """Return the cluster with random contention and relaunch costs."""
     devices = tuple(
         replace(
             d,
@@ -78,7 +78,7 @@ def disturbed(cluster: Cluster, rng: random.Random) -> Cluster:
 
 
 def random_space(space: Space, rng: random.Random) -> Space:
-    """A part of a space with few programs: some rows, some holdings, some stored placements."""
+    """Return a part of a space with few programs: some rows, holdings and stored placements."""
 
     def some(options: tuple, always: int, most: int) -> tuple:  # type: ignore[type-arg]
         rest = list(options[always:])
@@ -88,7 +88,7 @@ def random_space(space: Space, rng: random.Random) -> Space:
     while True:
         rows = {n: some(rows, 0, 2) for n, rows in space.rows.items()}
         sources = {t: some(options, 1, 1) for t, options in space.sources.items()}
-        # A tensor can be held as it is made, as in any space.
+        # A tensor can be held in each placement in which it is made, as in any space.
         made = {t: set(options) for t, options in sources.items()}
         for node in space.graph.nodes:
             for row in rows[node.name]:
@@ -105,7 +105,7 @@ def random_space(space: Space, rng: random.Random) -> Space:
 
 
 def programs(space: Space) -> Iterator[tuple[Problem, Program, list[int]]]:
-    """All programs of a small space: every labelling that nothing forbids."""
+    """Yield all programs of a small space: every labelling without a forbidden entry."""
     machine = Machine(random_cluster(random.Random(0), 2))
     problem = Problem(space, AnyShares(space, machine, 2), Aims(time=lambda v: 0.0))
     sizes = [len(u) for u in problem.unary]
@@ -133,7 +133,7 @@ class _Labels:
 
 
 def all_shares(space: Space, world: int, rng: random.Random, count: int) -> list[Shares]:
-    """Random shares, different for every axis, with zeros; one of them all on one rank."""
+    """Return random shares, different for every axis, with zeros; the first are all on one rank."""
     axes = space.axes.axes
     alone = rng.randrange(world)
     found: list[Shares] = [
@@ -167,12 +167,12 @@ def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
 
 
 def totals(shares: tuple[int, ...], cluster: Cluster) -> list[tuple[int, int]]:
-    """Per type of devices: units of all its ranks, and of the one that has most."""
+    """Return, per type of devices, the units of all its ranks and of its largest rank."""
     return [(sum(shares[r] for r in k), max(shares[r] for r in k)) for k in cluster.types()]
 
 
 def box_around(axis: str, shares: tuple[int, ...], cluster: Cluster, rng: random.Random) -> Box:
-    """A random box that holds given shares."""
+    """Return a random box that holds the given shares."""
 
     def around(units: int) -> tuple[int, int]:
         return max(0, units - rng.randint(0, 2)), units + rng.randint(0, 2)
@@ -209,13 +209,13 @@ def floors(space: Space, machine: Machine, shares: Shares, rng: random.Random) -
 @pytest.mark.parametrize("file", ["bert", "bert_moe", "vgg19", "mlp"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
-    """Stronger than the bound: each labelling, and with it each fusion, under any weights."""
+    """Check each labelling, and so each fusion, under any weights: stronger than the bound."""
     space = benchmark_case(file, "tiny").space
     rng = random.Random(f"{file}/{seed}")
     cluster = random_cluster(rng)
     world = cluster.world_size
     shares = all_shares(space, world, rng, 2)[1]
-    if seed == 0:  # prices of a real search make likelier programs than random ones
+    if seed == 0:  # prices of a real search give likelier programs
         problem = Problem(space, Synthesizer(space, cluster, 2)._cost(None, shares), Aims())
     else:
         problem = Problem(space, RandomPrices(space, cluster, dict(shares), rng), Aims())
@@ -235,7 +235,7 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_boxes_hold_all_shares_and_bound_their_programs(seed: int) -> None:
-    """However often the boxes are cut: each split is in one of them, and none is faster."""
+    """However often boxes are cut, each split is in one box, whose bound no program beats."""
     rng = random.Random(f"boxes/{seed}")
     space = random_space(SPACES["one layer"], rng)
     cluster = random_cluster(rng, rng.randint(2, 3))
@@ -256,7 +256,7 @@ def test_boxes_hold_all_shares_and_bound_their_programs(seed: int) -> None:
 
 
 def measured(cluster: Cluster, rng: random.Random) -> Cluster:
-    """The cluster with figures of their own for some implementations, on one level or both."""
+    """Return the cluster with links of their own for some implementations, on one level or both."""
 
     def link() -> Link:
         return Link(10 ** rng.uniform(7, 11), 10 ** rng.uniform(-6, -3))
@@ -288,7 +288,7 @@ def test_no_collective_is_cheaper_than_its_floor(kind: str) -> None:
         found = network.choices(kind, nbytes, src, dst, start=start)[0].seconds
         assert network.floor_s(kind, nbytes, start=start) <= found * (1 + 1e-12)
         assert np.isfinite(found)
-        # Two that run as one pay at least both floors, if their starts are parts of one.
+        # Two fused collectives pay at least both floors, if their starts are parts of one start.
         if kind != "all_to_all":
             more = rng.randint(1, 10**6)
             both = network.choices(kind, nbytes + more, src, dst, start=1.0)[0].seconds
@@ -299,7 +299,7 @@ def test_no_collective_is_cheaper_than_its_floor(kind: str) -> None:
 
 
 def test_alike_devices_with_even_shares_leave_no_gap() -> None:
-    """Nothing is lost where no rank waits, for others or for links, but what rounding takes."""
+    """Where no rank waits for others or for links, only rounding separates bound and program."""
     device = Device(
         name="m:0", kind="x", node="m", memory_bytes=2**30, launch_s=0.0,
         flops_per_s={"float32": 1e9}, memory_bytes_per_s=1e9,
@@ -320,7 +320,7 @@ def test_one_device_leaves_no_gap() -> None:
     assert synthesizer.relaxed.bound_s == pytest.approx(best.timeline.step_s, rel=1e-4)
 
 
-def test_the_weights_are_those_that_trying_many_would_find() -> None:
+def test_no_random_weights_beat_the_best_ones() -> None:
     rng = random.Random(2)
     for _ in range(20):
         space = random_space(SPACES["one layer"], rng)
@@ -343,8 +343,8 @@ def test_the_weights_are_those_that_trying_many_would_find() -> None:
             assert min(f.at(others) for f in relaxation.found) <= reached * (1 + 1e-5)
 
 
-def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
-    """Of a rank's computing and what communicating takes of it, and of what no computing can hide."""
+def test_weights_average_the_lower_bounds_of_a_step() -> None:
+    """These are a rank's computing plus interference, and communication that nothing can hide."""
     rng = np.random.default_rng(0)
     for pace in (1.0, 0.5, 0.1):
         for _ in range(50):
@@ -363,7 +363,7 @@ def test_weights_are_means_of_what_a_step_is_as_long_as() -> None:
     assert overlap_price.mean(nothing, alone).tolist() == pytest.approx([0.75, 0.0, 1.0])
 
 
-def test_what_is_never_read_costs_nothing() -> None:
+def test_unread_results_cost_nothing() -> None:
     """A result that nobody reads may be partial, and no program converts it."""
     space = SPACES["one layer"]
     machine = Machine(random_cluster(random.Random(3), 3))

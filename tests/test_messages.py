@@ -1,4 +1,4 @@
-"""Exchanges by messages, of every size on both sides of where they change their way."""
+"""Exchanges by messages, at sizes on both sides of the change of algorithm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hap.runtime import messages
 from hap.runtime.launch import spawn
 
 ROWS = (0, 1, 7, messages._ALL_AT_ONCE // 8, messages._ALL_AT_ONCE // 8 + 1, 3 * 2**15)
-"""Elements of a rank, of 8 bytes each: the largest that go all at once, and the least of a ring."""
+"""Elements per rank, of 8 bytes each, on both sides of the largest size that is sent at once."""
 
 
 def wrong() -> list[str]:
-    """On each rank, what differs from what the exchanges are."""
+    """Return the exchanges with a wrong result on this rank."""
     n, me = dist.get_world_size(), dist.get_rank()
     found = []
     for rows in ROWS:
-        term = torch.arange(n * rows, dtype=torch.float64)  # of which rank r has r + 1 times
+        term = torch.arange(n * rows, dtype=torch.float64)  # rank r contributes r + 1 times this
         total = term * (n * (n + 1) // 2)
         mine = torch.full((rows,), -1.0, dtype=torch.float64)
         messages.reduce_scatter(mine, term * (me + 1), None)
@@ -28,7 +28,7 @@ def wrong() -> list[str]:
         messages.all_gather(whole, mine, None)
         if not torch.equal(whole, total):
             found.append(f"all_gather {rows}")
-        # Rank r gives rank k so many rows, k + 1 times, each r.
+        # Rank r sends ``rows * (k + 1)`` elements to rank k, each of them r.
         gives, takes = [rows * (k + 1) for k in range(n)], [rows * (me + 1)] * n
         given = torch.full((sum(gives),), float(me))
         taken = torch.full((sum(takes),), -1.0)
@@ -45,12 +45,12 @@ def test_messages_do_what_the_collectives_do(ranks: int) -> None:
 
 
 @pytest.mark.gloo
-def test_what_is_given_is_left_as_it_was() -> None:
+def test_reduce_scatter_keeps_its_input() -> None:
     assert spawn(changed, 3) == [False] * 3
 
 
 def changed() -> bool:
-    """Is a rank's term another after its sum has gone around?"""
+    """Return whether a reduce-scatter changes its input."""
     term = torch.randn(3 * 2**15)
     before = term.clone()
     messages.reduce_scatter(torch.empty(2**15), term, None)

@@ -1,4 +1,4 @@
-"""Model files: variants, the folder on the path, and each mistake told with its line."""
+"""Model files: variants, the folder on the path, and mistakes reported with their line."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_mistakes_while_calling(write: Write, name: str, body: str, line: int, w
 
 
 def test_reading_values_of_fake_tensors_is_left_to_the_caller(write: Write) -> None:
-    """Planning builds under fake tensors first, and for real where the file reads values."""
+    """Planning first builds on fake tensors, and on real ones if the file reads values."""
     file = load_model_file(
         write(f"{GOOD}def batch():\n    return torch.zeros(int(torch.ones(1)))\n")
     )

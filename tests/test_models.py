@@ -30,7 +30,7 @@ NORM = 2 * 768
 EXPERTS = 768 * 16 + 16 * 2 * 768 * 3072  # the router and 16 experts, without biases
 WORDS, POSITIONS = 30522 * 768, 128 * 768
 LAYER = ATTENTION + FFN + 2 * NORM
-PARAMETERS = {  # of the full sizes, counted by hand or from what was published
+PARAMETERS = {  # of the full sizes, counted by hand or published
     "bert": WORDS + POSITIONS + 2 * 768 + 12 * LAYER + 768 * 768 + 768 + 2 * NORM + 30522,
     "bert_moe": WORDS + POSITIONS + NORM + 6 * LAYER + 6 * (LAYER - FFN + EXPERTS) + 30522,
     "gpt2": 124_439_808 - 896 * 768,  # published, less the positions above 128
@@ -46,7 +46,7 @@ TRAINED = [(file, name) for file, name in ALL if name.startswith("tiny")]
 
 
 def part(file, variant, name):
-    """``name`` of the variant, or of the file, or None; as the command line looks it up."""
+    """Return ``name`` of the variant, else of the file, else None, as the command line does."""
     module = import_module(f"benchmarks.models.{file}")
     prefix = "" if variant == "model" else f"{variant}_"
     return getattr(module, prefix + name, None) or getattr(module, name, None)
@@ -58,7 +58,7 @@ def make(file, variant):
 
 
 def run(file, variant, net, batch):
-    """The scalar loss of one batch."""
+    """Return the scalar loss of one batch."""
     if isinstance(batch, dict):
         output = net(**batch)
     else:
@@ -144,7 +144,7 @@ def test_masked_language_model_asks_only_for_what_it_hides():
     assert (first["labels"][hidden] > 0).all()
 
 
-def test_experts_compute_what_each_token_alone_would():
+def test_experts_equal_a_loop_over_tokens():
     """With room for every token, the einsums equal a loop over tokens and their two experts."""
     torch.manual_seed(0)
     moe = bert_moe.MixtureOfExperts(hidden=8, ffn=12, experts=5, capacity_factor=5.0)
@@ -160,7 +160,7 @@ def test_experts_compute_what_each_token_alone_would():
 
 def test_full_experts_turn_tokens_away():
     torch.manual_seed(0)
-    logits = torch.randn(4, 16, 3) + torch.tensor([3.0, 0.0, 0.0])  # nearly all want expert 0
+    logits = torch.randn(4, 16, 3) + torch.tensor([3.0, 0.0, 0.0])  # most choose expert 0
     combine, balance = bert_moe.top2_gating(logits, capacity=4)
     placed = combine > 0
     assert (placed.sum(1) <= 1).all(), "a place holds one token"

@@ -1,4 +1,4 @@
-"""The module that users train: shards with the model's names, whole state dicts, global norms."""
+"""The module that users train: shards with the model's names, full state dicts, global norms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [("bert_moe", 3), ("gpt2", 2), ("mlp", 4), ("vgg19", 3)]
 
 
 def on_ranks(case: Case, plan: Plan, act: Callable[[HapModule, Any], T]) -> list[T]:
-    """``act(module, local batch)`` on every rank of an emulated world."""
+    """Run ``act(module, local batch)`` on every rank of an emulated world."""
 
     def run(comm: Comm) -> T:
         module = HapModule(plan, case.model, comm, CPU)
@@ -40,7 +40,7 @@ def on_ranks(case: Case, plan: Plan, act: Callable[[HapModule, Any], T]) -> list
 
 
 class Tracked(nn.Module):
-    """Two tied layers, a frozen one, an unused one, and buffers of each kind."""
+    """Two tied layers, a frozen one, an unused parameter, and buffers of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ def test_tied_frozen_and_unused_tensors_and_buffers() -> None:
     assert "second.weight" in want and "hidden" not in want
     for state in on_ranks(case, plan, act):
         assert state.keys() == want.keys()
-        for name in want:  # "running" was updated by the step
+        for name in want:  # the step has updated "running"
             torch.testing.assert_close(state[name], want[name])
 
 
 def test_a_trained_state_moves_to_another_plan_and_back_to_the_model() -> None:
-    """Train under one plan, go on under another with the shards of its full state dict."""
+    """Train under one plan, load the full state dict under another, and train on."""
     case = benchmark_case("gpt2", "tiny")
     first, second = random_plan(case, 3, 3), random_plan(case, 2, 4)
 
@@ -258,7 +258,7 @@ def test_another_world_size_is_refused() -> None:
 
 
 def split_batch(case: Case, world: int) -> Plan:
-    """A random plan that gives each rank some rows of the batch."""
+    """Return a random plan that gives each rank some rows of the batch."""
     for seed in range(50):
         plan = random_plan(case, world, seed)
         inputs = [plan.program.inputs[i.tensor] for i in plan.graph.role("input")]

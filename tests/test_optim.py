@@ -1,4 +1,4 @@
-"""Optimizers on shards: elementwise ones, those that need whole norms, refusals; scaling, clipping."""
+"""Optimizers on shards: elementwise, with norms of whole tensors, refused; scaling and clipping."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def net() -> Case:
 
 
 def trains(optimizer: Any, case: Case | None = None) -> None:
-    """Three steps under random plans end where one device ends."""
+    """Check that three steps under random plans end where one device ends."""
     base = case or net()
     case = Case(
         model=base.model, batch=base.batch, loss=None, optimizer=optimizer, space=base.space
@@ -96,7 +96,7 @@ def test_states_are_counted(name: str, states: int) -> None:
 
 
 def by_name(named_parameters: Any) -> O.Optimizer:
-    """The usual: no decay of biases and norms, another rate for the embedding."""
+    """Typical groups: no decay of biases and norms, another rate for the embedding."""
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in named_parameters:
         decay = 0.0 if name.endswith("bias") or name.startswith("norm") else 0.1
@@ -159,7 +159,7 @@ def test_norms_are_those_of_the_whole_tensors() -> None:
             assert own == pytest.approx(sizes, rel=1e-5)
 
 
-def test_norms_of_what_is_no_shard() -> None:
+def test_norms_of_plain_parameters() -> None:
     params = [nn.Parameter(torch.tensor([3.0, 4.0])), nn.Parameter(torch.tensor(2.0))]
     assert tensor_norms(params, params).tolist() == [5.0, 2.0]
     assert tensor_norms([], []).tolist() == []
@@ -190,7 +190,7 @@ def test_lamb_is_the_textbooks() -> None:
         torch.testing.assert_close(parameter.detach(), w)
     zero = nn.Parameter(torch.zeros(2))
     zero.grad = torch.tensor([1.0, -1.0])
-    Lamb([zero], lr=0.1).step()  # a tensor of zeros has no length to step by: the ratio is 1
+    Lamb([zero], lr=0.1).step()  # a norm of zero: the ratio is 1
     torch.testing.assert_close(zero.detach(), torch.tensor([-0.1, 0.1]), rtol=1e-4, atol=0)
 
 
@@ -309,7 +309,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int, seed: int, ba
         for step in range(3):
             optimizer.zero_grad()
             scaler.scale(call(module, batch)).backward()
-            if step == 1:  # in the shard of one rank alone, the last that has elements
+            if step == 1:  # overflows on one rank alone: the last that has elements
                 mine = [p for p in module.parameters() if p.numel()]
                 holders = comm.all_gather(
                     torch.tensor([float(bool(mine))]), 0, (1,) * comm.world_size, "padded"

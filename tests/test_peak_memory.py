@@ -1,4 +1,4 @@
-"""Memory: a definition written out moment by moment, buffers by hand, and sums by kind."""
+"""Peak memory: against its definition moment by moment, buffers by hand, and sums by kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], 
 
 
 def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarray:
-    """The peak, asking at every moment of every storage whether it still lives."""
+    """Return the peak, by checking at every instruction which storages are alive."""
     graph, program = plan.graph, plan.program
     groups = list(program.groups(graph))
     storage = {Value(t, p): Value(t, p) for t, p in program.inputs.items()}
@@ -87,7 +87,7 @@ def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarr
         always = always + (1 + STATES * trained) * nbytes(Value(i.tensor, program.inputs[i.tensor]))
 
     def workspace(group: Sequence[Instruction]) -> np.ndarray:
-        """Of the loss, two or one pieces as large as the logits, which are small here."""
+        """Return the workspace of the loss: one copy of the logits, or two in the backward."""
         found = np.zeros(plan.world_size)
         for step in group:
             if isinstance(step, Compute) and "cross_entropy" in step.node:
@@ -136,7 +136,7 @@ def test_kinds_add_up_to_the_peak(file: str) -> None:
         assert sum(kinds.values()) == pytest.approx(peak)
         seen |= {kind for kind, nbytes in kinds.items() if nbytes.any()}
     wanted = {"parameters", "optimizer states", "gradients"}
-    if file == "bert_moe":  # an MLP's are gone when the gradients are all there
+    if file == "bert_moe":  # an MLP's are freed before the last gradient
         wanted |= {"saved activations"}
     assert wanted <= seen <= set(KINDS)
 
@@ -144,14 +144,14 @@ def test_kinds_add_up_to_the_peak(file: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "classes", "dtype"),
     [
-        (40, 1000, "float32"),  # one piece, of all
-        (900, 1000, "float32"),  # several, and a shorter one
-        (3, 400_000, "float32"),  # a row is a piece
+        (40, 1000, "float32"),  # one piece of all rows
+        (900, 1000, "float32"),  # several pieces, the last one shorter
+        (3, 400_000, "float32"),  # one row per piece
         (900, 1000, "float64"),
         (900, 1000, "bfloat16"),
     ],
 )
-def test_what_a_loss_holds_for_itself_is_what_torch_allocates(
+def test_the_workspace_of_a_loss_is_what_torch_allocates(
     rows: int, classes: int, dtype: str
 ) -> None:
     x = torch.randn(rows, classes).to(getattr(torch, dtype))
@@ -178,7 +178,7 @@ def test_what_a_loss_holds_for_itself_is_what_torch_allocates(
 
 
 def test_buffers_of_collectives() -> None:
-    """w0 and w1 are 4 x 6 float32, 96 bytes, their first dim cut 3 : 1."""
+    """w0 and w1 are 4 x 6 float32, 96 bytes, with their first dim split 3 : 1."""
     graph = small_graph()
     axes = Axes(axes={"a": Axis(name="a", units=4)}, of={("w0", 0): "a", ("w1", 0): "a", ("w0", 1): "a"})  # fmt: skip
     cost = CostModel(graph, axes, Machine(two_machines(2)), {"a": (3, 1)}, STATES)
@@ -199,14 +199,14 @@ def test_buffers_of_collectives() -> None:
     assert buffers("padded gather", 1) == [144, 144]  # two of the larger shard
     assert buffers("padded gather", 2) == [288, 288]
     assert buffers("grouped gather", 1) == [0, 0]
-    assert buffers("grouped gather", 2) == [192, 192]  # end to end, then apart
+    assert buffers("grouped gather", 2) == [192, 192]  # concatenated, then separated
     assert buffers("padded scatter", 1) == [144, 144]
     assert buffers("padded scatter", 2) == [192 + 288, 192 + 288]
     assert buffers("grouped scatter", 1) == [96, 96]
     assert buffers("one shot", 1) == [0, 0]
     assert buffers("one shot", 2) == [192, 192]
     assert buffers("two step", 1) == [96, 96]
-    assert buffers("exact", 1) == [144, 48]  # what is sent and what is received
+    assert buffers("exact", 1) == [144, 48]  # sent and received
     assert buffers("slice", 1) == [0, 0]
     compute = Compute(node="y0", ins=(S(0), R), outs=(S(0),), backward=False)
     assert not communication_buffers([compute], cost).any()

@@ -1,4 +1,4 @@
-"""A plan file is whole, canonical, and refuses what it can't be used for."""
+"""A plan file is complete and canonical, and a plan refuses uses that it is not made for."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ ROWS = (2, 7)
 
 
 def sharded(batch: Any) -> Plan:
-    """A plan that splits the rows of a batch 7 : 2."""
+    """Return a plan that splits the rows of a batch 2 : 7."""
     case = make_case(Difference(), batch)
     for seed in range(200):
         plan = random_plan(case, 2, seed)
@@ -247,7 +247,7 @@ def test_a_rank_reads_its_rows_in_the_batchs_own_form(
         start += rows
 
 
-def test_what_is_not_split_stays_whole() -> None:
+def test_unsplit_inputs_stay_whole() -> None:
     case: Case = benchmark_case("mlp", "tiny")
     for seed in range(50):
         plan = random_plan(case, 2, seed)
@@ -271,7 +271,7 @@ def test_a_batch_of_another_size_is_refused(batch: Any, name: str) -> None:
 # --- plan files of every format --------------------------------------------------------------
 
 STORED = sorted((Path(__file__).parent / "plans").glob("*.json"))
-"""Written by the versions that had these formats; formats 1 to 3 of the same model and cluster."""
+"""Plans of formats 1 to 3, written by the versions that had them, of one model and cluster."""
 
 
 def test_every_format_is_stored() -> None:
@@ -324,7 +324,7 @@ def test_fields_with_their_defaults_are_left_out() -> None:
     assert data["optimizer"] == {"name": "Adam", "states": 2}
 
 
-# --- the parts -----------------------------------------------------------------------------
+# --- parts of a plan -----------------------------------------------------------------------
 
 
 def test_programs_and_graphs_survive_json() -> None:
@@ -334,7 +334,7 @@ def test_programs_and_graphs_survive_json() -> None:
         assert Graph.from_json(data[1]).digest == plan.graph.digest
 
 
-def test_constants_that_json_has_no_word_for_survive() -> None:
+def test_infinities_and_nested_constants_survive_json() -> None:
     graph = small_graph(8)
     value = (float("inf"), float("-inf"), -0.0, 1e-300, True, None, "text", (1, (2,)))
     odd = [replace(n, kwargs=(("value", value),)) if n.name == "y0" else n for n in graph.nodes]

@@ -1,4 +1,4 @@
-"""The screen of a plan: what it says, always the same way, and how long lists shrink."""
+"""The screen of a plan: its contents, its determinism, and how long lists are shortened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[[RenderableType], str]
 
 
 def rows(text: str, start: str) -> list[str]:
-    """The lines that start with ``start``, with one blank between cells."""
+    """Return the lines that start with ``start``, with one blank between cells."""
     return [" ".join(line.split()) for line in text.splitlines() if line.strip().startswith(start)]
 
 
@@ -77,7 +77,7 @@ def test_idle_devices_are_named_with_advice(shown: Callable[[RenderableType], st
 
 
 def test_undivided_operators_are_named(shown: Callable[[RenderableType], str]) -> None:
-    """A sum that every rank does whole is said; a scalar's addition is not worth a word."""
+    """A sum that every rank repeats is listed; the addition of scalars is too small to list."""
     plan = small_plan()
     data = plan.to_json()
     whole = [
@@ -104,7 +104,7 @@ def test_axes_of_alike_layers_are_one_line(shown: Callable[[RenderableType], str
     assert rows(shown(plan_screen(Plan.from_json(data))), "layer") == [
         "layer.* rows (2x) 8 -> 3 3 1 1"
     ]
-    data["shares"]["layer.1 rows"] = [2, 2, 2, 2]  # no longer alike
+    data["shares"]["layer.1 rows"] = [2, 2, 2, 2]  # no longer equal
     assert rows(shown(plan_screen(Plan.from_json(data))), "layer") == [
         "layer.0 rows 8 -> 3 3 1 1",
         "layer.1 rows 8 -> 2 2 2 2",

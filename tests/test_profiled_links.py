@@ -1,4 +1,4 @@
-"""Links and collectives: fits recover known figures, starts are told, and the file keeps them."""
+"""Profiled links and collectives: fits recover known figures, and cluster files keep them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cluster(nodes: str, inside: Link, between: Link) -> Cluster:
 def exchange_records(
     true: Cluster, noise: float, rng: random.Random, sizes: tuple[int, ...]
 ) -> list[ExchangeRecord]:
-    """Measurements of the ranks of a cluster, if the prices were true."""
+    """Return measurements by the ranks of a cluster, with noise around the true prices."""
     nodes = [d.node for d in true.devices]
     world = tuple(range(len(nodes)))
     groups: list[tuple[tuple[int, ...], ...]] = [(world,)]
@@ -103,8 +103,8 @@ def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> Non
             assert ("inside" in levels) == (nodes == "aabb")
 
 
-def test_what_a_collective_takes_at_least_is_told_from_what_its_starts_take() -> None:
-    """30 ms for waking up are over before the bytes of larger ones are."""
+def test_least_times_are_separated_from_starts() -> None:
+    """Waking up for 30 ms ends before large messages have been sent."""
     rng = random.Random(3)
     true = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
     plain = exchange_records(true, 0.03, rng, (2**12, 2**16, 2**19, 2**22))
@@ -121,7 +121,7 @@ def test_what_a_collective_takes_at_least_is_told_from_what_its_starts_take() ->
     assert max(errors) < 0.15
 
 
-def test_the_least_counts_with_a_whole_start_and_for_no_floor() -> None:
+def test_least_times_count_with_a_whole_start_and_for_no_floor() -> None:
     plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
     own = {"all_reduce": {"one shot": {"between": Link(25e6, 1e-3, "", 0.5)}}}
     networks = [NetworkModel(plain), NetworkModel(replace(plain, collectives=own))]
@@ -203,13 +203,13 @@ def test_without_slow_devices_collectives_start_sooner() -> None:
         gathered = dict(network.choices("all_gather", 8, even, even))["padded"]
         assert gathered == pytest.approx(steps * part * 8e-3)
         assert dict(network.choices("all_reduce", 8, even, even))["one shot"] == part * 0.5
-        # Implementations that were not measured cost what the links say, whoever takes part.
+        # Unmeasured implementations cost what the links say, for any ranks.
         before = dict(NetworkModel(plain.keep(list(ranks))).choices("all_gather", 8, even, even))
         assert dict(network.choices("all_gather", 8, even, even))["grouped"] == before["grouped"]
 
 
 def few_of_three() -> list[tuple[str, int, int]]:
-    """Ranks 0 and 2 of three measure, and rank 1 idles."""
+    """Measure with ranks 0 and 2 of three while rank 1 idles."""
     whole = ProcessGroupComm()
     text, record = subset_collectives.measure(
         whole, [1.0, 5.0, 1.0], collective_bench.QUICK, CPU, {}
@@ -238,12 +238,12 @@ def test_some_ranks_measure_while_others_idle() -> None:
 def test_drag_is_told_from_when_a_collective_ends(
     alone_s: float, computed_s: float, ended_s: float, drag: float
 ) -> None:
-    """While others compute it takes ``drag`` times as long, and what is then left its own time."""
+    """Beside computing, the collective is ``drag`` times slower; the rest runs at full speed."""
     assert contention_bench.dragged(alone_s, computed_s, ended_s) == pytest.approx(drag)
 
 
 class Sleeping(LocalComm):
-    """Two ranks' collectives, which take their time and no processor: later ones beside computing."""
+    """Collectives of two ranks that sleep, and sleep longer beside computing."""
 
     world_size = 2
 
@@ -267,10 +267,10 @@ class Sleeping(LocalComm):
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.05])
-def test_what_each_collective_ends_later_beside_computing_is_delay_and_no_drag(
+def test_a_constant_lag_beside_computing_is_delay_and_no_drag(
     monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
-    """Products last longer than the collective, which is waited for when they are over."""
+    """The products last longer than the collective, which is awaited after them."""
     monkeypatch.setattr(contention_bench, "gathered_from_all", lambda mine: (mine, mine))
     comm = Sleeping(late_s)
     with ThreadPoolExecutor() as pool:
@@ -296,16 +296,16 @@ def test_a_drag_and_a_delay_are_told_from_large_and_small_collectives(
     assert delays == pytest.approx([delay_s] * 2, rel=0.02)
 
 
-def test_the_middle_leaves_out_hiccups_and_keeps_what_is_paid_later() -> None:
+def test_the_middle_drops_hiccups_and_keeps_alternating_costs() -> None:
     assert middle([1.0, 1.0, 1.0, 1.0, 9.0]) == 1.0
     assert middle([0.2, 1.8, 0.3, 1.7, 1.0]) == pytest.approx(1.0)
     assert middle([3.0]) == 3.0
 
 
-def test_a_call_after_another_is_of_processor_time_and_told_in_seconds_of_waiting(
+def test_processor_time_of_a_second_call_is_scaled_to_wall_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a processor that is stopped for half of the time, a step of 4 ms takes 8."""
+    """On a processor that is stopped half of the time, a step of 4 ms takes 8 ms."""
     used = [0.0]
     monkeypatch.setattr(call_timing.time, "thread_time", lambda: used[0])
     monkeypatch.setattr(call_timing.time, "perf_counter", lambda: 2 * used[0])
@@ -324,10 +324,10 @@ def test_a_call_after_another_is_of_processor_time_and_told_in_seconds_of_waitin
         (0.05, 5e6, 3),
         (1e-4, 1e6, 3),
         (1e-5, 1e9, 4),
-        (0.15, 6e6, 4),  # 0.85 s, but what was before was mostly start
+        (0.15, 6e6, 4),  # 0.85 s, most of it start
         (0.15, 2e6, 3),
         (2.0, 1e9, 4),
-        (3.0, 1e9, 1),  # too long in any case
+        (3.0, 1e9, 1),  # too long at any size
     ],
 )
 def test_sizes_grow_until_one_would_take_too_long(
@@ -352,13 +352,13 @@ def test_sizes_grow_until_one_would_take_too_long(
     [
         ([[0.043, 0.038, 0.043, 0.047]], 4),
         ([[0.224, 0.096, 0.1, 0.078], [0.1] * 4, [0.1] * 4], 8),
-        ([[0.01, 0.2, 0.01, 0.01]] * 9, 16),  # as they are: not for ever
+        ([[0.01, 0.2, 0.01, 0.01]] * 9, 16),  # does not repeat for ever
     ],
 )
 def test_repeats_that_differ_much_are_repeated(
     monkeypatch: pytest.MonkeyPatch, batches: list[list[float]], kept: int
 ) -> None:
-    """Two of four may have waited for lost packets, which says nothing of how many do."""
+    """Two of four may have waited for lost packets; four samples do not tell how often this is."""
     found = iter([[0.1], *batches])
     monkeypatch.setattr(collective_bench, "_one", lambda *args: (0.0, 0.0))
     monkeypatch.setattr(collective_bench, "_last", lambda *args: next(found))
@@ -366,8 +366,8 @@ def test_repeats_that_differ_much_are_repeated(
     assert list(seconds) == [s for batch in batches for s in batch][:kept]
 
 
-class _LateToBegin(ProcessGroupComm):
-    """The last rank learns late that all have met, as one that gets little of a core does."""
+class _LateRank(ProcessGroupComm):
+    """The last rank learns late that all have met, like a rank with little processor time."""
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         found = super().all_reduce_max(x)
@@ -379,14 +379,14 @@ class _LateToBegin(ProcessGroupComm):
 LATE_S = 0.4
 
 
-def _seconds_though_late() -> float:
-    whole = _LateToBegin()
+def _seconds_with_a_late_rank() -> float:
+    whole = _LateRank()
     call = collective_bench.small(whole, "all_reduce", 2**12, CPU)
     return min(collective_bench.consecutive_seconds(call, 1, CPU, whole) for _ in range(3))
 
 
-def test_a_rank_that_is_late_to_begin_is_no_part_of_a_collective() -> None:
-    assert spawn(_seconds_though_late, 2) == [pytest.approx(0, abs=LATE_S / 2)] * 2
+def test_times_of_collectives_exclude_late_ranks() -> None:
+    assert spawn(_seconds_with_a_late_rank, 2) == [pytest.approx(0, abs=LATE_S / 2)] * 2
 
 
 def test_messages_give_the_links() -> None:
@@ -422,7 +422,7 @@ def test_measured_figures_stand_for_their_implementation_alone() -> None:
     ("hosts", "local_ranks", "nodes"),
     [
         ("aabb", (0, 1, 0, 1), ["a", "a", "b", "b"]),
-        ("abab", (0, 0, 1, 1), ["a", "b", "a", "b"]),  # dealt out in turn
+        ("abab", (0, 0, 1, 1), ["a", "b", "a", "b"]),  # round-robin
         ("aaaa", (0, 1, 2, 3), ["a"] * 4),
         ("aaaa", (0, 0, 1, 0), ["a-0", "a-1", "a-1", "a-2"]),  # emulated on one host
     ],
@@ -485,7 +485,7 @@ def test_measured_collectives_are_part_of_a_plans_cluster() -> None:
         replace(cluster, collectives=c)
         for c in (renamed, {"all_reduce": cluster.collectives["all_reduce"]})
     )
-    assert one.digest == other.digest  # where a figure comes from is no figure
+    assert one.digest == other.digest  # the source of a figure is not part of the digest
     assert "collectives" not in replace(cluster, collectives={}).to_dict()
 
 

@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 
 def op_records(speeds: list[float], noise: float, rng: random.Random) -> list[OpRecord]:
-    """Measurements of the profiler's operators by ranks of given speeds, three windows."""
+    """Return measurements of the profiler's operators by ranks of given speeds, three windows."""
     return [
         OpRecord(
             name=probe.name,
@@ -82,7 +82,7 @@ def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
     assert fitted.operand_bytes_per_s == pytest.approx(TRUTH.operand_bytes_per_s, rel=0.15)
     assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=0.1)
     assert fitted.relaunch == pytest.approx(TRUTH.relaunch, rel=0.15)
-    for kind in TRUTH.efficiency:  # of what it costs: at the roof's ridge figures trade places
+    for kind in TRUTH.efficiency:  # seconds, because figures trade off at the roofline's ridge
         work = Work(kind, "float32", 1e8, 1e6)
         assert fitted.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.1), kind
     assert max(abs(r.error) for r in found.residuals) < 0.12
@@ -91,7 +91,7 @@ def test_the_fit_recovers_a_device_from_noisy_samples() -> None:
 
 
 def test_among_operators_of_a_kind_the_long_ones_count_more() -> None:
-    """Where no figures explain all of them, the fit is nearest to what most of a step goes to."""
+    """If no figures explain all of them, the fit is closest for those that dominate a step."""
     slow = 0.7
     records = [
         replace(r, seconds=tuple(tuple(s / slow for s in each) for each in r.seconds))
@@ -104,7 +104,7 @@ def test_among_operators_of_a_kind_the_long_ones_count_more() -> None:
     assert abs(longest.error) < abs(shortest.error) / 4
 
 
-def test_what_a_loop_starts_sooner_is_fitted_as_in_a_step() -> None:
+def test_faster_launches_in_a_loop_do_not_change_the_fit() -> None:
     records = op_records([1.0, 1.0], 0.0, random.Random(0))
     sooner_s = 0.9 * TRUTH.launch_s
     looped = [
@@ -139,7 +139,7 @@ def test_alike_ranks_are_one_type_and_unlike_ones_are_not() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """The last operator that a call runs, as a node of a graph."""
+    """Records the last operator of a call as a node of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,17 +172,17 @@ class Recorder(TorchDispatchMode):
         return tuple(map(self._arg, arg)) if isinstance(arg, list | tuple) else arg
 
 
-# Several operators at once, or operators that never occur in a graph.
+# Probes of several operators, or of operators that never occur in a graph.
 COMPOSED = ("dropout", "sgd", "adamw", "update", "launch", "transposed", "exp", "relu", "sum")
 
 
 @pytest.mark.parametrize(
     "probe", [p for p in probes(CPU) if not p.name.startswith(COMPOSED)], ids=lambda p: p.name
 )
-def test_a_probe_is_the_work_that_planning_takes_it_for(
+def test_probes_have_the_work_that_planning_prices(
     probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In a graph these are one operator each, made of the function that is timed.
+    # In a graph, each of these is one operator, built from the function that is timed.
     for function, operator in (
         ("attention", "sdpa"), ("attention_backward", "sdpa_backward"),
         ("cross_entropy_terms", "cross_entropy"), ("cross_entropy_backward",) * 2,
@@ -245,7 +245,7 @@ def test_samples_are_kept_and_resumed(tmp_path: Path) -> None:
             journal.add(record)
     assert list(read(path)) == [header(), *records, sent[0]]
     with path.open("a") as file:
-        file.write(line(sent[1])[:40])  # cut short
+        file.write(line(sent[1])[:40])  # truncated
     with Journal(path, header(date="later"), resume=True) as journal:
         assert list(journal.records.values()) == [*records, sent[0]]
         journal.add(sent[1])
@@ -298,8 +298,8 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     profiling.profile(replace(settings, resume=True), 2, launch=launch, progress=progress)
     again = settings.samples.read_text().splitlines(keepends=True)
     assert len(again) == len(lines)
-    assert again[1:-2] == lines[1:-2]  # kept, to the last digit
-    assert again[-2:] != lines[-2:]  # measured anew
+    assert again[1:-2] == lines[1:-2]  # kept exactly
+    assert again[-2:] != lines[-2:]  # measured again
 
 
 @pytest.mark.gloo
@@ -315,11 +315,11 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         launch = partial(spawn, world_size=2, before_rank=pids.__setitem__, timeout_s=120)
         profiling.profile(settings, 2, launch=launch, progress=progress)
     assert not (tmp_path / "c.yaml").exists()
-    assert len(list(read(settings.samples))) >= 2  # what was measured is kept
+    assert len(list(read(settings.samples))) >= 2  # measurements are kept
 
 
 def silent_rank() -> str:
-    """Rank 1 stops; rank 0 waits to hear of it, and wakes it up again."""
+    """Rank 1 stops; rank 0 waits to be told, then resumes it."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     heard: list[HapError] = []
@@ -333,7 +333,7 @@ def silent_rank() -> str:
         watch.at("mm 512")
         dist.barrier()
         if dist.get_rank() == 1:
-            told.wait(3)  # its place is known to the store now
+            told.wait(3)  # the store now knows its progress
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             told.wait(60)
@@ -352,7 +352,7 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
-    """Two processes that only share a store, as on two machines; nobody watches over them."""
+    """Two processes share only a store, as on two machines; no launcher watches them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""CPU quotas: they change real speeds, and leave nothing behind."""
+"""CPU quotas change real speeds and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def groups_of(pid: int) -> list[Path]:
 
 @pytest.fixture
 def busy() -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that count for two seconds once they are told to."""
+    """Two processes that count for two seconds on request."""
     pair = [
         subprocess.Popen(
             [sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -69,7 +69,7 @@ def speeds(busy: list[subprocess.Popen[str]]) -> list[int]:
 def enforced(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> bool:
-    """Both ways to throttle; the second by hiding the control groups."""
+    """Both ways to throttle; hidden control groups force the second."""
     if request.param == "quotas":
         if CONTROLLER is None:
             pytest.skip(f"no quotas here: {WHY_NOT}")
@@ -88,9 +88,9 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
             quotas.place(rank, process.pid)
         fast, slow = speeds(busy)
         assert len(groups_of(os.getpid())) == (2 if enforced else 0)
-    # Asked for: 10. Less on a machine that others keep busy, where duty cycles are late as well.
+    # The ratio is set to 10. It is lower on a busy machine, where duty cycles are late as well.
     assert fast > (2 if enforced else 1) * slow
-    # They are still there, and neither stopped nor in a group of ours.
+    # Both processes still exist, neither stopped nor in a group of ours.
     assert all(psutil.Process(process.pid).status() != psutil.STATUS_STOPPED for process in busy)
     if enforced:
         assert groups_of(os.getpid()) == []
@@ -112,7 +112,7 @@ def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.Monke
         monkeypatch.setattr(emulated, "beat", refused)
     (nothing, often), (why, seldom) = found
     assert (nothing, why) == ("", "not here")
-    assert often > 1.5 * seldom  # at each the kernel looks at the quota
+    assert often > 1.5 * seldom  # the kernel checks the quota at each beat
 
 
 def test_a_core_that_cannot_beat_is_told() -> None:
@@ -201,7 +201,7 @@ def test_impossible_fractions_are_refused(fractions: list[float]) -> None:
 def test_settings_keep_the_kernels_bounds() -> None:
     assert quota_settings(1, 0.25) == [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "2500")]
     assert quota_settings(2, 0.25) == [("cpu.max", "2500 10000")]
-    assert quota_settings(2, 0.02) == [("cpu.max", "1000 50000")]  # a quota is 1 ms at least
+    assert quota_settings(2, 0.02) == [("cpu.max", "1000 50000")]  # a quota is at least 1 ms
 
 
 def test_version_2_has_speed_and_memory_in_one_group(
@@ -224,13 +224,13 @@ def test_version_2_has_speed_and_memory_in_one_group(
         groups = sorted(tmp_path.glob("hap-quota-*"))
         assert len(groups) == 2
         assert (text(0, "memory.max"), text(0, "cgroup.procs")) == (str(1 << 30), "123")
-        assert not (groups[0] / "cpu.max").exists()  # the imports of a rank run at full speed
+        assert not (groups[0] / "cpu.max").exists()  # ranks import at full speed
         assert sorted(file.name for file in groups[1].iterdir()) == ["cpu.weight"]
         quotas.place(0, 123)
         quotas.place(1, 124)
         assert (text(0, "cpu.max"), text(1, "cpu.max")) == ("5000 10000", "2500 10000")
         assert text(0, "cpu.weight") == "2000"
-        for file in tmp_path.glob("hap-quota-*/*"):  # plain ones stay when their group goes
+        for file in tmp_path.glob("hap-quota-*/*"):  # plain files would keep the folder
             file.unlink()
 
 
@@ -261,7 +261,7 @@ def test_the_controller_is_found_in_either_version(tmp_path: Path) -> None:
     assert find_controller("cpu", second, "0::/own\n", "")[0] is None
     assert "not enabled" in find_controller("cpu", second, "0::/own\n", "")[1]
 
-    (one / "own/cgroup.procs").unlink()  # root may write anything: take the file away
+    (one / "own/cgroup.procs").unlink()  # root may write any file, so remove it
     found, reason = find_controller("cpu", first, "3:cpu,cpuacct:/own\n", "")
     assert found is None
     assert "run as root" in reason

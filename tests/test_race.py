@@ -1,4 +1,4 @@
-"""The race's arithmetic on made-up cells, its files, and how it drops a contender that fails."""
+"""The race: its arithmetic on made-up cells, its files, and contenders that fail."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from hap.synthesizer.synthesize import Synthesizer
 
 
 def cell(model: str, unlike: bool, **medians: float) -> Cell:
-    """Contenders (``_`` for ``-``) whose rounds take a little less, and a little more."""
+    """Return a cell of contenders (``_`` for ``-``), with rounds below and above each median."""
     entries = [
         Entry(name=name.replace("_", "-"), seconds=[m * 0.9, m, m * 1.2])
         for name, m in medians.items()
@@ -69,7 +69,7 @@ def figures(cells: list[Cell]) -> dict[str, float]:
 def test_ratios_are_within_a_round() -> None:
     ours = Entry(name=OURS, seconds=[1.0, 10.0, 1.0])
     other = Entry(name=EVEN, seconds=[2.0, 20.0, 30.0])
-    assert ratio(other, ours) == 2.0  # of the medians it would be 20
+    assert ratio(other, ours) == 2.0  # the ratio of the medians is 20
 
 
 def test_the_best_other_is_no_plan_and_not_void() -> None:
@@ -144,7 +144,7 @@ def test_a_cell_without_ours_counts_for_nothing() -> None:
         ([2.0, 1.0001], False),
         ([2.0, 1.01], True),
         ([2.0, math.nan], True),
-        ([2.0], False),  # it has taken fewer steps
+        ([2.0], False),  # fewer steps taken
     ],
 )
 def test_other_losses_make_an_entry_void(losses: list[float], void: bool) -> None:
@@ -162,7 +162,7 @@ def test_too_much_memory_makes_an_entry_void() -> None:
 
 
 def reduces_and_forgets() -> int:
-    """The peak after many tensors that were reduced and let go of."""
+    """Return the peak after many tensors were reduced and released."""
     with traced() as trace:
         for _ in range(40):
             dist.all_reduce(torch.ones(1 << 18))
@@ -172,7 +172,7 @@ def reduces_and_forgets() -> int:
 
 
 @pytest.mark.gloo
-def test_what_a_thread_of_gloo_lets_go_of_last_is_not_held() -> None:
+def test_tensors_released_last_by_a_gloo_thread_are_not_counted() -> None:
     assert all(peak < 1000 for peak in spawn(reduces_and_forgets, 2, timeout_s=100))
 
 
@@ -183,7 +183,7 @@ def test_lines_are_read_as_written(tmp_path: Path) -> None:
     again = cell("a", True, ours=5.0)
     for each in (first, second, again):
         results.append(path, each)
-    assert results.read(path) == [again, second]  # the later run of a cell counts
+    assert results.read(path) == [again, second]  # the latest run of a cell counts
 
 
 def test_tables_are_written(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_contender_that_fails_everywhere_is_dropped() -> None:
     assert sum(said.what == "built" for said in told) == 1
 
 
-def test_who_sits_out_was_far_behind_in_every_round() -> None:
+def test_contenders_far_behind_in_every_round_sit_out() -> None:
     rounds = [{"a": 1.0, "b": 5.0, "c": 9.0}, {"a": 2.0, "b": 7.0, "c": 9.0}]
     assert sits_out(rounds, 4.0) == {"c"}
     assert sits_out([*rounds, {"a": 1.0, "b": 9.0}], 4.0) == {"c"}
@@ -283,7 +283,7 @@ def test_who_sits_out_was_far_behind_in_every_round() -> None:
 
 
 @pytest.mark.gloo
-def test_who_sits_out_takes_one_counted_step() -> None:
+def test_a_contender_that_sits_out_takes_one_counted_step() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
     with Testbed(TWO, links="unlimited") as bed:
         entries = run_cell(bed, replace(task(spec, EVEN, PROPORTIONAL, rounds=3), sit_out=0.0))
@@ -296,7 +296,7 @@ def test_ranks_are_held_at_the_speed_of_their_profile() -> None:
     told: list[Said] = []
     with Testbed(TWO, 0.5, links="unlimited") as bed:
         name = product_probe(torch.device("cpu")).name
-        once = Tick(name=name, part=1.0, seconds=(1e-9, 1e-9))  # as profiled: at once
+        once = Tick(name=name, part=1.0, seconds=(1e-9, 1e-9))  # profiled as instantaneous
         slow = replace(task(spec, EVEN, rounds=1), ticks=(once,))
         run_cell(bed, slow, told.append)
         assert bed._quotas is not None
@@ -336,7 +336,7 @@ def test_every_model_has_its_size() -> None:
         assert load_model_file(f"{HERE / 'models' / name}.py:race").batch() is not None
 
 
-def test_what_the_planner_is_worth_without_its_parts() -> None:
+def test_ablations_are_no_faster_than_the_planner() -> None:
     spec = f"{HERE}/models/wide_mlp.py:tiny"
     found = variants(synthesizer_of(spec, load_cluster(HERE / "clusters" / "demo4.yaml")))
     assert set(found) == {WHOLE, *SEARCHED, *SCHEDULED}
@@ -348,8 +348,8 @@ def test_what_the_planner_is_worth_without_its_parts() -> None:
 
 
 @pytest.mark.gloo
-def test_what_is_left_without_a_part_trains_alike() -> None:
-    """All rows run, and their losses are those of one device."""
+def test_ablations_have_the_losses_of_one_device() -> None:
+    """All variants run, and their losses are those of one device."""
     spec = f"{HERE}/models/wide_mlp.py:race_tiny"
     with Testbed(TWO, links="unlimited") as bed:
         synthesizer = synthesizer_of(spec, bed.cluster)

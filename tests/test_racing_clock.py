@@ -1,4 +1,4 @@
-"""The race's clock: which kinds of work it looks at, and what it makes of them."""
+"""The race's clock: the kinds of work that it samples, and the slowdown that it derives."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def graph(model: str) -> Graph:
 
 
 def record(probe: Probe, seconds: float) -> OpRecord:
-    """Measurements of two ranks, the second twice as slow, twice each."""
+    """Return two measurements each of two ranks, the second twice as slow."""
     return OpRecord(
         name=probe.name, work=probe.work, seconds=((seconds,) * 2, (2 * seconds,) * 2)
     )  # fmt: skip
 
 
 def written(folder: Path) -> Path:
-    """A cluster file's path, with samples beside it in which a call of any probe takes 1 s."""
+    """Return the path of a cluster file whose samples have 1 s for a call of every probe."""
     path = folder / "c.yaml"
     samples = Settings(output=str(path)).samples
     samples.write_text("".join(line(record(probe, 1.0)) for probe in probes(CPU)))
     return path
 
 
-def test_each_kind_of_work_in_a_model_can_be_looked_at() -> None:
+def test_each_kind_of_work_in_a_model_can_be_sampled() -> None:
     kinds = {kind for kind, _ in FLOPS.values()} | set(ELEMENTS.values()) | {"memory"}
     assert kinds <= {probe.work.kind for probe in clock._glances()}
 
@@ -58,7 +58,7 @@ def test_parts_are_those_of_the_predicted_step(model: str) -> None:
         assert part == pytest.approx(mine / step_s), kind
 
 
-def test_what_is_looked_at_is_what_the_model_spends_its_time_on(tmp_path: Path) -> None:
+def test_the_sampled_kinds_are_those_that_take_time(tmp_path: Path) -> None:
     path, of = written(tmp_path), graph("vgg19")
     told = {probe.name: probe.work.kind for probe in probes(CPU)}
     found = clock.ticks(of, TRUTH, path)
@@ -79,8 +79,8 @@ def test_a_kind_counts_as_much_as_the_model_spends_on_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(clock, "seconds_per_call", seconds)
     product, conv = "linear float32 512x512x512", "conv float32 8x64x16x16"
     told = [
-        clock.Tick(name=product, part=0.6, seconds=(9.0, 0.5)),  # rank 1: twice as slow as then
-        clock.Tick(name=conv, part=0.2, seconds=(9.0, 0.5)),  # and six times
+        clock.Tick(name=product, part=0.6, seconds=(9.0, 0.5)),  # rank 1: twice as slow as profiled
+        clock.Tick(name=conv, part=0.2, seconds=(9.0, 0.5)),  # six times as slow
     ]
     assert clock.Clock(told, 1).slower() == pytest.approx((0.6 * 2 + 0.2 * 6) / 0.8)
 

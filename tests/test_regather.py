@@ -1,4 +1,4 @@
-"""Twins: the backward reads parameters under names of its own, and random plans use that."""
+"""Aliases of parameters for the backward, and random plans that gather them again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hap.synthesizer.shares.storage_sharding import STORED
 from tests.random_plans import benchmark_case, random_plan, verdict
 
 
-def test_the_backward_reads_no_large_parameter_but_by_its_twin() -> None:
+def test_the_backward_reads_large_parameters_through_aliases() -> None:
     for file in "bert", "bert_moe", "llama", "gpt2", "vgg19":
         graph = benchmark_case(file, "tiny").graph
         large = {
             i.tensor for i in graph.role("parameter") if len(graph.tensors[i.tensor].shape) > 1
         }
-        twins = backward_alias_of(graph)
-        assert twins and set(twins) <= large
+        aliases = backward_alias_of(graph)
+        assert aliases and set(aliases) <= large
         for node in graph.nodes:
             if node.op == ALIAS:
                 assert node.name in graph.backward
@@ -42,15 +42,15 @@ class Experts(nn.Module):
 
 def test_views_of_a_parameter_are_made_again_for_the_backward() -> None:
     graph = capture(Experts(), torch.randn(4, 2, 5))
-    ((down, twin),) = backward_alias_of(graph).items()
+    ((down, alias),) = backward_alias_of(graph).items()
     forward = {o for n in graph.nodes if n.name not in graph.backward for o in n.outputs}
     views = {n.outputs[0] for n in graph.nodes if down in n.inputs} & forward
     read = {name for n in graph.nodes if n.name in graph.backward for name in n.inputs}
     assert views and not views & read
-    assert twin in read
+    assert alias in read
 
 
-def test_a_parameter_that_one_pass_reads_has_no_twin() -> None:
+def test_a_parameter_that_one_pass_reads_has_no_alias() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
 
     def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -64,12 +64,12 @@ def test_a_parameter_that_one_pass_reads_has_no_twin() -> None:
 @pytest.mark.parametrize("file", ["mlp", "llama", "bert_moe"])
 def test_random_plans_gather_again_and_store_apart_and_are_right(file: str) -> None:
     case = benchmark_case(file, "tiny")
-    twins = set(backward_alias_of(case.graph).values())
+    aliases = set(backward_alias_of(case.graph).values())
     again = apart = 0
     for seed in range(3):
         plan = random_plan(case, 3, seed)
         again += sum(
-            isinstance(s, Convert) and s.tensor in twins and s.kind == "all_gather" and s.backward
+            isinstance(s, Convert) and s.tensor in aliases and s.kind == "all_gather" and s.backward
             for s in plan.program.instructions
         )
         apart += sum(len(set(s)) > 1 for name, s in plan.shares.items() if name.startswith(STORED))

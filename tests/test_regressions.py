@@ -1,4 +1,4 @@
-"""Failures that fuzzing found, each as small as it could be made, and what was wrong."""
+"""Failures that fuzzing found, each as small as possible, with their cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO = (Machine("a", 1e9), Machine("a", 1e9))
 
 
 def test_a_rank_that_goes_on_changes_nothing_that_another_still_reads() -> None:
-    """The emulator gave tensors away; their owner then updated them in place."""
+    """The emulator passed tensors on without a copy; their owner then updated them in place."""
 
     def gather_and_update(comm: Comm) -> float:
         mine = torch.ones(100)
@@ -38,9 +38,9 @@ def test_a_rank_that_goes_on_changes_nothing_that_another_still_reads() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_collective_that_a_rank_issues_is_waited_for(seed: int) -> None:
-    """A rank without a share of what comes next read nothing of it, and never waited.
+    """A rank without a share of the next operator read no result, and never waited.
 
-    Its optimizer could then update a parameter that the other ranks were still to gather.
+    Its optimizer could then update a parameter that other ranks had yet to gather.
     """
     recipe = Recipe(
         params={"p0": (3, 4), "p1": (3,)}, inputs={"x0": ((2, 4), "float")}, devices=TWO,
@@ -56,12 +56,12 @@ def test_every_collective_that_a_rank_issues_is_waited_for(seed: int) -> None:
 
 
 def _waited(node: fx.Node) -> bool:
-    """Is a result waited for, or one that another collective makes of it?"""
+    """Return whether a result is awaited, or another collective's result made from it."""
     return node.target == "wait" or any(map(_waited, node.users))
 
 
-def test_what_is_written_into_a_view_is_stored_like_the_whole() -> None:
-    """The backward of the product takes a view of the gradient, which had been permuted."""
+def test_writes_into_a_view_keep_the_strides_of_the_base() -> None:
+    """The backward of the product takes a view of the gradient, which was permuted."""
     recipe = Recipe(
         params={"p0": (2, 3)}, inputs={"x0": ((2, 2, 2), "float")}, devices=TWO,
         lines=("v0 = torch.einsum('bik,ko->bio', x0, self.p0)", "v1 = v0.permute((1, 0, 2))",
@@ -79,7 +79,7 @@ def test_a_batch_that_the_forward_writes_into_is_written_within_the_step_alone()
 
 
 def test_dropout_of_an_input_has_no_noise_in_the_reference() -> None:
-    """Inputs that need no gradient are dropped by another operator, which may get no probability."""
+    """Dropout of an input without gradient is another operator, which may lack the probability."""
     recipe = Recipe(
         params={"p0": (3,)}, inputs={"x0": ((3,), "float")}, devices=TWO,
         lines=("v0 = F.dropout(x0)", "loss = (v0 * self.p0).sum()", "return loss"),
@@ -93,7 +93,7 @@ def _positions(size: int) -> torch.Tensor:
 
 
 class Caching(nn.Module):
-    """As the vision models of transformers do: not while they are compiled."""
+    """Caches positions unless compiled, like the vision models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rules that are found by running an operator, and rules that a user writes."""
+"""Rules discovered by running an operator, and rules registered by a user."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ RULES_OF_NET = {
         "aten.embedding.default", "aten.tanh.default", "aten.t.default", "aten.neg.default",
     ],
 )  # fmt: skip
-def test_what_is_discovered_is_what_the_table_says(op: str) -> None:
+def test_discovered_rows_are_those_of_the_table(op: str) -> None:
     for call in calls_of(op):
         table = RULES[op](call)
         found = discovered(call).rows
@@ -135,8 +135,8 @@ def test_what_is_discovered_is_what_the_table_says(op: str) -> None:
             assert any(gives(r, row) for r in found), f"{row} was not found"
 
 
-def test_the_calls_of_the_samples_give_their_rows_again() -> None:
-    """With all plain arguments, and sizes other than the samples'."""
+def test_sample_calls_rediscover_their_rows() -> None:
+    """All plain arguments, and sizes other than the samples'."""
     for sample in SAMPLES:
         if sample.op in ("aten.native_layer_norm.default", "aten.gelu_backward.default"):
             graph = sample.graph()
@@ -161,7 +161,7 @@ def test_the_calls_of_the_samples_give_their_rows_again() -> None:
         ("fuzzed.unheard_of.default", "there is no operator"),
     ],
 )
-def test_what_no_row_can_describe_is_refused_with_a_reason(op: str, reason: str) -> None:
+def test_operators_without_valid_rows_are_refused_with_a_reason(op: str, reason: str) -> None:
     with pytest.raises(UnsupportedOpError, match=reason) as error:
         discovered(calls_of(op)[0])
     assert error.value.hint

@@ -1,4 +1,4 @@
-"""The rule table against brute force: no row is wrong, and what is missing has a reason.
+"""The rule table against brute force: no row is wrong, and missing rows have a reason.
 
 ``python -m tests.test_rules`` prints what was checked.
 """
@@ -30,7 +30,7 @@ COMPARABLE = [op for op in OPS if op not in RANDOM]
 
 
 class Reason(NamedTuple):
-    """Why rows that hold are not in the table, and which rows of the operator those are."""
+    """Why valid rows are not in the table, and which rows of the operator this covers."""
 
     why: str
     covers: Callable[[Row, Node], bool]
@@ -89,9 +89,9 @@ EXPLAINED: dict[str, list[Reason]] = {
     "hap.normalize_sums.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:])],
     "hap.normalize_backward.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:5])],
 }  # fmt: skip
-"""Operator -> why some rows that hold, and that no row of the table gives, are left out.
+"""Operator -> why some valid rows, which no row of the table gives, are left out.
 
-Not counted as missing is what the table gives with free instructions around a row: a shard or
+Rows that the table gives with free instructions around a row do not count as missing: a shard or
 a masked term of a replicated result, and a replica where a row reads a shard or a term.
 """
 
@@ -161,7 +161,7 @@ def test_dropout_masks_differ_between_shards_and_agree_between_replicas() -> Non
             for local in parts:
                 kept = local["o1"]
                 assert kept.dtype == torch.bool
-                torch.testing.assert_close(local["o0"], kept.double() / keep)  # of ones
+                torch.testing.assert_close(local["o0"], kept.double() / keep)  # the input is ones
                 assert kept.numel() < 100 or abs(kept.double().mean() - keep) < 0.1
             masks = [local["o1"] for local in parts if local["o1"].numel()]
             (place, again) = row.outs

@@ -1,4 +1,4 @@
-"""Shares in whole blocks: what is rounded, what is left alone, and what comes of it in a plan."""
+"""Shares in whole blocks: which are rounded, which are left alone, and the effect on a plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_remainder_goes_to_the_largest() -> None:
 
 
 class Wide(nn.Module):
-    """A last layer that is nearly all of the model."""
+    """A last layer that has nearly all parameters of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def cluster() -> Cluster:
-    """Speeds whose shares of 4,000 columns are no multiples of anything."""
+    """Return devices whose proportional shares of 4,000 columns are no multiples of a block."""
     return load_cluster("""
 nodes:
   - name: a
@@ -69,7 +69,7 @@ nodes:
 """)
 
 
-def test_blocks_are_of_what_products_write() -> None:
+def test_blocks_are_of_axes_that_products_write() -> None:
     case = make_case(Wide(), batch())
     found = blocks(case.graph, case.space.axes)
     wide = [units for axis, units in found.items() if case.space.axes.axes[axis].units == 4000]

@@ -1,4 +1,4 @@
-"""Integer shares: against all splits by brute force, under the simulator; memory; many devices."""
+"""Integer shares: against exhaustive search under the simulator; memory; many devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LETTERS = "abcdefghijkl"
 
 
 def cluster(*speeds: float, memory: tuple[float, ...] = (), launch_s: float = 1e-6) -> Cluster:
-    """Devices of so many TFLOP/s, on a node for each speed; memory in MB, else 1 GB each."""
+    """Return devices of these TFLOP/s, on a node per speed; memory in MB, 1 GB by default."""
     devices = tuple(
         Device(
             name=f"gpu:{k}", kind=f"{speed:g}", node=f"{speed:g}", launch_s=launch_s,
@@ -50,7 +50,7 @@ def cluster(*speeds: float, memory: tuple[float, ...] = (), launch_s: float = 1e
 
 
 class Model:
-    """A graph and its program, built together line by line."""
+    """A graph and its program, built line by line."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ class Model:
         self.of: dict[tuple[str, int], str] = {}
 
     def tensor(self, name: str, axes: str, *shape: int) -> None:
-        """``axes`` names the axis of each dim by a letter; '.' is none."""
+        """Add a tensor; ``axes`` names the axis of each dim by a letter, '.' for none."""
         self.tensors[name] = Tensor(name=name, shape=shape, dtype="float32")
         self.of.update(((name, d), a) for d, a in enumerate(axes) if a != ".")
 
@@ -125,7 +125,7 @@ def data_parallel(batch: int = 12, width: int = 256, rows: int = 64) -> Case:
 
 
 def with_storage_axes(batch: int = 10, stored: int = 8, width: int = 256, rows: int = 64) -> Case:
-    """:func:`data_parallel` with the parameter stored in shards, whose cut no operator sees."""
+    """:func:`data_parallel` with the parameter stored in shards, on an axis of storage alone."""
     m = Model()
     m.given("x", "input", "b.", (batch * rows, width), S(0))
     m.given("w", "parameter", "s.", (width, width), S(0))
@@ -152,7 +152,7 @@ def experts(count: int = 16, tokens: int = 512, width: int = 256) -> Case:
 
 
 def two_axes(batch: int = 12, heads: int = 6, how: str = "padded") -> Case:
-    """The batch through one product, then all-to-all, then a product split by ``heads``."""
+    """A product split by the batch, an all-to-all, then a product split by ``heads``."""
     wide = heads * 64
     m = Model()
     m.given("x", "input", "b.", (batch * 64, 256), S(0))
@@ -168,7 +168,7 @@ def two_axes(batch: int = 12, heads: int = 6, how: str = "padded") -> Case:
 
 
 def layers(depth: int, batch: int = 64) -> Case:
-    """Layers alike, each with a width of its own that is gathered at its end."""
+    """Equal layers, each split by a width of its own and gathered at its end."""
     m = Model()
     m.given("x0", "input", "..", (batch, 256), R)
     for k, a in enumerate(LETTERS[:depth]):
@@ -182,7 +182,7 @@ def layers(depth: int, batch: int = 64) -> Case:
 
 
 def gathered(how: str, units: int = 12) -> Case:
-    """A product split by columns, and its result gathered."""
+    """A product split by columns, whose result is gathered."""
     wide = 64 * units
     m = Model()
     m.given("x", "input", "..", (512, 256), R)
@@ -220,7 +220,7 @@ def compositions(units: int, ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def brute_force(case: Case, machine: Machine) -> float:
-    """The fastest step over all integer shares of all axes that fit."""
+    """Return the fastest step over all integer shares of all axes that fit the memory."""
     names = list(case[1].axes)
     room = np.array([d.memory_bytes for d in machine.cluster.devices])
     ways = [compositions(case[1].axes[n].units, len(room)) for n in names]
@@ -275,7 +275,7 @@ def test_one_axis_is_solved_as_by_brute_force(make, speeds, launch_s) -> None:
 @pytest.mark.parametrize("how", ["padded", "grouped"])
 @pytest.mark.parametrize("speeds", [(3, 1), (1, 1), (2, 2, 1)])
 def test_two_axes_joined_by_an_all_to_all_come_near_brute_force(speeds, how) -> None:
-    """An all-to-all is not convex in the shares: what is found need not be the optimum."""
+    """An all-to-all is not convex in the shares, so the result may miss the optimum."""
     case, machine = two_axes(8, 6, how), Machine(cluster(*speeds))
     best = brute_force(case, machine)
     assert best <= solve(case, machine).objective_s <= 1.03 * best
@@ -283,7 +283,7 @@ def test_two_axes_joined_by_an_all_to_all_come_near_brute_force(speeds, how) -> 
 
 @pytest.mark.parametrize("speeds", [(2, 2, 1), (2, 2, 1, 1), (9, 9, 1, 1)])
 def test_gathers_in_stages_come_near_brute_force(speeds) -> None:
-    """A node for each speed: of two devices and one, or of two each."""
+    """A node per speed, with two devices and one, or with two each."""
     case, machine = gathered("hierarchical"), Machine(cluster(*speeds))
     best = brute_force(case, machine)
     even = timeline(case, machine, shares_of(case, np.ones(len(speeds)))).step_s
@@ -293,7 +293,7 @@ def test_gathers_in_stages_come_near_brute_force(speeds) -> None:
 
 
 def relaxed_roundings(case: Case, machine: Machine) -> Iterator[dict[str, tuple[int, ...]]]:
-    """All ways of rounding the relaxed optimum's units per type up or down."""
+    """Yield all ways of rounding the relaxed optimum's units per type up or down."""
     graph, axes, program = case
     start = shares_of(case, np.ones(machine.cluster.world_size))
     task = Task(
@@ -349,7 +349,7 @@ def test_never_slower_than_where_it_starts(make, speeds) -> None:
 
 
 def test_rounding_decides_sixteen_experts() -> None:
-    """Speeds 1.8 : 1: two fast and six slow devices gain nothing, four and four do."""
+    """At speeds 1.8 : 1, two fast and six slow devices gain nothing; four and four do."""
     case = experts(16)
     for fast, gains in ((2, False), (4, True)):
         machine = Machine(cluster(*[1.8] * fast, *[1.0] * (8 - fast)))
@@ -384,7 +384,7 @@ def test_a_device_with_little_memory_gets_less() -> None:
 @pytest.mark.parametrize("speeds", [(2, 1), (1, 1), (3, 3, 1)])
 @pytest.mark.parametrize("less", [1.0, 0.95, 0.9, 0.85])
 def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
-    """Against all pairs of splits, with less and less memory on the first device."""
+    """Compare with all pairs of splits, as the first device's memory shrinks."""
     case, free = with_storage_axes(), Machine(cluster(*speeds))
     peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
     tight = Machine(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
@@ -396,7 +396,7 @@ def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
 
 
 def test_infeasible_names_the_devices_and_the_bytes() -> None:
-    case = data_parallel(width=512)  # the replicated parameter alone is 3 MB with its states
+    case = data_parallel(width=512)  # the replicated parameter and its states take 3 MB
     machine = Machine(cluster(2, 1, 1, memory=(1e3, 1, 1)))
     outcome = solve(case, machine)
     peak = timeline(case, machine, outcome.shares).peak_bytes

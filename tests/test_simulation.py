@@ -1,4 +1,4 @@
-"""The printed simulated step, and its trace: valid, whole, and of the same times."""
+"""The printed simulation of a step, and its trace: valid, complete, and with the same times."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_plan
 
 GRID = 0.125
-"""Microseconds: what times in a trace are rounded to."""
+"""Microseconds to which times in a trace are rounded."""
 
 
 def real(plan: Plan) -> Plan:
-    """A plan written by hand, with an implementation that exists."""
+    """Return a plan written by hand, with an implementation that exists."""
     steps = tuple(
         replace(s, implementation="one shot") if isinstance(s, Convert) else s
         for s in plan.program.instructions
@@ -73,7 +73,7 @@ def test_the_trace_has_the_fields_of_the_format(made: Simulation) -> None:
 
 
 def test_events_of_a_stream_touch_and_never_overlap(made: Simulation) -> None:
-    """Exactly, not to rounding: viewers nest what overlaps by the least."""
+    """Compare exactly: viewers nest events that overlap by any amount."""
     streams: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events(made, "X"):
         streams.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
@@ -86,7 +86,7 @@ def test_events_of_a_stream_touch_and_never_overlap(made: Simulation) -> None:
 
 
 def test_the_trace_shows_all_work_and_its_side(made: Simulation) -> None:
-    """Every event is an instruction, of the forward or the backward; the rest are updates."""
+    """Every event is an instruction, of the forward or the backward, or an update."""
     program, graph = made.plan.program, made.plan.graph
     seen: Counter[tuple[int, int]] = Counter()
     updates = set()

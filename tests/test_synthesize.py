@@ -1,4 +1,4 @@
-"""The alternation: never worse than what it starts from, within memory, honest where it fails."""
+"""The alternation: never worse than its start, within memory, with clear errors where it fails."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_gathering_the_factors_beats_reducing_their_product_where_it_is_smaller(
         moved = [c for c in plan.program.collectives if c.tensor in ends]
         return sum(plan.graph.tensors[c.tensor].nbytes for c in moved)
 
-    assert gradient_bytes(few) < 2048 * 2048 * 4  # the wide layer's gradient is not sent
+    assert gradient_bytes(few) < 2048 * 2048 * 4  # the wide layer's gradient is not communicated
     assert gradient_bytes(many) >= 64 * 64 * 4
 
 
@@ -109,7 +109,7 @@ class Reader(nn.Module):
 def test_a_large_table_is_looked_up_in_columns_and_its_gradient_stays(
     words: int, columns: bool
 ) -> None:
-    """Two all-to-alls of the rows in place of an all-reduce of the table, if that is larger."""
+    """Two all-to-alls of the rows replace an all-reduce of the table, if the table is larger."""
     torch.manual_seed(0)
     batch = torch.randint(words, (960,)), torch.randint(8, (960,))
     case = make_case(Reader(words, 64), batch)
@@ -144,7 +144,7 @@ def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -
     assert "at its fullest m:0 would hold " in str(caught.value)
     assert "saved activations" in str(caught.value)
     assert 0 < rows < 1 << 14
-    planned(rows, 256, 10, on)  # it does fit
+    planned(rows, 256, 10, on)  # it fits
 
 
 def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
@@ -195,8 +195,8 @@ def screen(plan: Plan) -> str:
 
 
 @pytest.mark.parametrize("first", [None, *range(-12, 7)])
-def test_the_lowest_price_that_fits_is_found_wherever_one_looks_first(first: int | None) -> None:
-    for least in range(-9, 7):  # above 4 nothing fits
+def test_the_lowest_price_that_fits_is_found_from_any_start(first: int | None) -> None:
+    for least in range(-9, 7):  # nothing fits above 4
         asked: list[int] = []
 
         def fits(price: int, least: int = least, asked: list[int] = asked) -> bool:

@@ -1,4 +1,4 @@
-"""Emulated clusters: what is set up is what the file says, ranks work in it, nothing is left."""
+"""Emulated clusters: they match their file, ranks run in them, and they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hap.runtime.launch import report
 from hap.runtime.testbed import Testbed, clean, network, ownership, quotas
 from hap.runtime.testbed.scaling import choose_scale, scaled
 
-CORE = 100e9  # said, not measured: fractions are then known
+CORE = 100e9  # given, not measured, so that fractions are known
 UNLIKE = """
 name: unlike
 links:
@@ -63,7 +63,7 @@ def unlike() -> Cluster:
 
 
 def left(pid: int) -> list[str]:
-    """Leftovers of a process's testbeds on this machine: namespaces, groups, processes."""
+    """Return the leftovers of a process's testbeds: namespaces, control groups, processes."""
     mark = f"-{pid}-"
     folders = [Path("/run/netns"), Path("/sys/fs/cgroup")]
     found = [str(f) for folder in folders for f in folder.rglob("hap-*") if mark in f.name]
@@ -77,7 +77,7 @@ def test_a_cluster_that_fits_is_left_as_it_is() -> None:
     cluster = unlike()
     assert choose_scale(cluster, 0.9, CORE) == 1
     assert scaled(cluster, 1.0, "scaled") is cluster
-    assert choose_scale(cluster, 0.45, CORE) == pytest.approx(0.5)  # 0.9 cores asked for
+    assert choose_scale(cluster, 0.45, CORE) == pytest.approx(0.5)  # 0.9 cores are needed
 
 
 def test_no_rank_needs_more_than_a_core() -> None:
@@ -136,7 +136,7 @@ def test_a_bucket_holds_a_train_of_packets(rate: float) -> None:
     assert 2 * 1514 <= int(figures["burst"]) < int(figures["limit"])
 
 
-# --- What a machine lacks -------------------------------------------------------------------
+# --- Missing tools and rights ----------------------------------------------------------------
 
 
 def test_without_tools_it_says_what_is_missing_and_what_is_possible(
@@ -196,7 +196,7 @@ def bed() -> Iterator[Testbed]:
 
 
 def qdisc(namespace: str, interface: str) -> tuple[str, float]:
-    """(kind, bytes per second) of what limits an interface."""
+    """Return (kind, bytes per second) of an interface's queueing discipline."""
     command = ["tc", "-n", namespace, "-json", "qdisc", "show", "dev", interface]
     (found,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return found["kind"], found["options"].get("rate", math.inf)
@@ -243,7 +243,7 @@ def test_ranks_work_in_hosts_of_their_own(bed: Testbed) -> None:
     assert [one["local"] for one in found] == ["0 of 2", "1 of 2", "0 of 1", "0 of 1"]
     assert {one["interface"] for one in found} == {"net0"}
     assert {one["tcp"] for one in found} == {"reno 0"}
-    assert {one["interfaces"] for one in found} == {"lo net0"}  # none of this machine's
+    assert {one["interfaces"] for one in found} == {"lo net0"}  # none of the host's
     assert len({home, *(one["namespace"] for one in found)}) == 5
     assert bed._quotas is not None
     if bed._quotas.enforced:
@@ -372,7 +372,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The owner of a testbed whose ranks run, with children that have left their session."""
+    """The owner of a testbed with running ranks, whose children have left its session."""
     file, script = tmp_path / "unlike.yaml", tmp_path / "owner.py"
     file.write_text(UNLIKE)
     script.write_text(OWNER)
@@ -389,7 +389,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def foreign() -> Iterator[str]:
-    """A namespace of somebody else, with a name like ours, and an interface in it."""
+    """Another program's namespace, with a name like ours and an interface."""
     name = "hap-bed-of-mine"
     subprocess.run(["ip", "netns", "add", name], check=True)
     link = ["ip", "-n", name, "link", "add", "name", "rank0", "type", "bridge"]
@@ -400,7 +400,7 @@ def foreign() -> Iterator[str]:
 
 @needs_links
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_told_owner_takes_everything_down(
+def test_an_owner_that_is_signalled_removes_everything(
     running: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     running.send_signal(number)
@@ -415,10 +415,10 @@ def test_after_a_kill_the_next_start_cleans_up(
     bystander = subprocess.Popen(["ip", "netns", "exec", foreign, "sleep", "1000"])
     try:
         with Testbed(unlike(), 0.2, core_flops_per_s=CORE):
-            assert len(left(running.pid)) > 10  # its owner lives: not ours to remove
+            assert len(left(running.pid)) > 10  # its owner lives, so they stay
         running.kill()
         running.wait()
-        assert left(running.pid)  # a kill does leave something
+        assert left(running.pid)  # a killed owner leaves something
         with Testbed(unlike(), 0.2, core_flops_per_s=CORE):
             assert left(running.pid) == []
         links = subprocess.run(["ip", "-n", foreign, "-br", "link"], capture_output=True, text=True)
@@ -433,7 +433,7 @@ def test_after_a_kill_the_next_start_cleans_up(
 def test_hosts_go_when_the_body_raises_and_when_starting_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = left(os.getpid())  # those of the module's bed, if it is up
+    before = left(os.getpid())  # of the module's bed, if it is up
     with pytest.raises(KeyError), Testbed(unlike(), 0.2, core_flops_per_s=CORE):
         assert len(left(os.getpid())) > len(before)
         raise KeyError
@@ -491,7 +491,7 @@ def test_emulated_hosts_are_profiled_on_the_nodes_of_their_file(tmp_path: Path) 
     file, output = tmp_path / "two.yaml", tmp_path / "measured.yaml"
     file.write_text(TWO)
     words = ["profile", "--testbed", str(file), "--quick", "-o", str(output)]
-    before = left(os.getpid())  # other tests' hosts, perhaps
+    before = left(os.getpid())  # hosts of other tests
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert load_cluster(output).nodes == ("new", "old")

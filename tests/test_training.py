@@ -1,4 +1,4 @@
-"""Contents of a training step: batch norm, checkpoints, buffers, batches and outputs of any form."""
+"""Training steps: batch norm, checkpoints, buffers, batches and outputs of any structure."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def on_ranks(case: Case, plan: Plan, act: Callable[[HapModule, Any], Any]) -> li
     ids=["usual", "no weights", "no running", "momentum"],
 )
 def test_batch_norm_has_the_statistics_of_the_global_batch(options: dict[str, Any]) -> None:
-    """Losses, gradients, and the running buffers after three steps."""
+    """Compare losses, gradients, and the running buffers after three steps."""
     holds(Images(**options), images())
 
 
-def test_gradients_that_vanish_are_taken_for_rounding() -> None:
-    """A bias before a batch norm has none: Adam would make a step of it, in float32 a whole one."""
+def test_vanishing_gradients_count_as_rounding() -> None:
+    """A bias before a batch norm has none; from rounding, Adam makes a whole step in float32."""
     case = make_case(Images(), images())
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed), dtype="float32")
@@ -89,14 +89,14 @@ def test_gradients_that_vanish_are_taken_for_rounding() -> None:
 def test_batch_norm_in_eval_mode_uses_the_running_statistics() -> None:
     """Of the whole model, and of a frozen part of a model that trains."""
     model = Images()
-    model(*images())  # running statistics that are none of the first batch's
+    model(*images())  # running statistics other than those of a batch
     holds(copy.deepcopy(model).eval(), images())
     model.norm.eval()
     holds(model, images())
 
 
 def test_eval_of_a_module_planned_in_training() -> None:
-    """The loss is that of ``model.eval()``, and nothing is updated, whatever the plan."""
+    """The loss is that of ``model.eval()`` and nothing is updated, under any plan."""
     case = make_case(Images(), images())
     reference = copy.deepcopy(case.model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -133,7 +133,7 @@ def test_one_value_per_channel_is_refused_as_torch_does() -> None:
 
 
 class Averages(nn.Module):
-    """Counts its steps, keeps moving averages of activations and of a parameter."""
+    """Counts its steps, and keeps moving averages of activations and of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
 
 
 class Blocks(nn.Module):
-    """Three blocks; those of ``again`` are checkpointed."""
+    """Three blocks; those in ``again`` are checkpointed."""
 
     def __init__(self, again: tuple[int, ...], reentrant: bool = False, p: float = 0.0) -> None:
         super().__init__()
@@ -218,12 +218,12 @@ def test_checkpointed_blocks_train_like_others(again: tuple[int, ...], reentrant
     holds(Blocks(again, reentrant), X)
 
 
-def test_what_is_checkpointed_is_made_again_and_not_kept() -> None:
-    """The wide activations (rows by 24) of a block are kept, or made by copies of its operators."""
+def test_checkpointed_activations_are_recomputed_and_not_saved() -> None:
+    """A block's wide activations (rows by 24) are saved, or recomputed by copies of operators."""
     for again in ((), (1,), (0, 1, 2)):
         graph = capture(Blocks(again), X)
         wide = [t for t in graph.saved if graph.tensors[t].shape == (ROWS, 24)]
-        per_block = 2  # the product and what the nonlinearity makes of it
+        per_block = 2  # of the product and of the nonlinearity
         assert len(wide) == per_block * (3 - len(again)), wide
         copies = [n for n in graph.nodes if n.name.endswith("_redone")]
         products = [n for n in copies if n.op == "aten.addmm.default"]
@@ -264,7 +264,7 @@ def test_a_checkpoint_lowers_what_the_emitted_forward_hands_to_the_backward() ->
 
 
 def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
-    """With the same masks, the gradients are those without the checkpoint."""
+    """With equal masks, the gradients are those without the checkpoint."""
     found = []
     for again in ((), (0, 2)):
         torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout of channels, stochastic depth, noise, and times drawn per row."""
+    """Dropout of channels, stochastic depth, noise, and random times per row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,12 +299,12 @@ class Noisy(nn.Module):
         return F.cross_entropy(h, y)
 
 
-def test_noise_of_every_kind_verifies_when_it_is_held_still() -> None:
+def test_noise_of_every_kind_verifies() -> None:
     holds(Noisy(), images())
 
 
 def test_noise_is_decided_by_the_seed_and_the_step() -> None:
-    """And the loss is the same on all ranks."""
+    """The loss is also the same on all ranks."""
     case = make_case(Noisy(), images())
     plan = random_plan(case, 3, 1)
 
@@ -341,7 +341,7 @@ def test_dropped_channels_are_dropped_whole_and_as_often_as_asked() -> None:
     assert module(x).item() == pytest.approx(energy, rel=1e-5)
 
 
-# --- what goes in and what comes out -------------------------------------------------------
+# --- inputs and outputs --------------------------------------------------------------------
 
 
 class Nested(nn.Module):
@@ -465,7 +465,7 @@ def test_an_output_without_a_loss_says_what_to_return(
     assert "a tuple that begins with it" in error.value.hint
 
 
-# --- recomputation that the plan chooses ---------------------------------------------------
+# --- recomputation chosen by the plan ------------------------------------------------------
 
 
 def rows_of_blocks() -> Tensor:

@@ -1,4 +1,4 @@
-"""Training semantics through model files, over two mesh axes, and in real processes."""
+"""Training through model files, over two mesh axes, and in real processes."""
 
 from __future__ import annotations
 

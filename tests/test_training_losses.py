@@ -1,4 +1,4 @@
-"""Losses of torch, whatever they divide by, on uneven and empty shards against one device."""
+"""Losses of torch, with any divisor, on uneven and empty shards against one device."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_the_batchmean_of_kl() -> None:
     holds(model, (torch.randn(ROWS, 5), odds()))
 
 
-def test_a_mean_of_no_targets_is_not_a_number_as_on_one_device() -> None:
-    """0 / 0, which verification takes for an error, so the loss is looked at."""
+def test_a_mean_of_no_targets_is_nan() -> None:
+    """The loss is 0 / 0, which verification reports as an error, so the test reads the loss."""
     batch = (torch.randn(ROWS, 5), torch.full((ROWS,), -100))
     case = make_case(Net(F.cross_entropy), batch)
     assert case.loss_of(case.model).isnan()
@@ -116,8 +116,8 @@ def test_a_mean_of_no_targets_is_not_a_number_as_on_one_device() -> None:
     assert all(row.error == float("inf") for row in rows if row.what == "loss")
 
 
-def test_the_plans_split_what_the_losses_divide_by() -> None:
-    """The counts are terms of ranks in some plans: else dividing by local ones would pass."""
+def test_some_plans_split_the_divisors_of_losses() -> None:
+    """Some plans hold the counts as partial sums; else dividing by local counts would pass."""
     torch.manual_seed(3)
     case = make_case(Net(F.cross_entropy, weighted=True), (torch.randn(ROWS, 5), classes()))
     sums = [n.name for n in case.graph.nodes if n.op.startswith("aten.sum")]

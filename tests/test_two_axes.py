@@ -1,4 +1,4 @@
-"""Two mesh axes: the divided step is the same step, programs inside are priced as they run."""
+"""Two mesh axes: the divided step computes the same, and programs inside are priced as they run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.test_verify import on_gloo
 
 
 def machines(*speeds: tuple[float, ...], inner: float = 1e10, between: float = 1e8) -> Cluster:
-    """A machine for each tuple, with a device for each relative speed in it."""
+    """Return a machine per tuple, with a device per relative speed in it."""
     devices = tuple(
         Device(
             name=f"m{m}:{k}", kind="gpu", node=f"m{m}", memory_bytes=1 << 30, launch_s=1e-6,
@@ -59,7 +59,7 @@ def machines(*speeds: tuple[float, ...], inner: float = 1e10, between: float = 1
 
 
 def random_mesh_plan(case: Case, count: int, width: int, seed: int) -> Plan:
-    """Any program between the machines, any program inside; unlike shares in each machine."""
+    """Return a plan of random programs between machines and inside; shares differ by machine."""
     rng = random.Random(f"mesh/{count}/{width}/{seed}")
     cluster = machines(*[tuple(rng.choice((1.0, 2.0, 3.0)) for _ in range(width))] * count)
     for attempt in range(50):
@@ -106,7 +106,7 @@ def test_random_plans_on_a_mesh_compute_what_one_device_computes(
         assert found.ok, (seed, found.first_bad, max(found.rows, key=lambda row: row.error))
 
 
-def test_what_is_a_mesh() -> None:
+def test_a_mesh_has_equal_machines_of_several_devices() -> None:
     assert is_mesh(machines((1, 1), (2, 2)))
     for cluster in (machines((1, 1, 1)), machines((1,), (1,)), machines((1, 1), (1,))):
         assert not is_mesh(cluster)
@@ -145,7 +145,7 @@ def linear_step(rows: int = 64, width: int = 256) -> Case:
 
 
 def data_parallel_twice(case: Case, cluster: Cluster) -> tuple[InsideSynthesizer, Between]:
-    """Rows split between the machines by speed, everything inside left to the search."""
+    """Split rows between the machines by speed; leave everything inside to the search."""
     mesh = Mesh(cluster)
     allowed = data_parallel(case.space)
     synthesizer = Synthesizer(case.space, mesh.between, 2, allowed)
@@ -154,8 +154,8 @@ def data_parallel_twice(case: Case, cluster: Cluster) -> tuple[InsideSynthesizer
     return InsideSynthesizer(between, cluster, 2), between
 
 
-def test_arithmetic_is_that_of_the_same_shares_on_one_axis() -> None:
-    """Rows split 3 : 1 between machines and evenly inside are rows split 3 3 1 1."""
+def test_computing_costs_as_much_as_the_same_shares_on_one_axis() -> None:
+    """Rows split 3 : 1 between machines and evenly inside equal rows split 3 3 1 1."""
     case = linear_step()
     cluster = machines((3.0, 3.0), (1.0, 1.0))
     inside, between = data_parallel_twice(case, cluster)
@@ -172,7 +172,7 @@ def test_arithmetic_is_that_of_the_same_shares_on_one_axis() -> None:
         for row in inside.space.rows[node.name]:
             placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
             if not all(origin(n).placement == p for n, p in placed if n and p):
-                continue  # the other level cuts, too
+                continue  # the other level splits it, too
             compared += 1
             assert two.compute(node, row) == pytest.approx(one.compute(before, row), rel=1e-12)
             assert two.parts.of_work(node, row) == pytest.approx(one.parts.of_work(before, row))
@@ -180,10 +180,10 @@ def test_arithmetic_is_that_of_the_same_shares_on_one_axis() -> None:
 
 
 def test_gradients_cross_the_slow_link_once_per_machine() -> None:
-    """The hierarchical all-reduce: scattered inside, summed between, each device its part.
+    """The all-reduce is hierarchical: scattered inside, summed between, each device its part.
 
-    Bytes of the gradient w on two machines of two: a ring over all ranks takes 2 * 3/4 * w over
-    the slow link, this one 2 * 1/2 * w, all columns together.
+    For a gradient of w bytes on two machines of two, a ring over all ranks sends 2 * 3/4 * w over
+    the slow link. This one sends 2 * 1/2 * w, over all columns.
     """
     case = linear_step(rows=4096, width=512)
     cluster = machines((1.0, 1.0), (1.0, 1.0), inner=1e12)
@@ -209,7 +209,7 @@ def test_gradients_cross_the_slow_link_once_per_machine() -> None:
 
 
 def test_the_best_of_a_mesh_fits_and_runs() -> None:
-    """End to end, with unlike machines: planned, saved, loaded, verified."""
+    """Plan for unlike machines, save, load and verify."""
     model = torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.ReLU(), torch.nn.Linear(384, 96))
     batch = torch.randn(60, 96)
     cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
@@ -238,7 +238,7 @@ def test_a_cluster_that_is_no_mesh_is_refused() -> None:
 
 @pytest.mark.gloo
 def test_real_processes_train_on_a_mesh() -> None:
-    """Two machines of two as gloo processes: losses are those of one device."""
+    """Two machines of two gloo processes have the losses of one device."""
     case = benchmark_case("mlp", "tiny")
     plan = random_mesh_plan(case, 2, 2, 0)
     found = verdict(case, plan, run=on_gloo)
@@ -262,11 +262,11 @@ ACROSS: dict[str, tuple[tuple[object, ...], Callable[[Parts], Parts]]] = {
     "mesh.all_reduce_lse": (("two reductions",), lambda x: [torch.logaddexp(*x)] * 2),
     "mesh.mask": ((), lambda x: [x[0], torch.zeros_like(x[1])]),
 }  # fmt: skip
-"""Operator -> (its arguments, what it makes of the machines' tensors)."""
+"""Operator -> (its arguments, its result from the machines' tensors)."""
 
 
 def spread_inside(whole: torch.Tensor, p: Placement) -> Parts:
-    """The two devices' parts of a machine's tensor."""
+    """Return the parts of a machine's tensor on its two devices."""
     if p.sharded:
         first = whole.shape[p.dim] // 3
         return list(torch.split(whole, [first, whole.shape[p.dim] - first], p.dim))
@@ -312,7 +312,7 @@ def test_devices_may_each_move_their_part_between_machines(op: str) -> None:
 
 @pytest.mark.parametrize("file", ["mlp", "vgg19", "gpt2"])
 def test_no_program_inside_beats_ideal_machines(file: str) -> None:
-    """The proof by which the planner skips a program between machines that is too slow already."""
+    """The planner therefore skips a program between machines that is already too slow."""
     case = benchmark_case(file, "tiny")
     cluster = machines((2.0, 2.0), (1.0, 1.0), inner=1e11, between=1e9)
     mesh, compared = Mesh(cluster), 0

@@ -1,4 +1,4 @@
-"""Two-level clusters: communicators of some ranks, and the collectives in stages over them."""
+"""Two-level clusters: communicators of subgroups, and hierarchical collectives over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hap.runtime.two_level_comm import NAME, TwoLevelComm
 
 
 def mesh(comm: Comm) -> dict[str, Any]:
-    """Rows, columns and uneven parts of a world of four; then parts of parts."""
+    """Run collectives on rows, columns and uneven parts of four ranks, and on parts of parts."""
     rows, columns = comm.subgroup([[0, 1], [2, 3]]), comm.subgroup([[0, 2], [1, 3]])
     uneven = comm.subgroup([[0], [1, 2, 3]])
     alone = rows.subgroup([[0], [1]])
@@ -74,20 +74,20 @@ def test_an_error_of_one_rank_ends_those_that_wait_in_a_subgroup() -> None:
         run_ranks(3, run)
 
 
-# --- collectives in stages ------------------------------------------------------------------
+# --- hierarchical collectives ---------------------------------------------------------------
 
 WORLDS = [(2, 2), (2, 3), (2, 1), (1, 2, 1), (3, 3)]
 DTYPES = (torch.float32, torch.int64, torch.bfloat16)
 
 
 def whole(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """The same on every rank; small integers, so that sums are exact in every order."""
+    """Return random small integers, whose sums are exact in every order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 4, shape, generator=generator).to(dtype)
 
 
 def splits(rows: int, world: int) -> list[tuple[int, ...]]:
-    """Even, with the remainder last; random with zeros; all on one rank, at either end."""
+    """Return splits: even, the remainder last; random with zeros; all on the first or last rank."""
     rng = random.Random(rows * 100 + world)
     cuts = sorted(rng.randint(0, rows) for _ in range(world - 1))
     drawn = tuple(b - a for a, b in itertools.pairwise([0, *cuts, rows]))
@@ -97,7 +97,7 @@ def splits(rows: int, world: int) -> list[tuple[int, ...]]:
 
 
 def battery(flat: Comm, counts: tuple[int, ...]) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, what the flat collective gives, what the one in stages gives)."""
+    """Return (name, result of the flat collective, result of the hierarchical one)."""
     comm, rank, found = TwoLevelComm(flat, counts), flat.rank, []
     world = sum(counts)
 
@@ -109,7 +109,7 @@ def battery(flat: Comm, counts: tuple[int, ...]) -> list[tuple[str, Tensor, Tens
             name = f"{dtype} {shape} {dim} {sizes}"
             x = whole(dtype, *shape).split(list(sizes), dim)[rank]
             both(f"all_gather {name}", partial(comm.all_gather, x, dim, sizes), "grouped")
-            if dtype != torch.bfloat16:  # gloo has no reduction of it
+            if dtype != torch.bfloat16:  # gloo cannot reduce it
                 x = whole(dtype, *shape, seed=rank)
                 both(
                     f"reduce_scatter {name}", partial(comm.reduce_scatter, x, dim, sizes), "padded"

@@ -1,4 +1,4 @@
-"""Quantities with units: what is read, what is refused, and that printing inverts reading."""
+"""Quantities with units: values that are read or refused; printing inverts reading."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_reads_what_people_write(text: str, dimension: str, value: float) -> Non
         ("10", "bytes/s", "no unit"),
         (10, "bytes/s", "no unit"),
         ("10 Gbit", "bytes/s", "not a unit of bytes/s"),
-        ("10 gbit/s", "bytes/s", "not a unit"),  # 'g' is no prefix: grams, giga?
-        ("16 Gb", "bytes", "not a unit"),  # memory in bits is a slip
+        ("10 gbit/s", "bytes/s", "not a unit"),  # 'g' is ambiguous: grams, giga?
+        ("16 Gb", "bytes", "not a unit"),  # memory is not given in bits
         ("fast", "bytes/s", "not a quantity"),
         ("1.2.3 GB/s", "bytes/s", "not a quantity"),
         (None, "seconds", "not a quantity"),

@@ -1,4 +1,4 @@
-"""Random programs compute what one device computes; broken ones are found, and named."""
+"""Random programs compute what one device computes; broken ones are found and named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SEEDS = (0, 1)
 
 
 def story(found: Verdict) -> str:
-    """The text that a failure should print."""
+    """Return the text to print on a failure."""
     worst = max(found.rows, key=lambda row: row.error)
     return f"first: {found.first_bad}; worst: {worst.what} of {worst.tensor}, {worst.error:.1e}"
 
@@ -75,11 +75,11 @@ VOCABULARY = {
     ("hap.cross_entropy.default", (S(1), R), (L, P)),
     ("hap.cross_entropy_backward.default", (R, R, S(1), R, R), (S(1),)),
 }
-"""Operators with the vocabulary, 101 words, in shards."""
+"""Operators on shards of the vocabulary of 101 words."""
 
 
 def test_the_random_plans_reach_everything() -> None:
-    """All conversions by all implementations, empty shards, odd ones, and split vocabularies."""
+    """They use all implementations of all conversions, empty and odd shards, split vocabularies."""
     seen, parts, looked_up = set(), set(), set()
     for file, variant in (("vgg19", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"), ("bert", "tiny")):
         for world in WORLDS:
@@ -147,12 +147,12 @@ def test_real_processes_compute_what_one_device_computes(file: str, world: int) 
 
 
 def dropped_all_reduce(plan: Plan, *, backward: bool) -> tuple[Plan, str]:
-    """The plan with a partial result taken for the whole, as a wrong rule would have it."""
+    """Return the plan with a partial result used as the whole, as under a wrong rule."""
     steps = list(plan.program.instructions)
     for k, step in enumerate(steps):
         if not isinstance(step, Compute) or step.backward != backward or step.outs.count(P) != 1:
             continue
-        if not shared_by_all(plan, step):  # a rank with all of it loses nothing
+        if not shared_by_all(plan, step):  # a rank that holds all of it loses nothing
             continue
         tensor = plan.graph.by_name[step.node].outputs[step.outs.index(P)]
         assert tensor is not None
@@ -165,14 +165,14 @@ def dropped_all_reduce(plan: Plan, *, backward: bool) -> tuple[Plan, str]:
 
 
 def shared_by_all(plan: Plan, step: Compute) -> bool:
-    """Does every rank have a part of what this instruction adds up?"""
+    """Return whether every rank contributes to the sum of this instruction."""
     inputs = plan.graph.by_name[step.node].inputs
     cut = [Value(name, p) for name, p in zip(inputs, step.ins, strict=True) if p.sharded]
     return bool(cut) and all(0 not in plan.program.sizes(plan.graph, v, plan.shares) for v in cut)
 
 
 def dropped_mask(plan: Plan) -> tuple[Plan, str]:
-    """The plan with a bias added by every rank instead of by one."""
+    """Return the plan with a bias added by every rank instead of by one."""
     steps = list(plan.program.instructions)
     for k, mask in enumerate(steps):
         if not isinstance(mask, Convert) or mask.kind != "mask":
@@ -214,7 +214,7 @@ def test_a_broken_program_is_found_and_the_first_wrong_tensor_named(
     file: str, corrupt: Callable[[Plan], tuple[Plan, str]]
 ) -> None:
     case = benchmark_case(file, "tiny")
-    for seed in range(60):  # the first random plan that can be broken like that
+    for seed in range(60):  # the first random plan that can be broken so
         plan = random_plan(case, 3, 100 + seed)
         try:
             broken, tensor = corrupt(plan)
@@ -231,7 +231,7 @@ def test_a_broken_program_is_found_and_the_first_wrong_tensor_named(
 
 
 class Faulty(Comm):
-    """A world in which one rank's end of one collective is broken."""
+    """A communicator that corrupts one collective's input on one rank."""
 
     def __init__(self, comm: Comm, fault: Callable[[Tensor], Tensor], at: int) -> None:
         self._comm, self._fault, self._left = comm, fault, at
@@ -312,7 +312,7 @@ DROPOUT = [("bert", "tiny_dropout"), ("vit", "tiny_dropout"), ("mlp", "tiny_drop
 def emulated_losses(
     case: Case, plan: Plan, *, seed: int = 0, steps: int = 3, train: bool = True, lr: float = 0.0
 ) -> list[float]:
-    """The losses of some steps on one batch; asserts that all ranks see the same."""
+    """Return the losses of some steps on one batch; all ranks must agree."""
 
     def run(comm: Comm) -> list[float]:
         module = HapModule(plan, case.model, comm, torch.device("cpu"), seed=seed)
@@ -426,7 +426,7 @@ def test_dropout_keeps_the_right_part_and_the_mean() -> None:
 def test_gradients_go_through_the_masks(
     file: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With masks that follow from the values alone, every cut must give the same training."""
+    """Masks depend on values alone, so that every plan must train the same."""
 
     def by_value(self: Context, x: Tensor, p: float, site: str, place: int) -> Any:
         mask = (x.double() * 1e3).frac().abs() >= p
@@ -445,7 +445,7 @@ def test_gradients_go_through_the_masks(
 
 
 def gradients(case: Case, plan: Plan) -> dict[str, Tensor]:
-    """The whole gradient of every parameter, in float64."""
+    """Return the whole gradient of every parameter, in float64."""
     model, batch = prepared(case.model, widen=True), widened(case.batch)
 
     def run(comm: Comm) -> dict[str, Tensor]:

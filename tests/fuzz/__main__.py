@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: search for modules that a plan gets wrong, or check one again."""
+"""``python -m tests.fuzz``: search for modules with wrong plans, or check one again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.fuzz.grammar import recipes
 from tests.fuzz.recipe import Recipe, load
 
 ROUND = 20
-"""Cases between two looks at the clock; a failure ends its round. Hypothesis varies what it has
-drawn before, so that long rounds hold much that is alike."""
+"""Cases per round. The clock is read between rounds, and a failure ends its round. Rounds are
+short because Hypothesis varies earlier draws: long rounds contain many similar cases."""
 
 SHRINKING_S = 90.0
-"""After this long a failure is kept as small as it is."""
+"""Seconds after the first failure at which shrinking stops."""
 
 
 class Search:
-    """Rounds of random cases until the time is up; failures are written into a folder."""
+    """Runs rounds of random cases until the time is up, and writes failures into a folder."""
 
     def __init__(self, folder: Path, longest: int) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -36,7 +36,7 @@ class Search:
         self._smallest: tuple[Recipe, Exception] | None = None
 
     def round(self, number: int) -> None:
-        """Check some cases; shrink and keep the first that fails."""
+        """Check the cases of one round; shrink and store the first failure."""
         self._failed_at = self._smallest = None
 
         @seed(number)
@@ -59,7 +59,7 @@ class Search:
         if self._failed_at and time.monotonic() - self._failed_at > SHRINKING_S:
             return
         if self._failed_at is None and repr(recipe) in self._seen:
-            return  # drawn before
+            return  # already checked
         try:
             outcome = check(recipe)
         except Exception as error:

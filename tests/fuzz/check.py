@@ -1,4 +1,4 @@
-"""One case: capture, plan, verify; and random programs of the same space, verified."""
+"""Checks one case: captures and plans it, then verifies the plan and random programs."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from tests.random_plans import Case, adamw, random_plan, verdict, widened
 WISHES: tuple[dict[str, Any] | None, ...] = (
     {}, {"all_devices": True, "mesh": False}, {"all_devices": True, "mesh": False}, None,
 )  # fmt: skip
-"""Options that the planner gets: leaving devices out and two mesh axes take long. With
-no options there are random programs alone."""
+"""Options of the planner, by seed. Leaving devices out and two mesh axes are slow, so half of the
+cases skip both. ``None`` checks random programs alone."""
 
 PROGRAMS = 2
-"""Random programs per case, beside the planned one."""
+"""Random programs per case, in addition to the planned one."""
 
 NOISE = 1e-15
-"""Relative to the largest element of a result: a few times the rounding of float64."""
+"""Noise relative to the largest element of a result: a few times the rounding of float64."""
 
 
 class Outcome(StrEnum):
-    """The result of a case that is no failure."""
+    """The result of a case that does not fail."""
 
     CLEAN = "clean"
     DISCOVERED = "with discovered rows"
-    """An operator has no rule; with rows that were discovered the case is clean."""
+    """An operator has no rule; with discovered rows, the results are right."""
     REFUSED = "refused"
-    """An operator has no rule, and none was discovered."""
+    """An operator has no rule, and discovery found none."""
     INFEASIBLE = "infeasible"
-    """No program fits the memory; random ones were verified all the same."""
+    """No program fits the memory; random programs are right."""
     ROUNDING = "rounding"
-    """Differs, but so does the module on one device if its operators round otherwise."""
+    """The results differ, but those of one device differ as much under simulated rounding."""
 
 
 def check(recipe: Recipe) -> Outcome:
     """Plan and verify a case.
 
     Raises:
-        AssertionError: a program computes something else than one device.
-        Exception: whatever the capture, the planner or the program fails with.
+        AssertionError: a program's results differ from those of one device.
+        Exception: any error of the capture, the planner or the program.
     """
     model, batch, cluster = recipe.model(), recipe.batch(), recipe.cluster()
     wishes = WISHES[recipe.seed % len(WISHES)]
@@ -93,7 +93,7 @@ def captured(model: nn.Module, batch: Any) -> Graph:
 
 
 def _right(case: Case, plan: Plan, number: int) -> bool:
-    """Does a plan compute what one device does? False where rounding alone could differ as much."""
+    """Return whether a plan matches one device; False if rounding may explain the difference."""
     found = verdict(case, plan)
     if found.ok:
         return True
@@ -106,7 +106,7 @@ def _right(case: Case, plan: Plan, number: int) -> bool:
 
 
 class _Noise(torch_private.TorchDispatchMode):
-    """Every result is off by a few units of rounding."""
+    """Adds noise of a few units of rounding to every result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Noise(torch_private.TorchDispatchMode):
 
 
 def _ill_conditioned(model: nn.Module, batch: Any, tolerance: float) -> bool:
-    """Does noise of the size of rounding change what one device computes beyond the tolerance?"""
+    """Return whether rounding changes one device's results by over a tenth of the tolerance."""
     model, batch = prepared(model, widen=True), widened(batch)
     exact = observe_reference(model, batch, None, adamw)
     with _Noise():

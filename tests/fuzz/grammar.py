@@ -1,8 +1,8 @@
 """Draws recipes: straight-line modules that run on one device, for Hypothesis to shrink.
 
-A line is drawn, run on real values, and kept if PyTorch accepts it; so shapes need no
-inference of their own. A module does with its sizes what people do: broadcasting, views
-of views, slices, in-place changes, tied parameters.
+Each drawn line runs on real values and is kept if PyTorch accepts it, so shapes need no
+inference. Modules use sizes as real code does: broadcasting, views of views, slices, in-place
+changes, tied parameters.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from tests.fuzz.recipe import Kind, Machine, Recipe, Shape, values
 
 SIZES = (2, 1, 3, 4, 5, 6, 7, 8, 11, 12, 13)
-"""Of dims: ones, primes, more and less than ranks."""
+"""Sizes of dims: ones, primes, more and fewer than there are ranks."""
 
 LARGEST = 4096
-"""Elements of a tensor."""
+"""Largest number of elements of a tensor."""
 
 
 class Scope:
-    """The module so far: lines, parameters, inputs, and the values that the names stand for."""
+    """The module so far: lines, parameters, inputs, and the values of its names."""
 
     def __init__(self, draw: Callable[[Any], Any]) -> None:
         self.draw = draw
@@ -39,7 +39,7 @@ class Scope:
         self.module = SimpleNamespace()
         self.env: dict[str, Any] = {"torch": torch, "F": F, "self": self.module}
         self.names: list[str] = []
-        """Of floating-point values, those made last first."""
+        """Names of floating-point values, latest first."""
         self._random = torch.Generator().manual_seed(0)
 
     # --- choices ---
@@ -54,7 +54,7 @@ class Scope:
         return int(self.one(SIZES))
 
     def value(self, wanted: Callable[[Tensor], bool] = lambda t: True) -> str:
-        """The name of a value that satisfies ``wanted``."""
+        """Return the name of a value that satisfies ``wanted``."""
         found = [name for name in self.names if wanted(self.env[name])]
         return str(self.one(found)) if found else self._none()
 
@@ -65,21 +65,21 @@ class Scope:
         return tuple(self.env[name].shape)
 
     def dim(self, name: str, wanted: Callable[[int], bool] = lambda size: True) -> int:
-        """A dim of a value, perhaps counted from the end."""
+        """Return a dim of a value, sometimes counted from the end."""
         shape = self.shape(name)
         dims = [d for d in reversed(range(len(shape))) if wanted(shape[d])]
         d = int(self.one(dims)) if dims else len(self._none())
         return d - len(shape) if self.chance() else d
 
     def shape_like(self, shape: Shape) -> Shape:
-        """A shape that broadcasts with ``shape``: dims of one, leading dims left out."""
+        """Return a shape that broadcasts with ``shape``, with dims of 1 or without leading dims."""
         cut = self.draw(st.integers(0, len(shape)))
         return tuple(self.one((s, 1)) for s in shape[cut:])
 
-    # --- what is made ---
+    # --- parameters, inputs and lines ---
 
     def param(self, *shape: int) -> str:
-        """A parameter: an earlier one of this shape now and then."""
+        """Return a parameter of this shape, sometimes an earlier one."""
         if math.prod(shape) > LARGEST:
             raise NotApplicable
         tied = [name for name, other in self.params.items() if other == shape]
@@ -103,7 +103,7 @@ class Scope:
         return name
 
     def other(self, shape: Shape) -> str:
-        """Something that broadcasts with ``shape``: a value, a parameter, an input."""
+        """Return a value, a parameter or an input that broadcasts with ``shape``."""
         same = [
             n for n in self.names
             if len(self.shape(n)) <= len(shape) and _broadcasts(self.shape(n), shape)
@@ -116,15 +116,15 @@ class Scope:
         return self.param(*self.shape_like(shape))
 
     def add(self, expression: str) -> None:
-        """``v3 = expression``."""
+        """Add the line ``v3 = expression``."""
         name = f"v{len(self.lines)}"
         self.run(f"{name} = {expression}", [name])
 
     def run(self, line: str, made: list[str]) -> None:
-        """Add a line that makes these names, if PyTorch takes it.
+        """Add a line that defines the names ``made``.
 
         Raises:
-            NotApplicable: it does not, or what it makes is empty, too large or not finite.
+            NotApplicable: PyTorch rejects the line, or a result is empty, too large or not finite.
         """
         before = dict(self.env)
         try:
@@ -153,13 +153,13 @@ def _broadcasts(a: Shape, b: Shape) -> bool:
 
 
 class NotApplicable(Exception):
-    """The drawn operator has nothing to work on; the line is left out."""
+    """The drawn operator has no suitable operand; its line is left out."""
 
 
 def module_lines(
     scope: Scope, ops: dict[str, Callable[[Scope], None]], shortest: int, longest: int
 ) -> None:
-    """Inputs, and operators: each comes at most twice, so that modules are not all alike."""
+    """Draw inputs and operators. Each operator comes at most twice, so that modules vary."""
     for _ in range(scope.draw(st.integers(1, 2))):
         rank = scope.draw(st.integers(1, 4))
         scope.input(tuple(scope.one(SIZES[:7] if rank == 4 else SIZES) for _ in range(rank)))
@@ -171,7 +171,7 @@ def module_lines(
 
 @st.composite
 def recipes(draw: Callable[[Any], Any], longest: int = 10) -> Recipe:
-    """Modules of up to ``longest`` operators, for two to five devices."""
+    """Draw modules of up to ``longest`` operators, for two to five devices."""
     from tests.fuzz.losses import loss
     from tests.fuzz.operators import OPERATORS
 
@@ -193,21 +193,21 @@ def recipes(draw: Callable[[Any], Any], longest: int = 10) -> Recipe:
 
 
 def _trains(scope: Scope) -> bool:
-    """Does the loss reach a parameter, and PyTorch differentiate it?"""
+    """Return whether the loss depends on a parameter and has finite gradients."""
     value = scope.env["loss"]
     parameters = list(vars(scope.module).values())
     if not parameters or not value.requires_grad:
         return False
     try:
         value.backward()
-    except RuntimeError:  # a value that the backward needs was changed in place
+    except RuntimeError:  # an in-place change of a value that the backward needs
         return False
     return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in parameters)
 
 
 @st.composite
 def devices(draw: Callable[[Any], Any]) -> tuple[Machine, ...]:
-    """Two to five unlike devices on one to three machines."""
+    """Draw two to five unlike devices on one to three machines."""
     count = draw(st.integers(2, 5))
     nodes = draw(st.sampled_from(["aaaaa", "aabbb", "abcab", "aaabb", "ababa"]))[:count]
     rates = [draw(st.sampled_from([1e9, 1e10, 3e9, 1e11])) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The last lines of a random module: a scalar from its last value, and others beside it."""
+"""Draws the last lines of a random module: a scalar loss of its last value and of others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.fuzz.grammar import Scope
 
 
 def loss(scope: Scope) -> None:
-    """``loss = ...; return loss``: a loss of the last value, and now and then of others."""
+    """Add ``loss = ...; return loss``: a loss of the last value, plus up to two of other values."""
     terms = [_term(scope, scope.names[0])]
     for _ in range(scope.draw(st.integers(0, 2))):
         terms.append(_term(scope, scope.value()))

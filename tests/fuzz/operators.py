@@ -1,4 +1,4 @@
-"""The lines of a random module: each function draws one, or a few that belong together."""
+"""Draws the lines of a random module: each function adds one line, or a few related ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fuzz.grammar import NotApplicable, Scope, Shape
 Operator = Callable[[Scope], None]
 
 OPERATORS: dict[str, Operator] = {}
-"""Name -> what draws it. Those that make shapes and parameters come first: shrinking leads there."""
+"""Name -> function. Those that create shapes and parameters come first: shrinking prefers them."""
 
 
 def operator(function: Operator) -> Operator:
@@ -43,7 +43,7 @@ def matmul(s: Scope) -> None:
 
 @operator
 def scores(s: Scope) -> None:
-    """A product of two values, as attention makes."""
+    """A product of two values, like attention scores."""
     v = s.value(_at_least(2))
     same = s.shape(v)
     w = s.value(lambda t: t.dim() >= 2 and t.shape[-1] == same[-1] and t.dim() == len(same))
@@ -102,7 +102,7 @@ def _conv(s: Scope, n: int) -> None:
     s.add(f"F.conv{n}d({v}, {weight}, {bias}, stride={stride}, padding={padding}, groups={groups})")
 
 
-# --- norms and along a dim ---
+# --- norms and operators along a dim ---
 
 
 @operator
@@ -238,7 +238,7 @@ def reshape(s: Scope) -> None:
 
 
 def _regrouped(s: Scope, shape: Shape) -> Shape:
-    """A shape of the same elements: neighbours merged, and dims split."""
+    """Return a shape with the same elements: dims merged, split or regrouped."""
     at = s.draw(st.integers(0, len(shape) - 1))
     size = shape[at]
     match s.one(("merge", "split", "flat", "remix")):
@@ -268,7 +268,7 @@ def permute(s: Scope) -> None:
 
 @operator
 def ones(s: Scope) -> None:
-    """Dims of size 1: made, dropped, expanded."""
+    """Dims of size 1: created, dropped, expanded."""
     v = s.value()
     shape = s.shape(v)
     at = s.draw(st.integers(0, len(shape)))
@@ -365,7 +365,7 @@ def unbind(s: Scope) -> None:
     s.run(f"{names[0]}, *_, {names[1]} = {v}.unbind({d})", names)
 
 
-# --- looking up ---
+# --- lookups ---
 
 
 @operator

@@ -19,11 +19,11 @@ from hap.cluster.topology import Cluster
 
 Shape = tuple[int, ...]
 Kind = str | int
-"""Of an input: ``float``, ``bool``, or of how many the whole numbers in it are drawn."""
+"""Kind of an input: ``float``, ``bool``, or the upper bound of its random integers."""
 
 
 class Machine(NamedTuple):
-    """Where a device stands and what it can do."""
+    """A device: its machine, its speed and its memory."""
 
     node: str
     flops_per_s: float
@@ -32,11 +32,11 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A module as a straight line of Python, and what to plan it for.
+    """A module as straight-line Python, and the cluster to plan it for.
 
-    ``params``: name -> shape, read in the lines as ``self.NAME``. ``inputs``: name -> (shape,
-    kind). ``lines`` make names; the last one returns the scalar loss. ``links``: bandwidth
-    inside of machines and between them, bytes/s. ``seed``: of values and random programs.
+    ``params``: name -> shape; the lines read a parameter as ``self.NAME``. ``inputs``: name ->
+    (shape, kind). ``lines`` define names; the last one returns the scalar loss. ``links``:
+    bandwidth inside machines and between them, in bytes/s. ``seed``: of values and random programs.
     """
 
     params: Mapping[str, Shape]
@@ -50,12 +50,12 @@ class Recipe:
 
     @property
     def source(self) -> str:
-        """The forward as Python."""
+        """Python source of the forward."""
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def forward({', '.join(['self', *self.inputs])}):\n{body}"
 
     def model(self) -> nn.Module:
-        """The module with random parameters."""
+        """Return the module with random parameters."""
         file = f"<recipe {hash(self.source) & 0xFFFFFFFF:08x}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(True), file)
         scope: dict[str, Any] = {"torch": torch, "F": F}
@@ -68,12 +68,12 @@ class Recipe:
         return module  # type: ignore[no-any-return]
 
     def batch(self) -> tuple[Tensor, ...]:
-        """Random inputs."""
+        """Return random inputs."""
         random = torch.Generator().manual_seed(self.seed + 1)
         return tuple(values(shape, kind, random) for shape, kind in self.inputs.values())
 
     def cluster(self) -> Cluster:
-        """The devices and their links."""
+        """Return the cluster of the devices and their links."""
         nodes = dict.fromkeys(m.node for m in self.devices)
         devices = tuple(
             Device(
@@ -101,7 +101,7 @@ class Recipe:
         )  # fmt: skip
 
     def script(self) -> str:
-        """A Python file that checks this case alone, from the folder of the repository."""
+        """Return a Python file that checks this case alone, run in the repository's root."""
         default = {f.name: f.default for f in fields(self)}
         said = {k: v for k, v in vars(self).items() if v != default[k]}
         given = "".join(
