@@ -13,12 +13,12 @@ from hap.ir.plan import Plan
 class RankBatchSampler(Sampler[list[int]]):
     """For ``DataLoader(dataset, batch_sampler=RankBatchSampler(plan, len(dataset), rank))``.
 
-    All ranks draw the same order; of every global batch this rank gets its own rows, as many
-    as its share of the batch. A last, incomplete global batch is dropped.
+    All ranks draw the same order. This rank gets its own rows of every global batch, by its share
+    of the batch. An incomplete last global batch is dropped.
 
     Args:
-        length: samples in the dataset.
-        seed: of the order, together with :meth:`set_epoch`; the same on every rank.
+        length: number of samples in the dataset.
+        seed: seed of the order, together with the epoch; the same on every rank.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RankBatchSampler(Sampler[list[int]]):
         self._length, self._shuffle, self._seed, self._epoch = length, shuffle, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order for another pass over the data."""
+        """Set the epoch, which changes the order of samples."""
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """Collectives with uneven shards on torch.distributed.
 
-:class:`Comm` is what an emitted program calls. :class:`ProcessGroupComm` runs it on NCCL or
-gloo with the same code; :mod:`hap.runtime.emulate` runs it in one process. ``sizes`` are the
-elements of every rank along the sharded dim, so that no rank ever asks another for a shape;
-``how`` names an implementation of :mod:`hap.synthesizer.cost.collective_cost`.
+:class:`Comm` is the interface that an emitted program calls. :class:`ProcessGroupComm` implements
+it on NCCL and gloo; :mod:`hap.runtime.emulate` implements it in one process. ``sizes`` are every
+rank's elements along the sharded dim, so that ranks never exchange shapes. ``how`` names an
+implementation of :mod:`hap.synthesizer.cost.collective_cost`.
 """
 
 from __future__ import annotations
@@ -21,68 +21,68 @@ Sizes = Sequence[int]
 
 
 class Comm(ABC):
-    """One rank's end of the collectives. All ranks call them in the same order."""
+    """One rank's communicator. All ranks call the collectives in the same order."""
 
     rank: int
     world_size: int
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
-        """Shards of ``sizes`` along ``dim`` -> the whole tensor on every rank."""
+        """Return the whole tensor of shards that have ``sizes`` along ``dim``."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
-        """Terms of full shape -> this rank's shard of their sum."""
+        """Return this rank's shard of the sum of all ranks' terms, which have the full shape."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
-        """Terms of full shape -> their sum on every rank."""
+        """Return the sum of all ranks' terms, which have the full shape."""
 
     @abstractmethod
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """Terms of full shape -> their elementwise maximum on every rank."""
+        """Return the elementwise maximum of all ranks' terms, which have the full shape."""
 
     def all_reduce_lse(self, x: Tensor, how: str) -> Tensor:
-        """Terms of full shape -> the log of the sum of their exponentials, on every rank."""
+        """Return the log-sum-exp of all ranks' terms, which have the full shape."""
         if how == "terms gathered":
             ones = [1] * self.world_size
             return torch.logsumexp(self.all_gather(x.unsqueeze(0), 0, ones, "padded"), 0)
         largest = self.all_reduce_max(x)
-        shift = largest.masked_fill(largest.isinf(), 0.0)  # nothing less nothing is no number
+        shift = largest.masked_fill(largest.isinf(), 0.0)  # inf - inf would be nan
         return self.all_reduce((x - shift).exp(), "one shot").log() + shift
 
     def all_reduce_lse_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
-        """:meth:`all_reduce_lse` of each tensor."""
+        """Run :meth:`all_reduce_lse` on each tensor, as one collective."""
         return _joined(xs, lambda x: self.all_reduce_lse(x, how))
 
     @abstractmethod
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
-        """A shard along dim ``src`` -> this rank's shard along dim ``dst``."""
+        """Return this rank's shard along dim ``dst``; ``x`` is its shard along dim ``src``."""
 
     @abstractmethod
     def agree(self, text: str) -> bool:
-        """Do all ranks pass the same text?"""
+        """Return whether all ranks pass the same text."""
 
     @abstractmethod
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
-        """This rank's end of the collectives among the ranks of its part.
+        """Return the communicator of this rank's part.
 
-        A collective call: every rank passes the same parts, which name each rank of this
-        communicator once. The new ranks are the places in the part, in ascending order. The
-        parts of a part may be cut again, if the ranks of all parts do it at the same time.
+        A collective call: every rank passes the same parts, which contain each rank of this
+        communicator once, in ascending order. A rank's number in the new communicator is its
+        index in the part. Parts may be split again, if the ranks of all parts do so together.
 
         Raises:
-            ValueError: the parts are no partition of the ranks in ascending order.
+            ValueError: the parts are not a partition of the ranks in ascending order.
         """
 
-    # Several tensors of one dtype as one long one: ``dims`` and ``sizes`` hold an entry each.
+    # The *_many methods join tensors of one dtype; ``dims`` and ``sizes`` have an entry per tensor.
 
     def all_gather_many(
         self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes], how: str
     ) -> list[Tensor]:
-        """:meth:`all_gather` of each tensor."""
+        """Run :meth:`all_gather` on each tensor, as one collective."""
         counts = _counts(xs, dims, sizes)
         flat = torch.cat([x.reshape(-1) for x in xs])
         totals = [sum(column) for column in zip(*counts, strict=True)]
@@ -98,7 +98,7 @@ class Comm(ABC):
     def reduce_scatter_many(
         self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes], how: str
     ) -> list[Tensor]:
-        """:meth:`reduce_scatter` of each tensor."""
+        """Run :meth:`reduce_scatter` on each tensor, as one collective."""
         split = [x.split(list(size), dim) for x, dim, size in zip(xs, dims, sizes, strict=True)]
         order = [parts[r] for r in range(self.world_size) for parts in split]
         totals = [sum(parts[r].numel() for parts in split) for r in range(self.world_size)]
@@ -109,7 +109,7 @@ class Comm(ABC):
         return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
 
     def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
-        """:meth:`all_reduce` of each tensor."""
+        """Run :meth:`all_reduce` on each tensor, as one collective."""
         return _joined(xs, lambda x: self.all_reduce(x, how))
 
 
@@ -147,7 +147,7 @@ class ProcessGroupComm(Comm):
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
         terms = [part.contiguous() for part in x.movedim(dim, 0).split(list(sizes))]
         if how == "grouped":
-            # The collective works in place on every rank's term; only the owner keeps it.
+            # dist.reduce may overwrite the term on every rank; only the owner has the result.
             terms = [term.clone() for term in terms]
             works = [
                 dist.reduce(term, group=self._group, group_dst=rank, async_op=True)
@@ -169,7 +169,7 @@ class ProcessGroupComm(Comm):
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
         if how == "two step":
             n = self.world_size
-            rows = -(-x.numel() // n)  # the sum is scattered in n equal rows, then gathered
+            rows = -(-x.numel() // n)  # elements of each of the n shards
             padded = x.new_zeros(n * rows)
             padded[: x.numel()] = x.reshape(-1)
             mine = padded.new_empty(rows)
@@ -210,15 +210,15 @@ class ProcessGroupComm(Comm):
     def subgroup(self, parts: Sequence[Sequence[int]]) -> ProcessGroupComm:
         mine = part_of(parts, self.rank, self.world_size)
         known = dist.get_process_group_ranks(self._group)
-        # Each rank makes the group of its own part only, but every rank makes one, a lone rank
-        # too: NCCL splits its communicator in one call of all ranks, and the groups' names
-        # count the groups that a rank has made before.
+        # Each rank creates only the group of its own part, but every rank creates one, even a
+        # single rank: NCCL splits its communicator in one call of all ranks, and a group's name
+        # contains the number of groups that the rank has created before.
         ranks = [known[rank] for rank in mine]
         return ProcessGroupComm(dist.new_group(ranks, use_local_synchronization=True))
 
 
 class LocalComm(Comm):
-    """A world of one rank: nothing to exchange."""
+    """The communicator of a world of one rank: every collective returns its input."""
 
     rank, world_size = 0, 1
 
@@ -248,7 +248,7 @@ class LocalComm(Comm):
 
 
 def part_of(parts: Sequence[Sequence[int]], rank: int, world_size: int) -> Sequence[int]:
-    """The part that holds ``rank``; checks what :meth:`Comm.subgroup` demands."""
+    """Return the part that contains ``rank``; raises the errors of :meth:`Comm.subgroup`."""
     whole = sorted(r for part in parts for r in part)
     if whole != list(range(world_size)) or any(list(part) != sorted(part) for part in parts):
         raise ValueError(f"{parts} is no partition of {world_size} ranks in ascending order")
@@ -256,14 +256,14 @@ def part_of(parts: Sequence[Sequence[int]], rank: int, world_size: int) -> Seque
 
 
 def _joined(xs: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """An elementwise collective of several tensors, run on all of them as one."""
+    """Run an elementwise collective on several tensors, joined into one."""
     whole = collective(torch.cat([x.reshape(-1) for x in xs]))
     pieces = whole.split([x.numel() for x in xs])
     return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
 
 
 def _counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]) -> list[list[int]]:
-    """Per tensor, the elements of every rank's shard."""
+    """Return, per tensor, the number of elements of every rank's shard."""
     return [
         [torch.Size(_resized(x, dim, n)).numel() for n in size]
         for x, dim, size in zip(xs, dims, sizes, strict=True)
@@ -275,7 +275,7 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
 
 
 def _rows_first(x: Tensor, dim: int, rows: int) -> Tensor:
-    """An empty tensor of ``x``'s shape with ``dim`` moved to the front and ``rows`` long."""
+    """Return an uninitialized tensor of ``x``'s shape with ``dim`` in front, of length ``rows``."""
     shape = list(x.shape)
     del shape[dim]
     return x.new_empty((rows, *shape))

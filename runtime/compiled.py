@@ -1,9 +1,9 @@
 """Compile a rank's graphs with TorchInductor, in segments between its collectives.
 
-Calls of the context's methods start collectives, or wait for one. They stay what they are, in
-the program's order, and cut the graph into pieces. Drawing a mask alone cuts nothing: it needs
-no tensor, and runs before the piece that uses it. A piece is compiled when it first runs, for
-the strides that its inputs have then; repeated layers share the code of the first of them.
+Calls of the context's methods start collectives, or wait for one. They are not compiled: they keep
+the program's order and cut the graph into pieces. A call that draws a mask cuts nothing: it needs
+no tensor, and runs before the piece that uses it. A piece is compiled at its first run, for the
+strides of its inputs; repeated layers share compiled code.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Boxed = Callable[[list[Any]], Sequence[Tensor]]
 
 BACKENDS = ("eager", "inductor")
 DRAWN = frozenset({"mask", "scale"})
-"""Methods of the context that need no tensor and whose order is free."""
+"""Methods of the context that need no tensor and may run in any order."""
 
 FEWEST = 2
-"""Kernels that a piece must have to be compiled: one alone has nothing to be fused with."""
+"""Fewest kernels of a piece that is compiled: a single kernel cannot be fused."""
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Find out before the long work whether graphs can be compiled for ``device``.
+    """Check that the backend exists and can compile for ``device``.
 
     Raises:
-        InputError: there is no such backend, or what it needs is not installed.
+        InputError: the backend is unknown, or a tool that it needs is not installed.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
@@ -61,7 +61,7 @@ class Runnable:
 
 
 def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
-    """An emitted rank for a backend; its two graphs are used up."""
+    """Return an emitted rank's functions for a backend; the two graphs are modified."""
     library = Library()
 
     def function(module: fx.GraphModule) -> Callable[[Context, list[Any]], Sequence[Tensor]]:
@@ -78,7 +78,7 @@ def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
 
 
 class Library:
-    """Compiled code, found by everything that it depends on."""
+    """A cache of compiled code. The key is all that the code depends on."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Boxed] = {}
@@ -87,13 +87,13 @@ class Library:
         return len(self._made)
 
     def compile(self, piece: fx.GraphModule, described: Hashable, args: list[Tensor]) -> Boxed:
-        """The code of a piece for inputs of the shapes, strides and dtypes of ``args``.
+        """Return the code of a piece for inputs with the shapes, strides and dtypes of ``args``.
 
         Raises:
-            HapError: the compiler failed; its own error is the cause.
+            HapError: the compiler failed; its error is the ``__cause__``.
         """
-        looks = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in args)
-        key = described, looks
+        layouts = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in args)
+        key = described, layouts
         if key not in self._made:
             try:
                 self._made[key] = torch_private.inductor(piece, args)
@@ -107,7 +107,7 @@ class Library:
 
 
 class Piece:
-    """Operators that ask the context for nothing, as one function; compiled at its first run."""
+    """Operators without calls of the context, as one function; compiled at its first run."""
 
     def __init__(self, graph: fx.Graph, library: Library) -> None:
         self._module = fx.GraphModule(torch.nn.Module(), graph, "Piece")
@@ -128,7 +128,7 @@ class Piece:
 
 
 class ValueSlot(int):
-    """Stands in the arguments of a call for one of the values that the stage reads."""
+    """A placeholder in a call's arguments: the index of a value that the segment reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class ContextCall:
 
 @dataclass(frozen=True, slots=True)
 class ResultAt:
-    """One of several results of a call."""
+    """The selection of one of several results of a call."""
 
     place: int
 
@@ -156,7 +156,7 @@ class ResultAt:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A function, the slots that it reads and writes, and those that nothing reads after it."""
+    """A function, the slots that it reads and writes, and the slots that are dead after it."""
 
     run: Piece | ContextCall | ResultAt
     reads: tuple[int, ...]
@@ -167,12 +167,12 @@ class Segment:
 class Staged:
     """A forward or a backward as pieces and calls of the context, in the program's order.
 
-    ``staged(ctx, args)`` returns what the emitted graph does, and empties ``args``.
+    ``staged(ctx, args)`` returns the results of the emitted graph, and empties ``args``.
 
     Args:
-        module: the emitted graph, whose first argument is the context; it is used up.
-        library: where compiled pieces are kept and found.
-        device: where masks are drawn.
+        module: the emitted graph, whose first argument is the context; it is modified.
+        library: the cache of compiled pieces.
+        device: the device of dropout masks.
     """
 
     def __init__(self, module: fx.GraphModule, library: Library, device: torch.device) -> None:
@@ -200,7 +200,7 @@ class Staged:
 
 
 def draw_masks_apart(graph: fx.Graph, device: torch.device) -> None:
-    """Write each dropout as a mask that the context draws and a product that can be compiled."""
+    """Split each dropout into a call that draws its mask and a product that can be compiled."""
     ctx = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if node.op != "call_method" or node.args[0] is not ctx:
@@ -241,7 +241,7 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> list[Segment]:
-    """The graph cut at its calls of the context."""
+    """Return the segments of the graph, cut at its calls of the context."""
     ctx = next(iter(graph.nodes))
     found: list[Segment] = []
     run: list[fx.Node] = []
@@ -261,7 +261,7 @@ def _stages(graph: fx.Graph, slots: dict[fx.Node, int], library: Library) -> lis
             asked.add(node)
             found.append(_ask(node, slots))
         elif node.target is operator.getitem and node.args[0] in asked:
-            # The operator with several results ran before: this needn't wait for the piece.
+            # The call with several results ran before, so this need not wait for the piece.
             asked.add(node)
             read = (slots[node.args[0]],)
             found.append(Segment(ResultAt(node.args[1]), read, (slots[node],), ()))
@@ -296,7 +296,7 @@ def _piece(run: list[fx.Node], slots: dict[fx.Node, int], library: Library) -> S
 
 
 def _with_last(stages: list[Segment], results: set[int]) -> list[Segment]:
-    """The stages with the slots that each may empty: it reads them last."""
+    """Return the segments with the slots that each reads last and may free."""
     later, found = set(results), []
     for stage in reversed(stages):
         last = tuple(slot for slot in stage.reads if slot not in later)
@@ -306,7 +306,7 @@ def _with_last(stages: list[Segment], results: set[int]) -> list[Segment]:
 
 
 def describe(graph: fx.Graph) -> Hashable:
-    """A key of a graph's computation without names: equal graphs, equal keys."""
+    """Return a key of a graph's computation that does not depend on the names of its values."""
     number = {node: ("value", k) for k, node in enumerate(graph.nodes)}
     return tuple(
         (n.op, None if n.op == "placeholder" else n.target, _plain(n.args, number),
@@ -326,7 +326,7 @@ def _plain(arg: Any, number: dict[fx.Node, tuple[str, int]]) -> Hashable:
         case slice():
             return "slice", *(_plain(a, number) for a in (arg.start, arg.stop, arg.step))
         case float() | bool():
-            return type(arg), arg  # 1, 1.0 and True are equal, and not the same to an operator
+            return type(arg), arg  # 1, 1.0 and True are equal in Python, but not to an operator
     return arg  # type: ignore[no-any-return]
 
 
@@ -342,7 +342,7 @@ def _filled(arg: Any, values: list[Any]) -> Any:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Does the node write memory? Views don't."""
+    """Return whether the node writes memory; views do not."""
     if node.op not in ("call_function", "call_method") or node.target is operator.getitem:
         return False
     return not getattr(node.target, "is_view", False)

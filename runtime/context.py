@@ -1,4 +1,4 @@
-"""The context of emitted code: collectives and random numbers."""
+"""Context of emitted code: collectives and random numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hap.runtime.lanes import InlineLane, Lane, Pending
 class Context:
     """The ``ctx`` of a rank's forward and backward.
 
-    Random masks come from a generator seeded by (seed, step, operator, place of the shard):
-    replicas draw the same numbers on every rank, shards draw different ones, and a run can be
-    repeated. Masks do depend on how the plan cuts the tensor.
+    Random masks come from a generator seeded by (seed, step, operator, offset of the shard):
+    replicas draw the same numbers on every rank, shards draw different ones, and a run is
+    reproducible. Masks depend on the plan's placement of the tensor.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class Context:
         self.comm = comm
         self._lane = lane or InlineLane()
         self.across = across or comm
-        """Between machines, where the plan has two mesh axes."""
+        """The communicator between machines, if the plan has two mesh axes."""
         self.seed = seed
         self.step = 0
         self.training = True
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
         self.dropping = True
-        """Off, dropout lets everything through in training, too: to compare with one device."""
+        """If False, dropout is disabled in training too, to compare with one device."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -47,7 +47,7 @@ class Context:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Meanwhile every collective is run where it is issued."""
+        """Run each collective synchronously inside this context."""
         lane, self._lane = self._lane, InlineLane()
         try:
             yield
@@ -55,28 +55,28 @@ class Context:
             self._lane = lane
 
     def issue(self, kind: str, *args: Any) -> Pending:
-        """Start a collective, by the name of its method; computing goes on meanwhile."""
+        """Start a collective, by the name of its method, and return without waiting for it."""
         return self._lane.issue(getattr(self, kind), *args)
 
     def wait(self, pending: Pending) -> Tensor:
-        """The result of what :meth:`issue` started."""
+        """Return the result of a collective that :meth:`issue` started."""
         return self._lane.wait(pending)
 
     def between(self, kind: str, *args: Any) -> Any:
-        """A collective between machines, by the name of its method."""
+        """Run a collective between machines, by the name of its method."""
         return getattr(self.across, kind)(*args)
 
     def between_slice(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """This machine's shard of what every machine holds whole."""
+        """Return this machine's shard of a tensor that is replicated between machines."""
         place = self.across.rank
         return x.narrow(dim, sum(sizes[:place]), sizes[place])
 
     def between_mask(self, x: Tensor) -> Tensor:
-        """``x`` on the first machine, zeros elsewhere."""
+        """Return ``x`` on the first machine, zeros elsewhere."""
         return x if self.across.rank == 0 else torch.zeros_like(x)
 
     def dropout(self, x: Tensor, p: float, site: str, place: int | str) -> Sequence[Tensor]:
-        """(x with each element zeroed with probability p and scaled, the mask of the kept)."""
+        """Return (x, each element zeroed with probability p or scaled; the mask of kept ones)."""
         mask = self.mask(x.shape, x.device, p, site, place)
         if not self._drops or p == 0:
             return x, mask
@@ -86,7 +86,7 @@ class Context:
         self, kind: str, numbers: Sequence[float], shape: Sequence[int], site: str,
         place: int | str, *, dtype: torch.dtype, device: torch.device,
     ) -> Tensor:  # fmt: skip
-        """This rank's part of a random tensor; without dropout what :func:`fixed` says.
+        """Return this rank's part of a random tensor, or :func:`fixed`'s constant if not dropping.
 
         Args:
             kind: ``rand``, ``randn``, ``bernoulli`` or ``randint``, with torch's ``numbers``.
@@ -111,20 +111,20 @@ class Context:
         return generator
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """The gradient of what :meth:`dropout` let through."""
+        """Return the gradient of :meth:`dropout` with respect to its input."""
         return (grad * mask).mul_(scale) if self._drops else grad
 
     def mask(
         self, shape: Sequence[int], device: torch.device, p: float, site: str, place: int | str
     ) -> Tensor:
-        """The elements that dropout keeps: all of them, unless the module trains."""
+        """Return the mask of elements that dropout keeps: all True unless the module trains."""
         if not self._drops or p == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
         mask = torch.empty(shape, dtype=torch.bool, device=device)
         return mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
 
     def scale(self, factor: float, device: torch.device) -> Tensor:
-        """The factor of elements that dropout keeps, 1 unless the module trains. No dims."""
+        """Return a scalar tensor: the factor of kept elements, or 1 unless the module trains."""
         factor = factor if self._drops else 1.0
         if (factor, device) not in self._scales:
             self._scales[factor, device] = torch.tensor(factor, device=device)
@@ -144,13 +144,13 @@ class Context:
 
 
 def kept_scale(p: float) -> float:
-    """The factor of elements that dropout keeps."""
+    """Return the factor of elements that dropout keeps."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 
 def fixed(kind: str, numbers: Sequence[float]) -> float:
-    """The constant in place of random numbers where runs are compared: a value that they may have."""
-    if kind == "bernoulli":  # a mask that keeps p, scaled by 1/p: it lets everything through
+    """Return the constant that replaces random numbers when runs are compared."""
+    if kind == "bernoulli":  # a mask that keeps p: scaled by 1/p, it is 1
         return numbers[0]
     if kind == "randint":
         return (0, *numbers)[-2]

@@ -1,6 +1,6 @@
-"""Find the first value of a program that differs from one device.
+"""Find the first value of a program that differs from a run on one device.
 
-Slow and memory-hungry; only run when a verification has failed.
+It is slow and keeps every value in memory: use it only after a verification has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hap.runtime.two_level_comm import along_axes
 def first_difference(
     plan: Plan, model: nn.Module, batch: Batch, *, widen: bool, tolerance: float
 ) -> str | None:
-    """The first tensor in program order whose recombined value differs, or ``None``."""
+    """Return the first value in program order that differs when recombined, or ``None``."""
     whole = _inputs(plan.graph, model, batch)
     names = [i.tensor for i in plan.graph.inputs]
 
@@ -72,7 +72,7 @@ def first_difference(
 
 
 def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
-    """The whole tensor that the ranks' parts stand for; of a replica, each rank's."""
+    """Return the whole tensors that the ranks' parts represent: one, or one per replica."""
     if value.placement.sharded:
         return [torch.cat(parts, value.placement.dim)]
     if value.placement == L:
@@ -81,7 +81,7 @@ def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
 
 
 def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Value, Tensor]:
-    """Run a rank's forward and backward and keep every value."""
+    """Run a rank's forward and backward, and return every value."""
     emitted = emitter.emit()
     ctx.dropping = False
     seen: dict[Value, Tensor] = {}
@@ -101,7 +101,7 @@ def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Valu
 
 
 def undivided(graph: Graph) -> Program:
-    """The program of one device: everything replicated."""
+    """Return the program of one device: everything is replicated."""
     steps = tuple(
         Compute(node=n.name, ins=(R,) * len(n.inputs), backward=n.name in graph.backward,
                 outs=tuple(R if o else None for o in n.outputs))

@@ -1,12 +1,11 @@
 """Emit each rank's forward and backward as ``torch.fx`` graphs with local shapes and collectives.
 
-Collectives are issued where the program has them (:mod:`hap.runtime.lanes`), and waited for
-where their results are first read.
+Collectives are issued in the program's order (:mod:`hap.runtime.lanes`). A wait comes before the
+first operator that reads a result.
 
-The forward takes the rank's context, parameters, buffers and batch, and returns the loss,
-the new buffers, and what the backward needs; the backward takes those and the gradient of
-the loss, and returns a gradient per parameter. The program says which instruction belongs where,
-so that all ranks cut alike.
+The forward takes the rank's context, parameters, buffers and batch, and returns the loss, the new
+buffers, and saved values. The backward takes the saved values and the loss's gradient, and returns
+a gradient per parameter. The program assigns each instruction to one of them, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hap.runtime.values import Values, named, set_apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """A rank's two graphs and what their ends mean.
+    """A rank's two graphs, and the meaning of their inputs and outputs.
 
     ``forward``: ``(ctx, *inputs) -> (loss, *buffers, *saved)``;
     ``backward``: ``(ctx, *saved, tangent) -> (*gradients,)``.
@@ -47,7 +46,7 @@ class Emitted:
     buffers: tuple[str, ...]
     saved: tuple[Value, ...]
     gradient_of: tuple[int | None, ...]
-    """Per input of the forward, the place of its gradient among the backward's results."""
+    """Per input of the forward, the index of its gradient in the backward's results, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +54,10 @@ class Emitter:
     """Emits the program of one rank.
 
     Args:
-        device: where tensors made from nothing are put.
-        widen: emit all floats as float64, to verify a plan beyond float32's rounding.
-        offsets: where the machine's shards begin, on a mesh of two axes.
-        alone: no other rank takes part, so there is nothing to exchange.
+        device: the device of tensors that factory operators create.
+        widen: emit all floats as float64, to verify a plan more exactly than float32 allows.
+        offsets: by tensor, the start of the machine's shard; on a mesh of two axes.
+        alone: the world has one rank, so that collectives are left out.
     """
 
     graph: Graph
@@ -71,7 +70,7 @@ class Emitter:
     alone: bool = False
 
     def emit(self) -> Emitted:
-        """Both graphs of this rank."""
+        """Return both graphs of this rank."""
         graph, program = self.graph, self.program
         tangent = next((i.tensor for i in graph.role("tangent")), None)
         inputs = tuple(i.tensor for i in graph.inputs if i.role != "tangent")
@@ -147,7 +146,7 @@ class Emitter:
         return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
 
     def single(self, step: Compute) -> fx.Graph:
-        """The code of one operator, ``(ctx, *its inputs) -> its outputs``, in no module."""
+        """Return the graph of one operator: ``(ctx, *inputs) -> outputs``."""
         out = fx.Graph()
         ctx = out.placeholder("ctx")
         env = Values(out, ctx)
@@ -163,7 +162,7 @@ class Emitter:
     def _compute(self, out: fx.Graph, ctx: fx.Node, env: Values, step: Compute) -> None:
         node = self._node(step)
         if self._without_share(step):
-            # A partial argument is a bias that one rank alone adds, whatever its share.
+            # A partial argument is a bias, which one rank adds even if it has no share.
             bias = [v for v in self._used(step) if v.placement == P]
             for value in self._made(step):
                 empty = self._zeros(out, value)
@@ -206,7 +205,7 @@ class Emitter:
                 env[value] = named(part, value)
 
     def _span(self, step: Compute, node: Node) -> Span | None:
-        """This rank's numbers, if the operator looks up in a dim that is split here."""
+        """Return this rank's range of indices, or None if the looked-up dim is not sharded."""
         entry = LOOKUPS.get(node.op)
         if entry is None:
             return None
@@ -229,7 +228,7 @@ class Emitter:
         return start, stop, offset.size
 
     def _look_up(self, out: fx.Graph, node: Node, args: tuple[Any, ...], span: Span) -> fx.Node:
-        """The call of an operator of :data:`LOOKUPS` on this rank's part of the numbers."""
+        """Return the call of an operator of :data:`LOOKUPS` for this rank's range of indices."""
         entry, given = LOOKUPS[node.op], list(args)
         index = args[entry.numbers]
         if entry.skip is not None:
@@ -248,20 +247,20 @@ class Emitter:
         return out.call_function(sharded_lookup.zero_for_others, (found, index, span, at))
 
     def _without_share(self, step: Compute) -> bool:
-        """Has this rank no elements here? Its shards are empty then and its terms are zero.
+        """Return whether this rank has no elements here: its shards are empty, its terms zero.
 
-        Many kernels refuse empty dims, and none need run. Results that stay whole must be
-        computed all the same.
+        Many kernels refuse empty dims, so none is called. A replicated result must be computed
+        all the same.
         """
         values = [v for v in (*self._used(step), *self._made(step)) if v.placement.sharded]
-        whole = any(v.placement == R for v in self._made(step))
-        return not whole and any(0 in self._shape(v) for v in values)
+        replicated = any(v.placement == R for v in self._made(step))
+        return not replicated and any(0 in self._shape(v) for v in values)
 
     def _add_bias(
         self, out: fx.Graph, env: Values, result: Value, zeros: fx.Node, bias: Value
     ) -> fx.Node:
         shape, rank = self._shape(bias), len(self._shape(result))
-        if rank > 2 and len(shape) == 1:  # a convolution's: along the channels
+        if rank > 2 and len(shape) == 1:  # the bias of a convolution is along the channels
             shape = (*shape, *(1 for _ in range(rank - 2)))
         term = out.call_function(torch.ops.aten.reshape.default, (env[bias], list(shape)))
         return out.call_function(torch.add, (zeros, term))
@@ -303,7 +302,7 @@ class Emitter:
         return out.call_method("draw", (ctx, kind, numbers, *site), options)
 
     def _place(self, value: Value) -> int | str:
-        """Random numbers differ between shards and agree between replicas: the place decides."""
+        """Return the seed of a value's place: it differs between shards, not between replicas."""
         place: int | str = 0
         if value.placement.sharded:
             place = sum(self.program.sizes(self.graph, value, self.shares)[: self.rank])
@@ -312,7 +311,7 @@ class Emitter:
         return place
 
     def _cross(self, out: fx.Graph, ctx: fx.Node, env: Values, steps: list[Compute]) -> None:
-        """Conversions between machines, which are operators here; several run as one."""
+        """Emit conversions between machines, which are operators here; several run as one."""
         nodes = [self._node(s) for s in steps]
         kind = nodes[0].op.removeprefix(BETWEEN)
         read = [Value(n.inputs[0], s.ins[0]) for n, s in zip(nodes, steps, strict=True)]
@@ -370,19 +369,19 @@ class Emitter:
                 raise AssertionError(f"no emission for {kind}")
 
 
-# Operators that the context runs, because they ask whether the module trains.
+# Operators that the context runs, because they depend on whether the module trains.
 BY_CONTEXT = {
     "aten.native_dropout_backward.default": "dropout_backward",
     "hap.by_mode.default": "by_mode",
     "hap.in_training.default": "in_training",
 }
 
-# Operators that return a tuple even where the graph uses one result only.
+# Operators that return a tuple even if the graph uses only one result.
 MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})
 
 
 def resolve(op: str) -> Any:
-    """``aten.mm.default`` -> the operator. Views become reshapes: local strides may differ."""
+    """Return the operator ``aten.mm.default``. Views become reshapes: local strides may differ."""
     if op == "aten.view.default":
         return torch.ops.aten.reshape.default
     namespace, name, overload = op.split(".")

@@ -1,7 +1,7 @@
 """Emulate N ranks in one process, with a thread per rank.
 
-The definition of what a collective means, in a few lines each, and the way to test a
-program for any world size without processes or a network.
+Each collective is defined in a few lines. Programs for any world size can be tested without
+processes or a network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class EmulatedWorld:
-    """State that the ranks share: a slot each, and a barrier between writing and reading."""
+    """Shared state of the ranks: a slot each, and a barrier between writing and reading."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,22 +28,22 @@ class EmulatedWorld:
         self._children: list[EmulatedWorld] = []
 
     def child(self, size: int) -> EmulatedWorld:
-        """A world of some of the ranks, which ends with this one."""
+        """Return a world of some of the ranks; it is aborted with this one."""
         world = EmulatedWorld(size)
         self._children.append(world)
         return world
 
     def abort(self) -> None:
-        """Release all the ranks that wait here or in a child, now and later."""
+        """Release all ranks that wait here or in a child, now or later."""
         self.barrier.abort()
         for world in self._children:
             world.abort()
 
     def exchange(self, rank: int, item: Any, combine: Callable[[list[Any]], T]) -> T:
-        """Every rank gives an item and gets what ``combine`` makes of all of them.
+        """Collect an item of every rank, and return ``combine`` of all items.
 
         No rank returns before all have combined: an item may be a parameter, which its rank
-        updates in place as soon as it goes on.
+        updates in place afterwards.
         """
         self.slots[rank] = item
         self.barrier.wait()
@@ -96,10 +96,10 @@ def _total(terms: list[Tensor]) -> Tensor:
 
 
 def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
-    """``target(comm)`` on every rank of an emulated world; results in rank order.
+    """Run ``target(comm)`` on every rank of an emulated world; return results in rank order.
 
     Raises:
-        Exception: what the first failing rank raised; the others are released.
+        Exception: the error of the first rank that failed; the others are released.
     """
     world = EmulatedWorld(world_size)
     results: list[Any] = [None] * world_size
@@ -109,7 +109,7 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
         try:
             results[rank] = target(EmulatedComm(world, rank))
         except threading.BrokenBarrierError:
-            return  # another rank failed first and has reported why
+            return  # another rank failed first and reported its error
         except BaseException as error:
             errors.append((rank, error))
             world.abort()

@@ -24,23 +24,23 @@ from hap.runtime.two_level_comm import along_axes
 
 
 class HapModule(nn.Module):
-    """This rank's part of a planned model; ``module(*local_batch)`` is the global loss.
+    """This rank's part of a planned model; ``module(*local_batch)`` returns the global loss.
 
-    Parameters keep their names and are the local shards, so that any elementwise optimizer
-    of torch.optim works on them. ``loss.backward()`` leaves each shard's gradient, reduced
-    over all ranks.
+    Parameters keep their names and hold the local shards, so that any elementwise optimizer
+    of torch.optim works on them. ``loss.backward()`` sets each shard's gradient, reduced over
+    all ranks.
 
     Args:
         plan: the plan; its graph must be the model's (see :meth:`hap.ir.plan.Plan.check_model`).
-        model: the whole model, real; its tensors are cut and not kept.
-        comm: this rank's end of the collectives.
-        device: where the shards live.
+        model: the whole model, with real tensors; they are cut and not kept.
+        comm: this rank's communicator.
+        device: the device of the shards.
         widen: run all floats as float64 (for verification).
-        backend: what runs the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
+        backend: the backend of the two graphs, one of :data:`hap.runtime.compiled.BACKENDS`.
 
     Raises:
-        PlanError: another world size, or the ranks hold different programs.
-        InputError: there is no such backend, or what it needs is not installed.
+        PlanError: the world size is not the plan's, or the ranks hold different programs.
+        InputError: the backend is unknown, or a tool that it needs is not installed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HapModule(nn.Module):
         self._comms = along_axes(plan, comm)
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
-        self._same = {}  # every name of a tied tensor -> the first
+        self._same = {}  # every name of a tied tensor -> its first name
         for tensors in (
             dict(model.named_parameters(remove_duplicate=False)),
             dict(model.named_buffers(remove_duplicate=False)),
@@ -91,10 +91,10 @@ class HapModule(nn.Module):
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss over the *global* batch, the same on every rank.
+        """Return the loss over the *global* batch, the same on every rank.
 
-        Args: this rank's part of the batch, in the form that the model takes, as
-            :meth:`hap.ir.plan.Plan.local_batch` cuts it.
+        Args: this rank's part of the batch in the form that the model takes, from
+            :meth:`hap.ir.plan.Plan.local_batch`.
         """
         batch = given(args, kwargs)
         state = self._state()
@@ -112,12 +112,12 @@ class HapModule(nn.Module):
         return loss  # type: ignore[no-any-return]
 
     def without_dropout(self) -> None:
-        """Train without dropout from now on, to compare with a run on one device."""
+        """Disable dropout from now on, to compare with a run on one device."""
         self._ctx.dropping = False
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Meanwhile computing waits for each collective where it is issued: to debug or trace.
+        """Run each collective synchronously inside this context, to debug or trace.
 
         All ranks must enter it together, between two steps.
         """
@@ -139,12 +139,12 @@ class HapModule(nn.Module):
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         tensor = self._inputs.get(name)
-        if tensor is None:  # unused by the step: kept whole
+        if tensor is None:  # the step does not use it: keep it whole
             return whole.detach().clone().to(self._device)
         return cut(self._plan, tensor, whole, self._comm.rank).to(self._device)
 
     def _put(self, name: str, tensor: Tensor) -> None:
-        """Register under a dotted name, in bare submodules like the model's."""
+        """Register a tensor under a dotted name, in empty submodules named as the model's."""
         owner: nn.Module = self
         *path, leaf = name.split(".")
         for step in path:
@@ -160,7 +160,7 @@ class HapModule(nn.Module):
         return dict(self.named_parameters()) | dict(self.named_buffers())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's ordinary state dict, whole tensors on every rank; all ranks must call it."""
+        """Return the model's state dict with whole tensors; all ranks must call it."""
         state = self._state()
         whole = {}
         for name in self._same:
@@ -177,10 +177,10 @@ class HapModule(nn.Module):
         return whole
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Cut an ordinary state dict of the model into this rank's shards.
+        """Load this rank's shards from a state dict of the model with whole tensors.
 
         Raises:
-            PlanError: a name is missing or unknown, or a tensor has another shape.
+            PlanError: a name is missing or unknown, or a tensor's shape is not the model's.
         """
         missing = self._persistent - state_dict.keys()
         unknown = state_dict.keys() - self._persistent
@@ -204,7 +204,7 @@ class HapModule(nn.Module):
                 state[first].copy_(self._cut(first, whole))
 
     def _copies(self, name: str) -> int:
-        """Number of ranks that hold the same elements of a parameter as this one."""
+        """Number of ranks, this one included, that hold the same elements of a parameter."""
         tensor = self._inputs.get(name)
         copies = self._comm.world_size
         for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
@@ -212,7 +212,7 @@ class HapModule(nn.Module):
         return copies
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient; what several ranks hold counts once."""
+        """Return the 2-norm of the whole model's gradient; replicated elements count once."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
@@ -224,8 +224,8 @@ class HapModule(nn.Module):
 def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
     """Scale all gradients so that their *global* 2-norm is at most ``max_norm``.
 
-    Every rank must call it. Returns the norm before scaling, as
-    ``torch.nn.utils.clip_grad_norm_`` does on one device.
+    Every rank must call it. Returns the norm before scaling, like
+    ``torch.nn.utils.clip_grad_norm_`` on one device.
     """
     norm = module.grad_norm()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -236,14 +236,14 @@ def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
 
 
 class GradScaler(torch_private.AgreeingGradScaler):
-    """``torch.amp.GradScaler`` for a module in shards: all ranks skip a step, or none does.
+    """``torch.amp.GradScaler`` for a sharded module: all ranks skip a step, or none does.
 
-    An infinity that one rank finds in its shards counts for all of them, so that the scale stays
-    the same everywhere. Every rank must call its methods alike.
+    If one rank finds an infinity in its shards, all ranks skip the step, so that the scale stays
+    the same on all ranks. Every rank must make the same calls.
 
     Args:
-        module: what is trained.
-        options: as torch's, but for the device, which is the module's.
+        module: the module that is trained.
+        options: those of torch's class, except the device, which is the module's.
     """
 
     def __init__(self, module: HapModule, **options: Any) -> None:
@@ -251,12 +251,12 @@ class GradScaler(torch_private.AgreeingGradScaler):
         self._comm = module._comm
 
     def agreed(self, found: Tensor) -> Tensor:
-        """The sum of all ranks' findings, each 0 or 1."""
+        """Return the sum over all ranks of ``found``, which is 0 or 1 on each."""
         return self._comm.all_reduce(found, "one shot")
 
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
-    """The two graphs of one rank of a plan."""
+    """Return the two graphs of one rank of a plan."""
     part = plan.part(rank)
     return Emitter(
         graph=part.graph, program=part.program, shares=part.shares, rank=part.rank, device=device,
@@ -265,7 +265,7 @@ def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) ->
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers, and tensors kept as plain attributes, by dotted name."""
+    """Return buffers, and tensors that are plain attributes, by dotted name."""
     found = dict(model.named_buffers())
     for path, sub in model.named_modules():
         for key, value in vars(sub).items():
@@ -277,9 +277,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 class _Step(torch.autograd.Function):
     """The emitted forward and backward as one autograd node.
 
-    Values that the forward saves for the backward are in a list, from which the backward takes each
-    tensor to free it after its last use. Inputs, results and views of them are kept by autograd,
-    which knows when they change in place, and that they may lead back to this node.
+    The forward keeps saved values in a list, so that the backward can free each tensor after its
+    last use. Autograd saves inputs, results and views of them: it detects in-place changes and
+    handles reference cycles through this node.
     """
 
     @staticmethod
@@ -288,16 +288,16 @@ class _Step(torch.autograd.Function):
         count = 1 + len(code.buffers)
         ends, saved = tuple(results[:count]), results[count:]
         known = {id(tensor) for tensor in (*tensors, *ends)}
-        ours = [id(x) not in known and id(x._base) not in known for x in saved]
-        fn.save_for_backward(*(x for x, mine in zip(saved, ours, strict=True) if not mine))
-        fn.kept = [x if mine else None for x, mine in zip(saved, ours, strict=True)]
+        private = [id(x) not in known and id(x._base) not in known for x in saved]
+        fn.save_for_backward(*(x for x, own in zip(saved, private, strict=True) if not own))
+        fn.kept = [x if own else None for x, own in zip(saved, private, strict=True)]
         fn.code, fn.rank_ctx = code, ctx
         fn.mark_non_differentiable(*ends[1:])
         return ends
 
     @staticmethod
     def backward(fn: Any, *grads: Tensor) -> Any:
-        others = iter(fn.saved_tensors)  # raises if this has run before and may not again
+        others = iter(fn.saved_tensors)  # raises at a second run without retain_graph
         saved = [next(others) if x is None else x for x in fn.kept]
         saved.append(grads[0])
         if not torch_private.keeps_graph():

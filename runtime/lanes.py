@@ -1,13 +1,13 @@
-"""Lanes: run collectives beside computing, and wait for a result where it is read.
+"""Lanes: overlap collectives with computing, and wait for a result where it is read.
 
 A *lane* runs a rank's collectives one after the other, in the order in which they are issued,
-which is the same on all ranks. The emitted program goes on computing, and waits for a
+which is the same on all ranks. The emitted program continues to compute, and waits for a
 :class:`Pending` result right before the first operator that reads it.
 
-* :class:`ThreadLane`: for gloo, a thread. PyTorch's kernels and gloo's calls release the
+* :class:`ThreadLane`: a thread, for gloo. PyTorch's kernels and gloo's calls release the
   interpreter's lock, so that both proceed.
-* :class:`StreamLane`: for NCCL, a CUDA stream; nothing blocks the host.
-* :class:`InlineLane`: at once, where ranks are emulated in one process.
+* :class:`StreamLane`: a CUDA stream, for NCCL; nothing blocks the host.
+* :class:`InlineLane`: no overlap, for ranks that are emulated in one process.
 
 The lane also packs and unpacks tensors around a collective.
 """
@@ -31,9 +31,9 @@ from hap.runtime.collectives import Comm, ProcessGroupComm
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A result that may not be there yet; ``pending[k]`` is the ``k``-th of several tensors.
+    """A result that may not be ready; ``pending[k]`` is the ``k``-th of several tensors.
 
-    ``done`` is the CUDA event after which it is there; without one, ``result`` says when.
+    ``done``: the CUDA event after which it is ready; None if ``result`` itself tells.
     """
 
     result: Future[Any]
@@ -44,29 +44,29 @@ class Pending:
         return replace(self, place=place)
 
     def tensor(self) -> Tensor:
-        """The tensor, once it has been made; raises what the collective raised."""
+        """Wait for the tensor and return it; raises the collective's error if it failed."""
         result = self.result.result()
         found: Tensor = result if self.place is None else result[self.place]
         return found
 
 
 class Lane(ABC):
-    """Where a rank's collectives run, one after the other."""
+    """A queue that runs a rank's collectives one after the other."""
 
     @abstractmethod
     def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
-        """Have ``run(*args)`` executed after all that was issued before.
+        """Enqueue ``run(*args)`` after everything issued before.
 
-        ``args`` may hold pending results of this lane, also in lists.
+        ``args`` may contain pending results of this lane, also in lists.
         """
 
     def wait(self, pending: Pending) -> Tensor:
-        """A result, fit to be read by what is run next."""
+        """Return a result that the operators after this call may read."""
         return pending.tensor()
 
 
 class InlineLane(Lane):
-    """Runs everything at once."""
+    """Runs each collective immediately."""
 
     def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
         return Pending(_done(run(*map(_resolved, args))))
@@ -75,13 +75,13 @@ class InlineLane(Lane):
 class ThreadLane(Lane):
     """Runs collectives in a thread of its own, which ends with the lane.
 
-    After a failure nothing more is run: all that is issued later raises the same.
+    After a failure it runs nothing more: every later result raises the same error.
     """
 
     def __init__(self) -> None:
         jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._jobs = jobs
-        # A daemon: a collective whose partner died must not keep this process alive.
+        # A daemon: a collective with a dead peer must not keep this process alive.
         threading.Thread(target=_serve, args=(jobs,), name="collectives", daemon=True).start()
         weakref.finalize(self, jobs.put, None)
 
@@ -116,7 +116,7 @@ class StreamLane(Lane):
 
 
 def lane_of(comm: Comm, device: torch.device) -> Lane:
-    """The lane for a communicator whose tensors lie on a device."""
+    """Return the lane for a communicator and the device of its tensors."""
     if not isinstance(comm, ProcessGroupComm):
         return InlineLane()
     return StreamLane(device) if device.type == "cuda" else ThreadLane()
@@ -130,10 +130,10 @@ class _Job(NamedTuple):
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     failed: BaseException | None = None
-    with torch.no_grad():  # this is a setting of the thread
+    with torch.no_grad():  # gradient mode is a setting of each thread
         while (job := jobs.get()) is not None:
             run, args, result = job
-            del job  # results and arguments live as long as their readers want them
+            del job  # keep no reference to results and arguments after the call
             if failed is None:
                 try:
                     result.set_result(run(*map(_resolved, args)))

@@ -1,21 +1,21 @@
 """Launch ranks: spawn local processes, or join those that torchrun or srun started.
 
-:func:`spawn` is a small torchrun for one machine, made for tests, ``hap verify`` and emulated
-clusters: results come back in rank order, the first thing that went wrong comes back as one
-error, and no process outlives the call. Each rank talks to the parent over its own pipe:
+:func:`spawn` is a small torchrun for one machine, for tests, ``hap verify`` and emulated clusters.
+It returns results in rank order, raises the first failure as one error, and leaves no process
+running. Each rank talks to the parent over its own pipe:
 
     rank                          parent
     "begun"                 ->
                             <-    the target and its arguments
     imports, unpickles them
-    "ready"                 ->    before_rank(rank, pid): put the process in a cgroup, say
+    "ready"                 ->    before_rank(rank, pid), for example: enter a cgroup
                             <-    go
     joins the process group
     "report", any number    ->    on_report(rank, obj)
     "result" or "error"     ->
 
-:func:`init_from_env` is the rank's side alone, for programs started by the lines that
-:func:`launch_lines` prints for several machines.
+:func:`init_from_env` joins a process group without such a parent, for programs started by the
+lines that :func:`launch_lines` prints for several machines.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from hap.errors import HapError, InputError
 
 T = TypeVar("T")
 
-_POLL_S = 0.1  # how soon the death of a rank is noticed
-_GRACE_S = 0.5  # after a failure: time for the deaths of others to show, see _failure
-_EXIT_S = 5.0  # ranks that still run so long after all have sent their results are killed
+_POLL_S = 0.1  # interval between checks for dead ranks
+_GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see _failure
+_EXIT_S = 5.0  # after the last result: time until ranks that still run are killed
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
@@ -59,7 +59,7 @@ _send_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Where this process stands: its rank, the number of ranks, and the device it computes on."""
+    """This process's rank, the number of ranks, and the device that it computes on."""
 
     rank: int
     size: int
@@ -71,13 +71,13 @@ def init_from_env(backend: str | None = None) -> World:
     """Join the process group that torchrun (RANK, ...) or srun (SLURM_PROCID, ...) describes.
 
     Args:
-        backend: A backend of torch.distributed; by default nccl where CUDA is there, else gloo.
-            With nccl in it, the CUDA device of this process becomes that of its local rank.
+        backend: A backend of torch.distributed; default: nccl if CUDA is available, else gloo.
+            If it includes nccl, the current CUDA device is set to that of the local rank.
 
     Raises:
-        InputError: The variables are missing or not numbers, or the device is missing.
+        InputError: A variable is missing or not a number, or the rank has no device.
     """
-    slurm = "RANK" not in os.environ  # torchrun inside srun: torchrun's numbers are the right ones
+    slurm = "RANK" not in os.environ  # inside both, the variables of torchrun take precedence
     names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     rank, size, local_rank = map(_env_int, names if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if "MASTER_ADDR" not in os.environ:
@@ -102,19 +102,18 @@ def init_from_env(backend: str | None = None) -> World:
 
 
 def rank_device() -> torch.device:
-    """This rank's device: the current CUDA device under NCCL, else the CPU."""
+    """Return this rank's device: the current CUDA device under NCCL, else the CPU."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def keep_memory() -> None:
-    """Have this process keep the memory that it frees, as the allocator for GPUs does.
+    """Keep freed memory in this process, as PyTorch's caching allocator does on GPUs.
 
-    By default glibc gives large blocks back to the kernel, which clears them page by page when
-    they are wanted again, in every step: a copy of 32 MiB then takes several times as long. And it
-    gives other threads, such as the one that communicates, heaps of 64 MiB, of which it gives back
-    all but a first one whole: threads share the heap of the main one instead.
+    By default glibc returns large blocks to the kernel, which clears their pages when they are
+    allocated again, in every step: a copy of 32 MiB then takes several times as long. It also
+    gives other threads heaps of 64 MiB, and returns all but the first: all share the main heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have no such setting
@@ -133,20 +132,20 @@ def _env_int(name: str) -> int:
 def report(obj: object) -> None:
     """Send a small picklable object to ``on_report`` in the parent of a spawned rank.
 
-    Does nothing where no parent listens, so that a program may report under torchrun as well.
+    Does nothing in a process without such a parent, so that a program may also run under torchrun.
     """
     if _to_parent is not None:
         _send(_to_parent, "report", obj)
 
 
 def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -> str:
-    """The shell lines that run a command on several machines, ``(host name, devices)`` each.
+    """Return shell lines that run a command on several machines, ``(host name, devices)`` each.
 
-    Ranks are numbered machine by machine in the order given, which must be the order of the
-    devices in the cluster file. Unequal counts are legal. torchrun: its static rendezvous sums
-    the counts of the machines before, so every machine needs its own line with its own count
-    (and TORCH_ELASTIC_WORKER_IDENTICAL unset). srun: --ntasks-per-node is one number for all,
-    and --nodelist is sorted, so a host file with a line per rank fixes both count and order.
+    Ranks are numbered machine by machine in the given order, which must be the order of the
+    devices in the cluster file. Machines may differ in their number of devices. torchrun: the
+    static rendezvous sums the counts of earlier machines, so every machine needs its own line with
+    its own count (and TORCH_ELASTIC_WORKER_IDENTICAL unset). srun: --ntasks-per-node is one number
+    for all, and --nodelist is sorted, so a host file with a line per rank sets count and order.
 
     Raises:
         InputError: No machine, no command, or a machine without devices.
@@ -177,21 +176,21 @@ def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -
 
 
 class Where:
-    """Where spawned ranks run: on this machine as it is. Emulated hosts override what differs."""
+    """The place in which ranks are spawned: this machine. A subclass may emulate hosts."""
 
     address = "127.0.0.1"
-    """At which ranks find the store that :func:`spawn` opens."""
+    """Address of the store that :func:`spawn` opens, as seen by the ranks."""
 
     def inside(self, rank: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which a rank is started, or (None) the store is opened."""
+        """Return the context in which a rank is started, or (None) the store is opened."""
         return contextlib.nullcontext()
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """Variables of a rank beside those of torchrun, or instead of them."""
+        """Return environment variables of a rank; they override those of torchrun."""
         return {}
 
     def started(self, rank: int, pid: int) -> None:
-        """Called once a rank's process exists, before its imports."""
+        """Handle the start of a rank's process; its imports may not have run."""
 
 
 def spawn(
@@ -207,25 +206,25 @@ def spawn(
 ) -> list[T]:
     """Run ``target(*args)`` on ``world_size`` new local processes that form a process group.
 
-    Each has one torch thread and the variables of torchrun. Linux only.
+    Each process has one torch thread and the environment variables of torchrun. Linux only.
 
     Args:
         target: A function at the top level of a module; its result must be picklable. A script
             that calls ``spawn`` needs ``if __name__ == "__main__":``, since ranks import it.
         backend: As in :func:`init_from_env`.
-        before_rank: Called here with (rank, pid) once that rank has done its imports and before
+        before_rank: Called in the parent with (rank, pid), after that rank's imports and before
             it joins the group; no target runs before all of these calls have returned.
-        on_report: Called here with (rank, obj) for each :func:`report` of a rank.
-        timeout_s: Seconds for the whole call; None waits for ever.
-        where: The hosts that ranks run on; by default this machine.
+        on_report: Called in the parent with (rank, obj) for each :func:`report` of a rank.
+        timeout_s: Limit of the whole call in seconds; None: no limit.
+        where: The hosts that ranks run on; default: this machine.
 
     Returns:
         The results in rank order.
 
     Raises:
         InputError: A world size below one, or a target that cannot be pickled.
-        HapError: A rank raised (its traceback is in the message), died, or was too late. All the
-            others have been killed. Errors of the two callbacks pass through, likewise.
+        HapError: A rank raised (the message has its traceback), died, or exceeded the limit. All
+            other ranks are killed. Errors of the two callbacks propagate, likewise.
     """
     if world_size < 1:
         raise InputError(f"{world_size} ranks asked for", hint="ask for at least one")
@@ -236,10 +235,10 @@ def spawn(
         raise InputError(
             f"{target!r} cannot be sent to other processes: {error}", hint=hint
         ) from error
-    # The store lives here and its port is chosen by the kernel: no rank can find it taken.
+    # The parent holds the store, and the kernel chooses a free port for it.
     where = where or Where()
-    resource_tracker.ensure_running()  # here: started inside of a host it would keep that up
-    with where.inside(None):  # it listens at all addresses that there are there
+    resource_tracker.ensure_running()  # inside a host, it would keep the host's namespace alive
+    with where.inside(None):  # the store listens on all addresses of that host
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks: list[_Rank] = []
     try:
@@ -275,10 +274,10 @@ def _start(backend: str) -> _Rank:
 
 
 def _kill(rank: _Rank) -> None:
-    """End a rank and all that it started; by SIGKILL, since it may wait in a collective."""
+    """Kill a rank and its children by SIGKILL, since it may be blocked in a collective."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(rank.pid, signal.SIGKILL)
-    rank.process.kill()  # for one that does not lead its group yet
+    rank.process.kill()  # it may not lead its process group yet
     rank.process.join()
     rank.pipe.close()
 
@@ -290,11 +289,11 @@ def _collect(
     on_report: Callable[[int, Any], None] | None,
     timeout_s: float | None,
 ) -> list[Any]:
-    """Serve the ranks' messages until all results are there; raise on the first failure."""
+    """Handle the ranks' messages until all results have arrived; raise on the first failure."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    raised: dict[int, tuple[str, int]] = {}  # (text, exit code), in the order in which they came
-    ended: set[int] = set()  # ranks whose pipe is at its end
+    raised: dict[int, tuple[str, int]] = {}  # (text, exit code), in the order of arrival
+    ended: set[int] = set()  # ranks whose pipe is closed
     while len(results) < len(ranks):
         ready = wait([rank.pipe for n, rank in enumerate(ranks) if n not in ended], _POLL_S)
         for n, (_, pid, pipe) in enumerate(ranks):
@@ -322,7 +321,7 @@ def _collect(
             n: code
             for n in late
             if (code := ranks[n].process.exitcode) is not None
-            and (n in ended or not ranks[n].pipe.poll())  # it left nothing unread
+            and (n in ended or not ranks[n].pipe.poll())  # no message is unread
         }
         if died or raised:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -332,7 +331,7 @@ def _collect(
 
 
 def _answer(pipe: Connection, message: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # the rank has died, which its exit code will tell
+    with contextlib.suppress(ConnectionError):  # the rank died; _collect sees its exit code
         pipe.send_bytes(message)
 
 
@@ -350,10 +349,10 @@ def _failure(
     late: list[int],
     timeout_s: float | None,
 ) -> HapError:
-    """One error for the cause: a rank that died before one that raised, as its peers then do."""
+    """Return one error for the cause; a death comes first, since the rank's peers then raise."""
     for n, code in died.items():
         if code >= 0:
-            hint = "what it printed above says why, if anything does"
+            hint = "see its output above for the reason"
             return HapError(f"exited with code {code} and no result", where=f"rank {n}", hint=hint)
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = "the kernel kills with SIGKILL when memory runs out" if name == "SIGKILL" else ""
@@ -365,15 +364,15 @@ def _failure(
 
 
 def _rank_main(pipe: Connection, backend: str, parent: int) -> None:
-    """The life of a spawned rank."""
+    """Run a spawned rank from its start to its exit."""
     global _to_parent
-    os.setsid()  # its own group: killed with all its children, and deaf to the terminal's Ctrl-C
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever ends the parent
-    if os.getppid() != parent:  # it ended before that call
+    os.setsid()  # its own process group: killed with its children, no Ctrl-C of the terminal
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent
+    if os.getppid() != parent:  # the parent ended before that call
         sys.exit(1)
     _to_parent = pipe
     try:
-        # By this pipe: multiprocessing would wait for ever for a rank that dies before it reads them.
+        # Arguments come by this pipe: multiprocessing hangs if a rank dies before it reads them.
         _send(pipe, "begun", None)
         target, args = pickle.loads(pipe.recv_bytes())
         torch.set_num_threads(1)
@@ -385,17 +384,17 @@ def _rank_main(pipe: Connection, backend: str, parent: int) -> None:
             dist.destroy_process_group()
         _send(pipe, "result", result)
     except BaseException as error:
-        # The group is left to the death of this process: an orderly end could wait for the peers.
+        # Do not destroy the process group: that could wait for the peers.
         summary = "".join(traceback.format_exception_only(error)).strip()
         # Messages for people are printed as they are; other errors need their traceback.
-        told = isinstance(error, HapError)
-        text = str(error) if told else f"{summary}\n\n{traceback.format_exc().rstrip()}"
+        for_people = isinstance(error, HapError)
+        text = str(error) if for_people else f"{summary}\n\n{traceback.format_exc().rstrip()}"
         _send(pipe, "error", (text, error.exit_code if isinstance(error, HapError) else 1))
         sys.exit(1)
 
 
 def _send(pipe: Connection, kind: str, body: object) -> None:
-    # Plain pickle, not torch's: a tensor sent by handle would be lost when its rank exits.
+    # Plain pickle, not torch's: a tensor sent by handle is lost when its rank exits.
     message = pickle.dumps((kind, body))
     with _send_lock:
         pipe.send_bytes(message)
@@ -409,7 +408,7 @@ def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> 
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
@@ -417,7 +416,7 @@ def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a child: set here, since OMP's are read when the child first loads torch."""
+    """Set variables for a child process before it starts: loading torch reads those of OpenMP."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:

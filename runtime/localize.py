@@ -1,7 +1,7 @@
 """Localize an operator's arguments: global sizes become a rank's local sizes.
 
-Pure data: one row per operator that takes sizes. Every operator not named here is called on
-local tensors with the arguments that the whole tensors had.
+Each operator that takes sizes has a row here. All other operators are called on local tensors
+with unchanged arguments.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RESULT_SIZE: dict[str, tuple[int, int]] = {"aten.embedding_dense_backward.defaul
 
 
 class Lookup(NamedTuple):
-    """An operator that looks up by number in a dim, and how it leaves other ranks' numbers out.
+    """An operator that looks up indices in a dim, and its treatment of other ranks' indices.
 
-    ``numbers``: the argument that holds them. The dim is ``dim`` (of the result, if not of
-    the argument ``table``), or what the argument ``dim_arg`` says. Numbers of other ranks are
-    passed over if the argument ``skip`` names one to pass over; else they stand for the first,
-    and zeros take the place of what is found (of the argument ``zero``, if not of the result).
-    ``inside``: in the result, the dims of the numbers stand where the looked-up dim did.
+    ``numbers``: the argument with the indices. The looked-up dim is ``dim``, or the value of the
+    argument ``dim_arg``; it is a dim of the argument ``table``, or of the result if that is None.
+    ``skip``: the argument that sets an ignored index; other ranks' indices become that. Without it
+    they become 0, and the argument ``zero`` (None: the result) is zeroed there.
+    ``inside``: in the result, the dims of the indices replace the looked-up dim.
     """
 
     numbers: int
@@ -51,7 +51,7 @@ class Lookup(NamedTuple):
     inside: bool = False
 
     def where(self, node: Node, rank: int) -> int:
-        """The looked-up dim of a table of ``rank`` dims."""
+        """Return the looked-up dim of a table with ``rank`` dims."""
         dim = self.dim if self.dim_arg is None else int(node.args[self.dim_arg])
         return dim % max(rank, 1)
 
@@ -68,7 +68,7 @@ LOOKUPS: dict[str, Lookup] = {
     "hap.cross_entropy_backward.default": Lookup(numbers=3, skip=5),
 }
 
-# Operators that make tensors from nothing and so must be told on which device.
+# Operators without tensor inputs, which need a device argument.
 FACTORIES = frozenset(
     f"aten.{op}"
     for op in [
@@ -83,7 +83,7 @@ FACTORIES = frozenset(
     ]
 ) | {"hap.constant.default"}
 
-# Operators whose kernels read some input as if it were contiguous (seen on CPU, torch 2.13).
+# Operators whose kernels ignore the strides of an input (seen on CPU, torch 2.13).
 CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
 
 
@@ -91,12 +91,12 @@ _KNOWN = ("aten.", "hap.", "prims.", "mesh.")
 
 
 def reads_contiguous(op: str) -> bool:
-    """Must the inputs be contiguous? A user's kernel may count on it, and shards are views."""
+    """Return whether inputs must be contiguous: a user's kernel may assume it, shards are views."""
     return op in CONTIGUOUS or not op.startswith(_KNOWN)
 
 
 def localize(node: Node, out_shapes: tuple[Shape | None, ...]) -> tuple[Arg, ...]:
-    """The arguments of ``node`` on a rank with these local results; tensors stay references."""
+    """Return ``node``'s arguments for local results of these shapes; tensors stay references."""
     args = list(node.args)
     if node.op in RESULT_SHAPE:
         args[RESULT_SHAPE[node.op]] = next(s for s in out_shapes if s is not None)

@@ -1,9 +1,9 @@
 """Point-to-point exchanges among ranks: one call on NCCL, messages on CPUs.
 
-gloo has one connection between two ranks. Where it is told to send first, the word that a rank is
-ready to receive waits behind what it is sending, and the two directions take turns: half the rate
-of the link. Its all-to-all does so, and its ring of two ranks; its reduce-scatter is an all-reduce,
-of twice the bytes. Here receives are posted first.
+gloo has one connection between two ranks. If both send first, the notice that a rank is ready to
+receive queues behind its own data, and the two directions alternate: half the link's rate. gloo's
+all-to-all does so, and its ring of two ranks; its reduce-scatter is an all-reduce of twice the
+bytes. Here receives are posted first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 _ALL_AT_ONCE = 2**16
-"""Bytes of a rank's rows up to which a sum is exchanged in one go, whichever links are shared."""
+"""Bytes of a rank's rows up to which a reduce-scatter is one exchange instead of a ring."""
 
 
 def all_gather(out: Tensor, x: Tensor, group: Group) -> None:
-    """Every rank's ``x``, in the order of ranks along dim 0 of ``out``; both contiguous."""
+    """Write every rank's ``x`` into ``out``, in rank order along dim 0; both are contiguous."""
     takes = out.tensor_split(dist.get_world_size(group))
     if x.is_cuda or len(takes) > 2:
         all_gather_single(out, x, group=group)
@@ -35,7 +35,7 @@ def all_gather(out: Tensor, x: Tensor, group: Group) -> None:
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: Group) -> None:
-    """This rank's rows of the sum of every rank's ``x``, in the order of ranks; both contiguous."""
+    """Write this rank's rows of the sum of all ranks' ``x`` into ``out``; both are contiguous."""
     if x.is_cuda:
         reduce_scatter_single(out, x, group=group)
         return
@@ -53,7 +53,7 @@ def reduce_scatter(out: Tensor, x: Tensor, group: Group) -> None:
 def all_to_all(
     out: Tensor, x: Tensor, takes: Sequence[int], gives: Sequence[int], group: Group
 ) -> None:
-    """``gives[r]`` elements of ``x`` for each rank ``r``, ``takes[r]`` of ``out`` from it."""
+    """Send ``gives[r]`` elements of ``x`` to each rank ``r``; receive ``takes[r]`` into ``out``."""
     if x.is_cuda:
         dist.all_to_all_single(out, x, list(takes), list(gives), group=group)
     else:
@@ -61,7 +61,7 @@ def all_to_all(
 
 
 def _all_at_once(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group) -> None:
-    """Sends each rank its tensor and fills one from each; what is empty is empty at both ends."""
+    """Send a tensor to each rank, receive one from each. Both ends skip an empty tensor."""
     n, me = len(gives), dist.get_rank(group)
     others = [(me + step) % n for step in range(1, n)]
     works = [_receive(takes[rank], rank, group) for rank in others[::-1] if takes[rank].numel()]
@@ -72,7 +72,7 @@ def _all_at_once(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group)
 
 
 def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
-    """Sums go around, each rank adding its term; every link carries each sum but its own once.
+    """Ring reduce-scatter: each rank adds its term to the partial sums that it passes on.
 
     After Thakur et al., "Optimization of collective communication operations in MPICH", 2005.
     """
@@ -91,7 +91,7 @@ def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
 
 def _receive(into: Tensor, rank: int, group: Group) -> dist.Work:
     work = dist.irecv(into, group=group, group_src=rank)
-    assert work is not None  # which it is outside of the group
+    assert work is not None  # it is None only outside of the group
     return work
 
 

@@ -1,8 +1,8 @@
-"""Lookups in a sharded dim: each rank answers for the indices that it holds.
+"""Lookups in a sharded dim: each rank looks up the indices of its shard.
 
-A rank's part of the dim holds the numbers from ``start`` to ``stop`` of ``total``. It looks up
-its own ones, counted from its start; all others must leave no trace in its term of the result.
-:data:`hap.runtime.localize.LOOKUPS` says how each operator passes over a number.
+A rank's shard holds the indices from ``start`` to ``stop`` of ``total``. The rank looks up these,
+relative to ``start``; other ranks' indices must contribute nothing to its partial result.
+:data:`hap.runtime.localize.LOOKUPS` has each operator's way to ignore an index.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from torch import Tensor
 from hap.capture import torch_private
 
 Span = tuple[int, int, int]
-"""The numbers of one rank: (its first, the first after its last, how many there are in all)."""
+"""The indices of one rank: (first, last + 1, total number of indices)."""
 
 IGNORED_NUMBER = -1
-"""Placeholder of other ranks' numbers where an operator can ignore a number."""
+"""Replaces other ranks' indices, if the operator can ignore an index."""
 
 
 def own_or_ignored(index: Tensor, span: Span, skip: int) -> Tensor:
-    """Numbers counted from the rank's start; -1 for other ranks' and for ``skip``."""
+    """Return indices relative to the rank's start; -1 for other ranks' and for ``skip``."""
     _check(index, span, skip)
     others = _outside(index, span) | (index == skip)
     return (index - span[0]).masked_fill_(others, IGNORED_NUMBER)
 
 
 def own_or_first(index: Tensor, span: Span) -> Tensor:
-    """Numbers counted from the rank's start; 0 for other ranks'."""
+    """Return indices relative to the rank's start; 0 for other ranks'."""
     _check(index, span, None)
     return (index - span[0]).masked_fill_(_outside(index, span), 0)
 
 
 def zero_for_others(x: Tensor, index: Tensor, span: Span, at: int) -> Tensor:
-    """``x`` with zeros where ``index`` is another rank's; its dims are those of x from ``at``."""
+    """Zero ``x`` where ``index`` is another rank's; dims of ``index`` are x's from ``at`` on."""
     after = x.dim() - at - index.dim()
     return x.masked_fill(_outside(index, span).reshape(*index.shape, *(1,) * after), 0)
 
@@ -43,7 +43,7 @@ def _outside(index: Tensor, span: Span) -> Tensor:
 
 
 def _check(index: Tensor, span: Span, skip: int | None) -> None:
-    """A number that no rank has would go unnoticed: each would take it for another's."""
+    """Check that indices are in range, since each rank would take a bad one for another rank's."""
     total = span[-1]
     known = (index >= 0) & (index < total)
     if skip is not None:

@@ -12,7 +12,7 @@ from hap.runtime.collectives import Comm
 
 
 def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
-    """This rank's part of a whole input, as a tensor of its own."""
+    """Return a copy of this rank's shard of a whole input."""
     part = whole.detach()
     for level in plan.levels(tensor, rank):
         if level:
@@ -21,10 +21,10 @@ def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
 
 
 def gather(plan: Plan, tensor: str, shard: Tensor, comms: Sequence[Comm], rank: int) -> Tensor:
-    """The whole input from all the ranks' parts; every rank must call it.
+    """Return the whole input from all ranks' shards; every rank must call it.
 
     Args:
-        comms: the ranks along each mesh axis, in the order of :meth:`hap.ir.plan.Plan.levels`.
+        comms: a communicator per mesh axis, in the order of :meth:`hap.ir.plan.Plan.levels`.
     """
     part = shard.detach()
     for level, comm in reversed(list(zip(plan.levels(tensor, rank), comms, strict=True))):
@@ -34,7 +34,7 @@ def gather(plan: Plan, tensor: str, shard: Tensor, comms: Sequence[Comm], rank: 
 
 
 def join(plan: Plan, tensor: str, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The whole inputs that all ranks' parts stand for: one for each replica."""
+    """Return the whole inputs that all ranks' shards represent: one per replica."""
     dims = [level.dim if level else None for level in plan.levels(tensor, 0)]
     if plan.mesh is None:
         return _join(parts, dims[0])

@@ -1,9 +1,9 @@
 """Share one GPU among several NCCL ranks, to check results where there are fewer GPUs than ranks.
 
-NCCL refuses two ranks on one GPU of one host. Here each rank names a host of its own, and ranks
-communicate over the loopback interface, which takes about 10 ms for a collective of any size: it shows
-correctness, not speed. The host name suffices up to NCCL 2.29 (torch 2.13); NCCL 2.30 reads
-``NCCL_MULTI_RANK_GPU_ENABLE`` in addition.
+NCCL refuses two ranks on one GPU of one host. Here each rank sets a host name of its own, and
+ranks communicate over the loopback interface, where a collective of any size takes about 10 ms:
+this shows correctness, not speed. The host name suffices up to NCCL 2.29 (torch 2.13); NCCL 2.30
+also reads ``NCCL_MULTI_RANK_GPU_ENABLE``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hap.runtime.launch import Where
 
 
 class SharedGpus(Where):
-    """Ranks of this machine take its GPUs in turn."""
+    """Assigns this machine's GPUs to ranks round-robin."""
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """Environment variables of a rank, for :func:`hap.runtime.launch.spawn`."""
+        """Return environment variables of a rank, for :func:`hap.runtime.launch.spawn`."""
         count = torch.cuda.device_count()
         return {
             "LOCAL_RANK": str(rank % count),

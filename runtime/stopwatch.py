@@ -15,17 +15,17 @@ from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.lanes import InlineLane, Lane, Pending
 
 WAIT, REST = "(waiting)", "(between)"
-"""Waiting for collectives, and all that is neither that nor an operator."""
+"""Time spent waiting for collectives, and time outside of operators and waits."""
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds of one step, by the tensor of the graph that was made meanwhile, or as named.
+    """Seconds of one step, by the tensor that was computed, :data:`WAIT` or :data:`REST`.
 
     Attributes:
-        wall_s: As a clock on the wall has them.
-        processor_s: Of this thread; less than on the wall where the kernel stopped it.
-        collectives: In the order in which they ran, when each began and ended.
+        wall_s: Wall time.
+        processor_s: Processor time of this thread; less than wall time if the kernel paused it.
+        collectives: (begin, end) of each collective, in the order in which they ran.
     """
 
     wall_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -34,14 +34,14 @@ class Stopwatch:
     _last: tuple[float, float] = (0.0, 0.0)
 
     def start(self) -> None:
-        """Forget all, and begin."""
+        """Clear all times, and begin."""
         self.wall_s.clear()
         self.processor_s.clear()
         self.collectives.clear()
         self._last = time.perf_counter(), time.thread_time()
 
     def look(self, what: str) -> None:
-        """All since the last look was spent on ``what``."""
+        """Add the time since the last call to ``what``."""
         now = time.perf_counter(), time.thread_time()
         self.wall_s[what] += now[0] - self._last[0]
         self.processor_s[what] += now[1] - self._last[1]
@@ -49,10 +49,10 @@ class Stopwatch:
 
 
 def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
-    """Have a module's steps read the watch from now on; they take a little longer for it.
+    """Time a module's steps from now on, at a small cost, and return their stopwatch.
 
     Args:
-        in_turn: computing waits for each collective where it is issued, from now on.
+        in_turn: also run each collective synchronously from now on.
     """
     watch = Stopwatch()
     emitted = emit(module._plan, module._comm.rank, module._device)
@@ -66,7 +66,7 @@ def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
 
 
 def _look_around(code: fx.Graph, in_turn: bool) -> None:
-    """A look after each call, which says what it was for."""
+    """Insert a call of ``look`` after each call, with the name to which its time belongs."""
     ctx = next(n for n in code.nodes if n.op == "placeholder")
     calls = [n for n in code.nodes if n.op in ("call_function", "call_method")]
     with code.inserting_before(next(n for n in code.nodes if n.op != "placeholder")):
@@ -76,7 +76,7 @@ def _look_around(code: fx.Graph, in_turn: bool) -> None:
             what = WAIT
         elif node.target == "issue":
             what = REST
-        else:  # a helper is for the next value that is made
+        else:  # a helper call belongs to the next value
             ahead = (n.meta["value"].tensor for n in calls[place:] if "value" in n.meta)
             what = next(ahead, REST)
         with code.inserting_after(node):
@@ -84,7 +84,7 @@ def _look_around(code: fx.Graph, in_turn: bool) -> None:
 
 
 class _TimedLane(Lane):
-    """Another lane, and when each of its collectives began and ended."""
+    """Wraps a lane, and records when each of its collectives began and ended."""
 
     def __init__(self, lane: Lane, times: list[tuple[float, float]]) -> None:
         self._lane, self._times = lane, times

@@ -1,9 +1,9 @@
 """Hierarchical collectives: stages inside machines and between them.
 
-Written once over :meth:`Comm.subgroup`, so that the emulator runs the same stages as NCCL or
-gloo. Every byte crosses a machine's adapter once per stage between machines, instead of once
-per rank; the columns of a machine send their parts side by side. After BlueConnect (Cho et
-al., MLSys 2019), with the parts of :mod:`hap.ir.hierarchical` for machines of unequal sizes.
+The stages use :meth:`Comm.subgroup`, so that the emulator runs the same stages as NCCL and gloo.
+Every byte crosses a machine's adapter once per stage between machines, instead of once per rank.
+A *column* has at most one rank per machine; the columns exchange their parts in parallel. After
+BlueConnect (Cho et al., MLSys 2019); :mod:`hap.ir.hierarchical` handles unequal machines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "hierarchical"
 
 
 class Levels(NamedTuple):
-    """A rank's two communicators: its machine's ranks, and its column's."""
+    """A rank's two communicators: the ranks of its machine, and those of its column."""
 
     inside: Comm
     across: Comm
@@ -33,8 +33,8 @@ class TwoLevelComm(Comm):
     """Runs ``hierarchical`` collectives in stages and all others on the flat communicator.
 
     Args:
-        flat: over all ranks; those of a machine are consecutive.
-        counts: ranks of each machine.
+        flat: the communicator of all ranks; the ranks of a machine are consecutive.
+        counts: number of ranks of each machine.
     """
 
     def __init__(self, flat: Comm, counts: Sequence[int]) -> None:
@@ -54,9 +54,9 @@ class TwoLevelComm(Comm):
 
     @property
     def levels(self) -> Levels:
-        """Made by the first collective that needs them, which is the same one on all ranks."""
+        """The two communicators, created by the first hierarchical collective on all ranks."""
         # No cached_property: Python 3.11 locks it for all instances, and emulated ranks are
-        # threads that wait for one another in here.
+        # threads that wait for one another here.
         if self._levels is None:
             self._levels = self._cut()
         return self._levels
@@ -69,7 +69,7 @@ class TwoLevelComm(Comm):
 
     @property
     def _in_a_column(self) -> bool:
-        """Does this rank exchange anything with other machines?"""
+        """Whether this rank exchanges data with other machines."""
         return self.column < self._width
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
@@ -125,9 +125,9 @@ class TwoLevelComm(Comm):
     ) -> Tensor:
         if how != NAME:
             return self._flat.all_to_all(x, src, dst, src_sizes, dst_sizes, how)
-        assert regular(self.counts), "only machines of one size exchange in stages"
+        assert regular(self.counts), "a hierarchical all-to-all needs machines of one size"
         inside, across = self.levels
-        # To the peer in each machine goes what all of that machine's ranks shall have.
+        # Send to the column's rank in each machine the data for all ranks of that machine.
         held = self._cuts(src_sizes)
         wanted = [sum(cut) for cut in self._cuts(dst_sizes)]
         column = [cut[self.column] for cut in held]
@@ -145,12 +145,12 @@ class TwoLevelComm(Comm):
         return self._flat.subgroup(parts)
 
     def _own(self, sizes: Sizes) -> list[int]:
-        """The entries of this machine's ranks."""
+        """Return the entries of this machine's ranks."""
         start = self._starts[self.machine]
         return list(sizes[start : start + self.counts[self.machine]])
 
     def _cuts(self, sizes: Sizes) -> list[list[int]]:
-        """Per machine, the part of its rows that each column exchanges."""
+        """Return, per machine, the number of rows that each column exchanges."""
         blocks = [
             list(sizes[s : s + n]) for s, n in zip(self._starts, self.counts, strict=True)
         ]  # fmt: skip
@@ -159,17 +159,17 @@ class TwoLevelComm(Comm):
         return [even(sum(block), self._width) for block in blocks]
 
     def _padded(self, parts: list[int]) -> list[int]:
-        """Entries of the columns, with zeros for the ranks of this machine that are in none."""
+        """Return the columns' entries, with zeros for ranks of this machine in no column."""
         return parts + [0] * (self.counts[self.machine] - len(parts))
 
 
 def on_machines(comm: Comm, counts: Sequence[int]) -> Comm:
-    """``comm`` with hierarchical collectives, if the machines allow any."""
+    """Return ``comm`` with hierarchical collectives if the machines have any, else ``comm``."""
     return TwoLevelComm(comm, counts) if exists(counts) else comm
 
 
 def along_axes(plan: Plan, comm: Comm) -> tuple[Comm, ...]:
-    """This rank's communicator along each mesh axis of a plan: all ranks, or between and inside."""
+    """Return this rank's communicator along each mesh axis: all ranks, or between and inside."""
     if plan.mesh:
         return comm.subgroup(plan.mesh.columns), comm.subgroup(plan.mesh.machines)
     return (on_machines(comm, plan.cluster.counts),)

@@ -1,4 +1,4 @@
-"""Names of the values in emitted code, and waits for collectives where they are read."""
+"""Values in emitted code: their names, and waits for collectives before the first read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hap.ir.program import Value
 
 
 class Values:
-    """The values that emitted code holds; those of collectives are waited for when first read."""
+    """The values in emitted code; the first read of a collective's result inserts a wait."""
 
     def __init__(self, out: fx.Graph, ctx: fx.Node) -> None:
         self._out, self._ctx = out, ctx
@@ -31,21 +31,21 @@ class Values:
         return self._there[value]
 
     def take(self, value: Value) -> None:
-        """An argument of the code.
+        """Add a value as an argument of the code.
 
-        Its name is that of the argument: fx writes in small letters otherwise, and an argument
-        that the code only renames stays alive until the end.
+        The node gets the argument's exact name. Otherwise fx converts it to lower case, and the
+        renamed argument stays alive until the end.
         """
         argument = self._out.placeholder(python_name(value))
         argument.name = python_name(value)
         self._there[value] = argument
 
     def early(self, value: Value) -> fx.Node:
-        """For another collective: it runs later than the one that makes the value."""
+        """Return a value for a collective, without a wait: the lane runs collectives in order."""
         return self._there[value] if value in self._there else self._pending[value]
 
     def finish(self) -> None:
-        """Wait for what nobody read, as where a rank has no share of what comes next.
+        """Wait for results that nothing reads, as on a rank without a share of the next operator.
 
         A tensor that a collective reads, such as a parameter, may change in place after the step.
         """
@@ -53,7 +53,7 @@ class Values:
             self[value]
 
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
-        """Start a collective; if it makes several values, they come as a list."""
+        """Start a collective; one that makes several values returns a list."""
         call = self._out.call_method("issue", (self._ctx, kind, *args))
         if len(made) == 1:
             self._pending[made[0]] = call
@@ -69,7 +69,7 @@ def named(node: fx.Node, value: Value) -> fx.Node:
 
 
 def set_apart(code: fx.Graph) -> None:
-    """New names for what fx named as some value is: a helper's zeros, say, and a tensor ``full``."""
+    """Rename helper nodes whose fx name is that of a value, such as ``full``."""
     values = {node.name for node in code.nodes if "value" in node.meta}
     used = {node.name for node in code.nodes}
     for node in code.nodes:
@@ -80,6 +80,6 @@ def set_apart(code: fx.Graph) -> None:
 
 
 def python_name(value: Value) -> str:
-    """The Python name of a value in emitted code."""
+    """Return the Python name of a value in emitted code."""
     name = value.tensor.replace("~", "__").replace(AGAIN, "_again")
     return name.replace(".", "_") + ("" if value.placement == R else f"_{value.placement}")

@@ -1,9 +1,9 @@
 """Verify a program against one device: losses, gradients, parameters after training steps.
 
-The ranks run in one process (:mod:`hap.runtime.emulate`) or as real ones; the reference is
-the user's own module, untouched. Errors are relative to the largest entry of the reference
-tensor, or to a thousandth of the largest of its kind where that is more: a gradient that
-should vanish (of a key's bias in attention, say) is all rounding.
+The ranks run in one process (:mod:`hap.runtime.emulate`) or as real processes; the reference is
+the user's unmodified module. An error is relative to the largest entry of the reference tensor, or
+to a thousandth of the largest entry of its kind if that is more: a gradient that is zero in exact
+arithmetic (such as that of a key's bias in attention) is pure rounding error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 FLOOR = 1e-3
-"""Part of the largest tensor of a kind under which errors are no longer relative to a tensor."""
+"""Smallest scale of relative errors, as a fraction of the largest entry of a kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Verdict:
 
 
 VANISHES = 500
-"""Roundings of the largest gradient under which a gradient is nothing but rounding."""
+"""Multiple of the largest gradient's rounding below which a gradient is pure rounding error."""
 
 Observed = dict[str, dict[str, Tensor]]
 """``loss``, ``gradient`` and ``parameter`` -> name -> tensor (a shard, on a rank)."""
@@ -76,9 +76,9 @@ def verify(
     """Compare the plan's program on all ranks with the module on one device.
 
     Args:
-        model, batch: real, on the CPU; parameters should be random. Not modified.
-        run: runs a function of a :class:`Comm` on every rank; emulated by default.
-        device: the device of the reference, and of the ranks that ``run`` does not place itself.
+        model, batch: real tensors on the CPU; parameters should be random. Not modified.
+        run: runs a function of a :class:`Comm` on every rank; default: emulated ranks.
+        device: the device of the reference, and of ranks that ``run`` does not place itself.
     """
     widen = dtype == "float64"
     observer = Observer.make(plan, model, batch, optimizer, dtype, backend, device)
@@ -95,7 +95,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Runs one rank and reports what it saw. Dropout is off: no two masks could agree."""
+    """Trains one rank and returns its tensors. Dropout is off: the reference's masks differ."""
 
     plan: Plan
     model: nn.Module
@@ -110,14 +110,14 @@ class Observer:
         plan: Plan, model: nn.Module, batch: Batch, optimizer: MakeOptimizer, dtype: str,
         backend: str = "eager", device: torch.device = CPU,
     ) -> Observer:  # fmt: skip
-        """An observer of copies in ``dtype`` with noise on all parameters."""
+        """Return an observer of copies in ``dtype``, with noise on all parameters."""
         widen = dtype == "float64"
         return Observer(
             plan, prepared(model, widen), _cast(batch, widen), optimizer, widen, backend, device
         )
 
     def __call__(self, comm: Comm) -> Observed:
-        """Train on one rank; results are on the CPU."""
+        """Train one rank; results are on the CPU."""
         module = HapModule(
             self.plan, self.model, comm, self.device, widen=self.widen, backend=self.backend
         )
@@ -136,16 +136,16 @@ def observe_reference(
     step = Step(twin, batch, loss)
     tensors = tuple(flatten(batch).values())
     with reference_mode(next(twin.parameters()).dtype == torch.float64):
-        # The forward may write into its batch, and every step begins with the same one.
+        # Clone the batch: the forward may write into it, and every step needs the same values.
         return _observe(twin, lambda: step(*(t.clone() for t in tensors)), optimizer)
 
 
 @contextlib.contextmanager
 def reference_mode(widen: bool) -> Iterator[None]:
-    """Plain PyTorch with dropout off and, if ``widen``, float64 wherever code names a float.
+    """Disable dropout and, if ``widen``, replace every float dtype that code names by float64.
 
-    Models cast to half precision for speed, and to float32 where that would hurt; at double precision those casts
-    would be the only rounding left, and the reference the less exact of the two.
+    Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
+    those casts would dominate the error, and the reference would be less exact than the plan.
     """
     aten = torch.ops.aten
 
@@ -156,10 +156,10 @@ def reference_mode(widen: bool) -> Iterator[None]:
                 return torch.float64 if narrow else x
 
             if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
-                return args[0].double()  # torch.tensor names its dtype where no mode sees it
+                return args[0].double()  # a dispatch mode does not see the dtype of torch.tensor
             if func is aten.native_dropout.default:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            if func is aten.bernoulli_.float:  # noise that keeps p: scaled by 1/p, it is 1
+            if func is aten.bernoulli_.float:  # a mask that keeps p: scaled by 1/p, it is 1
                 return args[0].fill_(args[1] if len(args) > 1 else 0.5)
             if str(func) in RANDOM:
                 kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
@@ -197,15 +197,15 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that nothing changes."""
+    """Return a copy on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def settle(module: nn.Module) -> None:
-    """Set to zero the gradients that vanish beside the others: they are all rounding.
+    """Set gradients that are pure rounding error to zero.
 
-    A bias in front of a batch norm has one. Adam divides a gradient by its own size, and would
-    make a step of the rounding.
+    A bias before a batch norm has one. Adam divides a gradient by its own magnitude, and would
+    turn rounding error into a full step.
     """
     params = [p for p in module.parameters() if p.grad is not None]
     if not params:
@@ -220,7 +220,7 @@ def settle(module: nn.Module) -> None:
 def compare(
     plan: Plan, expected: Observed, ranks: list[Observed], tolerance: float
 ) -> tuple[ComparisonRow, ...]:
-    """One row per loss, gradient and trained tensor, in program order."""
+    """Return one row per loss, gradient and trained tensor, in program order."""
     tensors = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
     rows = []
     for what, label in (
@@ -233,10 +233,10 @@ def compare(
             wholes = None
             if len(given) == len(parts):
                 wholes = join(plan, tensors[name], given) if name in tensors else given
-            alone = largest * FLOOR
+            floor = largest * FLOOR
             if what == "gradient" and _largest(reference) <= _rounding(reference, largest):
-                alone = largest
-            error = _error(wholes, reference, alone)
+                floor = largest
+            error = _error(wholes, reference, floor)
             rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=error <= tolerance))
     return tuple(rows)
 
@@ -246,12 +246,12 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _rounding(gradient: Tensor, largest: float) -> float:
-    """The size under which a gradient is nothing but rounding, beside the largest one."""
+    """Return the magnitude below which a gradient is pure rounding error of the largest one."""
     return VANISHES * torch.finfo(gradient.dtype).eps * largest
 
 
 def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> float:
-    """Largest difference of the replicas, relative; infinite if there are none."""
+    """Return the largest relative error of the replicas; infinite if there are none."""
     if wholes is None:
         return float("inf")
     scale = max(_largest(reference), floor, 1e-300)
@@ -266,7 +266,7 @@ def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> floa
 
 
 def prepared(model: nn.Module, widen: bool) -> nn.Module:
-    """A copy with noise on every parameter: a bias of zeros would hide a wrong sum."""
+    """Return a copy with noise on every parameter, since a bias of zeros hides a wrong sum."""
     twin = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():

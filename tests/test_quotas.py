@@ -116,7 +116,7 @@ def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.Monke
 
 
 def test_a_core_that_cannot_beat_is_told() -> None:
-    with pytest.raises(PermissionError, match="no priority in real time"), beat(100_000):
+    with pytest.raises(PermissionError, match="no real-time priority"), beat(100_000):
         pass
 
 

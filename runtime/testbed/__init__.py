@@ -1,6 +1,6 @@
-"""Unlike clusters emulated on one Linux machine; see docs/testbed.md.
+"""Emulation of heterogeneous clusters on one Linux machine; see docs/testbed.md.
 
-The names are loaded on first use: a helper process of the quotas needs no torch.
+Names are imported on first use, since a helper process of the quotas needs no torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Control groups of the kernel, versions 1 and 2."""
+"""Control groups of the Linux kernel, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Settings = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controller:
-    """A usable controller: where groups are made, and the group this process is in."""
+    """A usable controller: the parent of new groups, and the group of this process."""
 
     version: int
     root: Path
@@ -29,13 +29,13 @@ class Controller:
 def find_controller(
     name: str, mounts: str, memberships: str, otherwise: str
 ) -> tuple[Controller | None, str]:
-    """The controller to use and why, or None and why not.
+    """Return (the controller to use, its description), or (None, why there is none).
 
     Args:
         name: ``cpu`` or ``memory``.
         mounts: The text of ``/proc/self/mountinfo``.
         memberships: The text of ``/proc/self/cgroup``.
-        otherwise: The consequence of having none; the end of the reason.
+        otherwise: The consequence of having none; it ends the reason.
     """
     own = {}  # controller name, "" for v2 -> path of this process's group
     for line in memberships.splitlines():
@@ -47,7 +47,7 @@ def find_controller(
         mount = Path(left.split()[4])
         kind, _, options = right.split(" ", 2)
         if kind == "cgroup" and name in options.split(","):
-            # In a container the path may be seen from outside; the mount is then the home.
+            # In a container the path may be the host's; the mount is then this process's group.
             home = mount / own.get(name, "/").lstrip("/")
             home = home if home.is_dir() else mount
             found = Controller(version=1, root=home, home=home)
@@ -80,7 +80,7 @@ def write(group: Path, settings: Settings) -> None:
 
 
 def remove_leftovers(controller: Controller, prefix: str) -> list[Path]:
-    """Remove the groups of a prefix whose owner has ended, and say which."""
+    """Remove groups with a prefix whose owner has ended; return their paths."""
     found = [file for file in controller.root.glob(f"{prefix}-*") if left_over(file.name, prefix)]
     for group in found:
         remove(group, controller.home)
@@ -88,7 +88,7 @@ def remove_leftovers(controller: Controller, prefix: str) -> list[Path]:
 
 
 def remove(group: Path, home: Path) -> None:
-    """Remove a group; processes in it go home first, where its limits end."""
+    """Remove a group, after moving its processes to the group ``home``, without its limits."""
     end = time.monotonic() + _PATIENCE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Run one command on every host, and merge output and exit codes."""
+"""Run a command on every host, and merge output and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from hap.errors import InputError
 
 _POLL_S = 0.05
-_GRACE_S = 1.0  # after a failure: time for the others to say what they saw
+_GRACE_S = 1.0  # after a failure: time for the other ranks to print their errors
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
@@ -27,15 +27,15 @@ def run_commands(
     on_line: Callable[[str], None],
     end: Callable[[], object],
 ) -> int:
-    """Run a command once per environment and wait; see ``Testbed.run``.
+    """Run a command once per environment, and return the exit code; see ``Testbed.run``.
 
     Args:
         command: The program and its arguments.
-        environments: By rank.
-        inside: Entered while a rank's process is started.
-        begun: Called with (rank, pid) at once after that.
-        on_line: Called with each line of output, from several threads but never twice at a time.
-        end: Kills what the ranks have started and that has left them.
+        environments: Environment variables by rank.
+        inside: Returns the context in which a rank's process is started.
+        begun: Called with (rank, pid) immediately after the start.
+        on_line: Called with each line of output, from several threads but never concurrently.
+        end: Kills detached child processes of the ranks.
     """
     if not command:
         raise InputError("no command to run", hint="give one after `--`")
@@ -65,7 +65,7 @@ def run_commands(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         end()
-        for reader in readers:  # they end with the last process that could write
+        for reader in readers:  # a reader ends when no process can write to its pipe
             reader.join(_GRACE_S)
 
 
@@ -73,7 +73,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
     libc, parent = ctypes.CDLL(None), os.getpid()
 
     def with_parent() -> None:
-        """The rank dies with us, whatever ends us."""
+        """Make the rank die with this process."""
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -88,7 +88,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
             text=True,
             errors="replace",
             bufsize=1,
-            start_new_session=True,  # killed with all its children, and deaf to Ctrl-C
+            start_new_session=True,  # killed with all its children, no Ctrl-C of the terminal
             preexec_fn=with_parent,
         )
     except (FileNotFoundError, PermissionError) as error:
@@ -107,7 +107,7 @@ def _read(
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]]) -> int | None:
-    """The first rank to fail, soon after which this returns; None if all have done well."""
+    """Wait until all ranks have ended or one has failed; return the first failed rank, or None."""
     failed, deadline = None, float("inf")
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]

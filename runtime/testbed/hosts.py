@@ -4,9 +4,9 @@
         results = bed.spawn(train, args=(plan,), on_report=print)
         code = bed.run(["python", "train.py"])
 
-Its parts are :mod:`~hap.runtime.testbed.quotas` for speeds and memory,
-:mod:`~hap.runtime.testbed.network` for links, :mod:`~hap.runtime.testbed.scaling` for the one
-factor by which all is slower than in the file.
+:mod:`~hap.runtime.testbed.quotas` limits speeds and memory, :mod:`~hap.runtime.testbed.network`
+limits links, and :mod:`~hap.runtime.testbed.scaling` chooses the factor by which the emulated
+cluster is slower than the file.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from hap.runtime.testbed.scaling import Links, choose_scale, core_flops_per_s, s
 T = TypeVar("T")
 
 INTERPRETER_BYTES = 384 << 20
-"""Added to a device's memory: what Python with torch and hap holds before any tensor."""
+"""Added to a device's memory: the memory of Python, torch and hap without any tensor."""
 
-MASTER_PORT = 29500  # rank 0 has a namespace, and all the ports in it, to itself
+MASTER_PORT = 29500  # free, since rank 0 has its own network namespace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One rank's place.
+    """The emulated host of one rank.
 
     Attributes:
-        rank: Its number.
-        device: The device of the cluster that it stands for.
-        node: The node of that.
+        rank: The rank.
+        device: Name of the emulated device.
+        node: Node of that device.
         core: Fraction of a core.
-        link_bytes_per_s: Rate of its own link; None if it is not limited.
+        link_bytes_per_s: Rate of the rank's own link; None if it is not limited.
         uplink_bytes_per_s: Rate of the link that it shares with the other ranks of its node;
             None if there is no such link.
-        memory_bytes: The most that its process may hold; None if it is not limited.
+        memory_bytes: Memory limit of the rank's process; None if it is not limited.
     """
 
     rank: int
@@ -63,25 +63,25 @@ class Host:
 
 
 class Testbed(Where):
-    """A host for each device of a cluster, on this machine, for the time of a ``with``.
+    """An emulated host for each device of a cluster, on this machine; a context manager.
 
     Args:
         cluster: The cluster to emulate.
         cores: Number of cores that the ranks may use together; default: all.
-        links: ``scaled`` by the factor of the speeds, so that flops per byte are those of the
-            file; ``as written``, for a file that was written for slow ranks; or ``unlimited``,
-            without namespaces, which needs no root.
+        links: ``scaled``: slower by the same factor as the devices, so that flops per byte are
+            those of the file. ``as written``: for a file that was written for slow ranks.
+            ``unlimited``: without network namespaces, which needs no root.
         core_flops_per_s: Float32 rate of one core; measured by default.
 
     Attributes:
         scale: Seconds of the cluster file per second here, at most 1.
-        cluster: The cluster as it is emulated, for a planner.
-        hosts: The ranks' places.
-        pace: Times the part of a core of each host that its rank has now: see :meth:`hold`.
-        notes: Properties that are not emulated, or in another way, one sentence each.
+        cluster: The cluster with its emulated figures, for a planner.
+        hosts: The hosts in rank order.
+        pace: Current factor on the fraction of a core of every host: see :meth:`hold`.
+        notes: Properties that are not emulated, or only approximately; one sentence each.
     """
 
-    __test__ = False  # not a test, whatever pytest makes of the name
+    __test__ = False  # pytest would collect a class of this name
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class Testbed(Where):
         self._quotas: Quotas | None = None
 
     def __enter__(self) -> Self:
-        """Bring all up; remove first what killed owners left behind.
+        """Start the hosts, after removing leftovers of killed owners.
 
         Raises:
-            HapError: Links are to be limited and cannot be here.
+            HapError: Links shall be limited, but this machine cannot do so.
         """
         if self._name:
             raise InputError("this testbed is up already", hint="make another")
@@ -123,10 +123,10 @@ class Testbed(Where):
             fractions = [host.core for host in self.hosts]
             memory = [host.memory_bytes for host in self.hosts]
             self._quotas = stack.enter_context(cpu_quotas(fractions, memory_bytes=memory))
-            stack.callback(ownership.end_ranks, self._name)  # first of all, in the end
+            stack.callback(ownership.end_ranks, self._name)  # runs first when the stack closes
             self.notes = _notes(self.cluster, self.hosts, self._quotas, self._limited)
             self._stack = stack.pop_all()
-        atexit.register(self.close)  # for one who never leaves the `with`
+        atexit.register(self.close)  # if the caller never leaves the `with`
         return self
 
     def __exit__(
@@ -138,7 +138,7 @@ class Testbed(Where):
         self.close()
 
     def close(self) -> None:
-        """End the ranks and take everything down; no more than that if called again."""
+        """End the ranks and remove all resources; a second call does nothing."""
         atexit.unregister(self.close)
         self._stack.close()
         self._network = self._quotas = None
@@ -148,24 +148,24 @@ class Testbed(Where):
         return net.SWITCH_ADDRESS if self._network else Where.address
 
     def inside(self, rank: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context that puts this thread on the host of a rank; None: on the switch."""
+        """Return a context that moves this thread to a rank's host; None: to the switch."""
         return self._network.inside(rank) if self._network else contextlib.nullcontext()
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """Environment of a rank beside torchrun's variables, or in their place."""
+        """Return environment variables of a rank; they override those of torchrun."""
         ranks = self.cluster.ranks(self.hosts[rank].node)
         return {
             "LOCAL_RANK": str(ranks.index(rank)),
             "LOCAL_WORLD_SIZE": str(len(ranks)),
             "GLOO_SOCKET_IFNAME": net.INTERFACE if self._network else "lo",
-            "CUDA_VISIBLE_DEVICES": "",  # ranks stand for devices, and compute on the CPU
-            # A host without name servers: torch warns of each address that it cannot name.
+            "CUDA_VISIBLE_DEVICES": "",  # ranks emulate devices on the CPU
+            # Hosts have no name servers: torch warns of each address that it cannot resolve.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             ownership.VARIABLE: self._name,
         }
 
     def started(self, rank: int, pid: int) -> None:
-        """Limit the memory of a rank that has just begun."""
+        """Limit the memory of a rank whose process has just begun."""
         self._up().charge(rank, pid)
 
     def spawn(
@@ -177,11 +177,10 @@ class Testbed(Where):
         timeout_s: float | None = None,
         limited: bool = True,
     ) -> list[T]:
-        """Run ``target(*args)`` on every host, as :func:`hap.runtime.launch.spawn` does.
+        """Run ``target(*args)`` on every host; see :func:`hap.runtime.launch.spawn`.
 
-        Speeds are limited from the moment at which all of a rank's imports are done; or if not
-        ``limited`` then from :meth:`limit` on, links too, for one who has much to prepare before
-        it counts.
+        Speeds are limited after a rank's imports. If not ``limited``, speeds and links are limited
+        from the call of :meth:`limit` on, so that a long preparation is fast.
         """
         place = self._up().place if limited else None
         self._limit_links(limited)
@@ -199,27 +198,27 @@ class Testbed(Where):
         self._up().place(rank, pid)
 
     def hold(self, slower: float) -> None:
-        """Have ranks be as fast as at first although the machine is ``slower`` times as slow by now.
+        """Keep the ranks' initial speed on a machine that is now slower by the factor ``slower``.
 
-        A machine that others use as well, or that is hot, does not keep its pace, and the devices
-        that it stands for would. So ranks get that much more (or less) of a core, as far as there
-        is more. Nothing happens where a duty cycle stands in for the kernel's quotas.
+        A shared or hot machine changes its speed, and the emulated devices do not. So ranks get
+        ``slower`` times their initial fraction of a core, as far as cores allow. Without the
+        kernel's quotas this does nothing.
         """
         self.pace = self._up().pace(slower)
 
     def run(self, command: Sequence[str], *, on_line: Callable[[str], None] = print) -> int:
-        """Run a command on every host, with torchrun's variables; limited from its start.
+        """Run a command on every host, with torchrun's variables; it is limited from its start.
 
         Args:
             command: The program and its arguments.
             on_line: Called with each line that a rank prints, ``[rank] line``.
 
         Returns:
-            0 if all ranks returned 0; else the code of the first one that did not, 128 and the
-            number of the signal if one ended it. The other ranks are then ended as well.
+            0 if all ranks returned 0; else the exit code of the first rank that failed, or 128
+            plus the number of the signal that ended it. The other ranks are then ended too.
 
         Raises:
-            InputError: There is no such program.
+            InputError: There is no command, or no such program.
         """
         quotas, size = self._up(), len(self.hosts)
         at = net.address(0) if self._network else Where.address
@@ -230,7 +229,7 @@ class Testbed(Where):
             quotas.charge(rank, pid)
             quotas.place(rank, pid)
 
-        name = ownership.new_name()  # its own: what it leaves ends with it, and nothing else
+        name = ownership.new_name()  # a new name, so that only this run's processes are killed
         environments = [
             {**os.environ, **common, "RANK": str(rank), **self.variables(rank),
              ownership.VARIABLE: name}
@@ -251,10 +250,10 @@ class Testbed(Where):
 
 
 def clean() -> list[str]:
-    """Remove what testbeds of ended owners left behind; a start does it by itself.
+    """Remove the leftovers of testbeds whose owners have ended; starting a testbed does so too.
 
     Returns:
-        The kinds of things removed: processes, namespaces, control groups.
+        A description of each removed process, namespace and control group.
     """
     processes = [f"process {pid}" for pid in ownership.end_strays()]
     spaces = [f"namespace {name}" for name in net.remove_leftovers()]
@@ -304,7 +303,7 @@ def _notes(
     large = [host.rank for host in hosts if host.memory_bytes is None]
     if large:
         ranks = ", ".join(map(str, large))
-        notes.append(f"memory is not limited on rank {ranks}: this machine has less than theirs")
+        notes.append(f"memory is not limited on rank {ranks}: this machine has less memory")
     if len(large) < len(hosts) and not quotas.limits_memory:
         notes.append(f"memory: {quotas.memory_reason}")
     return tuple(notes)
@@ -312,9 +311,9 @@ def _notes(
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program through its ``finally`` clauses, while inside.
+    """Inside this context, SIGTERM and SIGHUP raise :class:`Terminated`, so ``finally`` runs.
 
-    In other threads than the main one, and where the program handles them, it is left as it is.
+    Does nothing outside of the main thread, and for a signal that the program handles itself.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,17 +1,17 @@
 """Hosts as network namespaces, joined by links with limited rates.
 
-A rank has a namespace of its own with a loopback and one interface. All bridges stand in one
-more namespace, the switch: a core, and a bridge for each node that has several ranks. Nothing
-is made in the namespace of this process, so that nothing can clash with its interfaces.
+A rank has its own namespace with a loopback and one interface. All bridges are in one more
+namespace, the switch: a core, and a bridge for each node with several ranks. Nothing is created
+in the namespace of this process, so that no interface can clash.
 
     rank 0 --inside-- node0 --between-- core --between-- rank 2      (rank 2: alone on its node)
     rank 1 --inside--/
 
 Every ``--`` is a pair of virtual Ethernet interfaces with a token bucket (``tc ... tbf``) on
-either end, so that both directions are limited, each for itself: a node's adapter is shared
-by what leaves it, and by what enters it. Latency is that of the kernel, some ten microseconds.
+each end, so that each direction has its own limit. All traffic that leaves a node shares its
+uplink, as does all that enters it. Latency is that of the kernel, about ten microseconds.
 
-A namespace takes all that is inside with it, so that removing leftovers is removing names.
+Deleting a namespace deletes everything in it, so leftovers are removed by name.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _CLONE_NEWNET = 0x40000000  # from <sched.h>
 _PER_SUBNET = 250
 _MOST_RANKS = 250 * _PER_SUBNET
 
-# A bucket that is idle fills up, and what is in it is sent at once. 2 ms of the rate keeps that
-# small, and still covers the delay with which a busy machine wakes the bucket up.
+# An idle bucket fills up, and its content is sent as an unlimited burst. 2 ms of the rate keeps
+# bursts small, and still covers the delay until a busy machine serves the bucket.
 _BURST_S = 2e-3
 _LEAST_BURST_BYTES = 4_000  # more than two packets
-# The kernel hands packets of a stream on in trains. One that does not fit into the bucket, with
-# all its headers, is taken apart, which costs ten times the processor time.
+# The kernel forwards packets of a stream in trains. A train that does not fit into the bucket,
+# with all its headers, is split, which costs ten times the processor time.
 _MOST_TRAIN_BYTES = 65_536
 _TRAIN_OF_BURST = 0.9
-# The bucket counts frames of 1514 bytes, and a cluster file means the 1448 that carry data.
+# The bucket counts frames of 1514 bytes; a cluster file counts the 1448 bytes of data in each.
 _FRAME_OF_DATA = 1514 / 1448
-_QUEUE_S = 0.02  # what waits at a link before packets are lost; ACKs wait as well
+_QUEUE_S = 0.02  # queue of a link before packets are lost; ACKs wait in it as well
 _LEAST_QUEUE_BYTES = 512 << 10
 
 
@@ -59,15 +59,15 @@ class Pipe:
     """A limited link: interface ``near`` in namespace ``where``, ``far`` a port of ``bridge``."""
 
     near: str
-    rank: int | None  # whose namespace `near` is in; None: the switch
-    near_bridge: str  # of which `near` is a port; "" in a rank's namespace
+    rank: int | None  # the rank whose namespace contains `near`; None: the switch
+    near_bridge: str  # the bridge that has the port `near`; "" in a rank's namespace
     far: str
     bridge: str
     bytes_per_s: float
 
 
 class HostNetwork:
-    """The namespaces of a cluster's ranks, up and joined; see :func:`network`."""
+    """The running, connected namespaces of a cluster's ranks; see :func:`network`."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         self._name = name
@@ -75,11 +75,11 @@ class HostNetwork:
         self._limited = False
 
     def namespace(self, rank: int | None) -> str:
-        """The name of a rank's namespace (None: the switch), for ``ip netns exec``."""
+        """Return the name of a rank's namespace (None: the switch), for ``ip netns exec``."""
         return f"{self._name}-{'switch' if rank is None else f'rank{rank}'}"
 
     def limit(self, limited: bool = True) -> None:
-        """Give all links their rates; or, if not ``limited``, take them off."""
+        """Limit all links to their rates; if not ``limited``, remove the limits."""
         if limited == self._limited:
             return
         lines: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ class HostNetwork:
 
     @contextlib.contextmanager
     def inside(self, rank: int | None) -> Iterator[None]:
-        """This thread in a namespace: sockets and processes that it makes belong there."""
+        """Move this thread to a namespace: new sockets and processes belong to it."""
         libc = ctypes.CDLL(None, use_errno=True)
 
         def enter(descriptor: int) -> None:
@@ -113,12 +113,12 @@ class HostNetwork:
 
 
 def address(rank: int) -> str:
-    """The address of a rank's interface."""
+    """Return the IP address of a rank's interface."""
     return f"10.77.{1 + rank // _PER_SUBNET}.{1 + rank % _PER_SUBNET}"
 
 
 def pipes(cluster: Cluster) -> list[Pipe]:
-    """The links of a cluster: those of its ranks, then the uplinks of nodes with several."""
+    """Return the links of a cluster: those of ranks, and uplinks of nodes with several ranks."""
     between = cluster.inter.bandwidth_bytes_per_s
     found: list[Pipe] = []
     for at, node in enumerate(cluster.nodes):
@@ -139,11 +139,11 @@ def pipes(cluster: Cluster) -> list[Pipe]:
 
 @contextlib.contextmanager
 def network(cluster: Cluster) -> Iterator[HostNetwork]:
-    """Bring up the hosts and links of a cluster; take them down at the end.
+    """Create the hosts and links of a cluster; remove them at the end.
 
     Raises:
-        InputError: More ranks than there are addresses for.
-        HapError: It cannot be done here; says what is missing and what is possible without.
+        InputError: There are more ranks than addresses.
+        HapError: This machine cannot limit links; the message names the reason and a way out.
     """
     if why_not := missing():
         hint = 'links="unlimited" (--links unlimited) emulates speeds alone'
@@ -164,28 +164,28 @@ def network(cluster: Cluster) -> Iterator[HostNetwork]:
 
 
 _TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-"""Settings that would else be the machine's own: bbr stops each connection every ten seconds to
-look at its latency. Every kernel has reno."""
+"""Settings that otherwise depend on the machine: bbr pauses each connection every ten seconds to
+measure its latency. Every kernel has reno."""
 
 _SETTLE = " && ".join(f"echo {v} > /proc/sys/net/ipv4/{name}" for name, v in _TCP.items())
 
 
 def _settle(space: str) -> None:
-    """Have connections of a namespace behave alike on all machines."""
+    """Make TCP connections of a namespace behave the same on all machines."""
     command = ["ip", "netns", "exec", space, "sh", "-c", _SETTLE]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise HapError(f"the settings of TCP cannot be made: {ran.stderr.strip()}")
+        raise HapError(f"cannot set the namespace's TCP settings: {ran.stderr.strip()}")
 
 
 def missing() -> str:
-    """The reason why this machine cannot limit links; empty if it can."""
+    """Return the reason why this machine cannot limit links; empty if it can."""
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools:
         return f"{' and '.join(tools)} not found: install iproute2"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    # Root in a container may lack the capability, and a kernel the modules. A child tries.
+    # Root in a container may lack the capability, and a kernel the modules: try in a child.
     trial = "ip link add hap0 type veth peer name hap1 && tc qdisc add dev hap0 root tbf "
     trial += "rate 1mbit burst 4kb limit 64kb && ip link add hap2 type bridge && "
     trial += _SETTLE
@@ -198,7 +198,7 @@ def missing() -> str:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of ended owners, and say which. Without root there can be none."""
+    """Remove the namespaces of ended owners; return their names. Without root there are none."""
     if os.geteuid() != 0 or not _NAMES.is_dir():
         return []
     found = sorted(file.name for file in _NAMES.iterdir() if left_over(file.name, _PREFIX))
@@ -212,12 +212,12 @@ def _remove(spaces: Sequence[str]) -> None:
             if (_NAMES / space).exists():
                 _ip("", [f"netns delete {space}"])
         except HapError:
-            if (_NAMES / space).exists():  # else another run removed the same leftover
+            if (_NAMES / space).exists():  # otherwise another run removed the same leftover
                 raise
 
 
 def _join(made: HostNetwork, cluster: Cluster) -> None:
-    """Interfaces, bridges and addresses."""
+    """Create interfaces, bridges and addresses."""
     switch, links = made.namespace(None), pipes(cluster)
     bridges = sorted({"core"} | {link.bridge for link in links})
     _ip(switch, [line for name in bridges for line in (
@@ -241,7 +241,7 @@ def _join(made: HostNetwork, cluster: Cluster) -> None:
 
 
 def tbf(bytes_per_s: float) -> str:
-    """The token bucket of a link, as words for ``tc``; its rate has room for headers."""
+    """Return ``tc`` arguments of a link's token bucket; its rate includes headers."""
     bits_per_s = round(bytes_per_s * _FRAME_OF_DATA * 8)
     burst = _burst(bytes_per_s)
     queue = burst + max(_LEAST_QUEUE_BYTES, round(bytes_per_s * _QUEUE_S))
@@ -257,10 +257,10 @@ def _ip(space: str, lines: Sequence[str]) -> None:
 
 
 def _batch(tool: str, space: str, lines: Sequence[str]) -> None:
-    """Run lines of a tool in a namespace, in one process.
+    """Run command lines of a tool in a namespace, in one process.
 
     Raises:
-        HapError: One failed; with what the tool says.
+        HapError: A line failed; the message has the tool's output.
     """
     command = [tool, *(("-n", space) if space else ()), "-batch", "-"]
     ran = subprocess.run(

@@ -1,9 +1,9 @@
 """Owners of emulated hosts: detect leftovers, and end stray ranks.
 
-All that a testbed makes on a machine (control groups, network namespaces, processes) carries a
-name: the pid namespace, pid and start time of its owner, and a number. A pid may have gone to another process
-since; pid and start time together have not. Owners in another pid namespace cannot be seen from
-here, so what they made is never touched.
+All resources of a testbed (control groups, network namespaces, processes) carry a name: the pid
+namespace, pid and start time of the owner, and a number. A pid may be reused; pid and start time
+together are unique. Owners in another pid namespace are not visible here, so their resources are
+never removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from hap.errors import HapError
 
 VARIABLE = "HAP_TESTBED"
-"""Holds the testbed's name in the environment of every rank, and of what the ranks start."""
+"""Environment variable with the testbed's name, in every rank and its child processes."""
 
 _NAME_OF_OWNER = re.compile(r"(\d+)-(\d+)-(\d+)(-.*)?")
 _serial = itertools.count()
@@ -28,18 +28,18 @@ _PATIENCE_S = 5.0
 
 
 def new_name() -> str:
-    """The owner's tag and a number: unlike any that this process or another has had."""
+    """Return a unique name: the owner's pid namespace, pid and start time, and a number."""
     pid = os.getpid()
     return f"{_pid_namespace()}-{pid}-{start_time(pid)}-{next(_serial)}"
 
 
 def left_over(name: str, prefix: str) -> bool:
-    """Whether a prefix and a name made by :func:`new_name` are of an owner that has ended."""
+    """Return whether ``prefix-`` and a name of :func:`new_name` belong to an ended owner."""
     return name.startswith(f"{prefix}-") and _ended(name.removeprefix(f"{prefix}-"))
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None if there is none."""
+    """Return a process's start time in clock ticks since boot; None if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -47,17 +47,17 @@ def start_time(pid: int) -> int | None:
 
 
 def end_strays() -> list[int]:
-    """Kill the processes that testbeds of ended owners started and that still run: their pids."""
+    """Kill running processes of testbeds whose owners have ended; return their pids."""
     return _kill(_ended)
 
 
 def end_ranks(name: str) -> list[int]:
-    """Kill the processes that the testbed of this name started and that still run: their pids."""
+    """Kill running processes of the testbed with this name; return their pids."""
     return _kill(lambda found: found == name)
 
 
 def _kill(doomed: Callable[[str], bool]) -> list[int]:
-    """Kill all processes of testbeds whose names are doomed, and wait until none is left."""
+    """Kill all processes of testbeds whose names are ``doomed``; raise if some do not end."""
     end, killed = time.monotonic() + _PATIENCE_S, set()
     while pids := [pid for pid, name in _processes() if doomed(name)]:
         for pid in pids:
@@ -74,9 +74,9 @@ def _kill(doomed: Callable[[str], bool]) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    """Running processes of any testbed, with its name; those of other users stay unseen."""
+    """Yield (pid, testbed name) of running processes of testbeds, except those of other users."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for line in (folder / "environ").read_bytes().split(b"\0"):
                 name, _, value = line.partition(b"=")
                 if name == VARIABLE.encode():
@@ -84,7 +84,7 @@ def _processes() -> Iterator[tuple[int, str]]:
 
 
 def _ended(name: str) -> bool:
-    """Whether the owner of a name is gone. False for what is no name, or cannot be known here."""
+    """Return whether a name's owner has ended; False for other texts and other pid namespaces."""
     match = _NAME_OF_OWNER.fullmatch(name)
     if match is None or int(match[1]) != _pid_namespace():
         return False

@@ -1,11 +1,11 @@
 """Make the kernel refresh CPU quotas every millisecond: ``python quota_tick.py CORE``.
 
-It looks whether a group has used up its quota when a core switches tasks, or else at its tick, which
-comes every 4 ms on many machines: a rank with a tenth of a core then runs for 3 ms and stands still
-for 27. A process that goes before all others, and does nothing but wake up, makes the core switch.
-It takes some 2 % of the core, for which no rank's quota is charged.
+The kernel checks a group's quota when a core switches tasks, or at the core's tick, which comes
+every 4 ms on many machines: a rank with a tenth of a core then runs for 3 ms and pauses for 27. A
+real-time process that only wakes up makes the core switch tasks. It takes about 2 % of the core,
+which is charged to no rank's quota.
 
-This file is run as it is, so that it starts at once: it imports nothing of the package.
+This file imports nothing of the package, so that it starts quickly as a script.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _BEGUN = "begun"
 
 @contextlib.contextmanager
 def beat(core: int) -> Iterator[None]:
-    """Have a core beat while inside, or until this process ends.
+    """Run the helper on a core inside this context, or until this process ends.
 
     Raises:
-        PermissionError: This process may not give others a priority in real time.
+        PermissionError: This process may not set a real-time priority.
     """
     command = [sys.executable, "-I", "-S", __file__, str(core)]
-    pipe = subprocess.PIPE  # a session of its own, for Ctrl-C is the owner's to handle
+    pipe = subprocess.PIPE  # a session of its own, since the owner handles Ctrl-C
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
-    ) as it:
-        assert it.stdout is not None
-        said = it.stdout.readline().strip()
-        if said != _BEGUN:
-            raise PermissionError(said or "the helper that was to wake up the cores ended")
-        yield  # leaving the process closes its stdin, which ends it
+    ) as helper:
+        assert helper.stdout is not None
+        answer = helper.stdout.readline().strip()
+        if answer != _BEGUN:
+            raise PermissionError(answer or "the helper that wakes up the cores ended")
+        yield  # Popen's exit closes the helper's stdin, which ends it
 
 
 def _run(core: int) -> None:
@@ -45,7 +45,7 @@ def _run(core: int) -> None:
         os.sched_setaffinity(0, {core})
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError as error:
-        print(f"no priority in real time: {error.strerror}", flush=True)
+        print(f"no real-time priority: {error.strerror}", flush=True)
         return
     print(_BEGUN, flush=True)
     closed = select.poll()

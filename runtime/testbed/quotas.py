@@ -3,16 +3,15 @@
     with cpu_quotas([0.8, 0.8, 0.2, 0.2]) as quotas:
         spawn(train, 4, before_rank=quotas.place)
 
-Each rank gets a control group (v1 ``cpu.cfs_quota_us`` or v2 ``cpu.max``) of its own, with a
-period of 10 ms, so that steps are smooth, and a weight that puts it before other work; cores
-:mod:`~hap.runtime.testbed.quota_tick`, so that it is not exceeded for long before the kernel looks. That
-needs root and a writable cpu controller. Without them ``quotas.enforced`` is False,
-``quotas.reason`` says why, and a duty cycle stands in: a helper process per rank stops and
-continues it, period 50 ms. The ratio of speeds is then right as well, with two differences to
-know of: a rank pays for the time that it spends waiting, since its clock runs on while it
-sleeps, and while stopped it does not serve the network.
+Each rank gets a control group (v1 ``cpu.cfs_quota_us`` or v2 ``cpu.max``) with a period of 10 ms,
+so that steps are smooth, and a weight above that of other work. A helper on each core
+(:mod:`~hap.runtime.testbed.quota_tick`) makes the kernel check quotas often. This needs root and a
+writable cpu controller. Without them ``quotas.enforced`` is False, ``quotas.reason`` says why, and
+the fallback is a duty cycle: a helper process per rank stops and continues it, with a period of
+50 ms. The ratio of speeds is still right, with two differences: time in which a rank waits counts
+against its share, and a stopped rank does not serve the network.
 
-Memory can be limited as well, through the memory controller; there is no stand-in for it.
+The memory controller can limit memory as well; there is no fallback for it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from hap.runtime.testbed.cgroups import Controller, Settings
 from hap.runtime.testbed.quota_tick import beat
 
 _PERIOD_US = 10_000
-_LEAST_QUOTA_US = 1_000  # the kernel takes no less: smaller fractions get a longer period
+_LEAST_QUOTA_US = 1_000  # the kernel's minimum: smaller fractions get a longer period
 _LONGEST_PERIOD_US = 1_000_000
-_WEIGHT = 20  # times that of an ordinary process or group
+_WEIGHT = 20  # relative to an ordinary process or group
 _CYCLE_S = 0.05
 _PREFIX = "hap-quota"
 
@@ -44,10 +43,10 @@ class Quotas:
     """The result of :func:`cpu_quotas`; ``place`` fits ``before_rank`` of ``spawn``.
 
     Attributes:
-        fractions: Of one core, by rank.
-        reason: The mechanism that enforces them, or why nothing in the kernel does.
-        memory_reason: Likewise for limits on memory.
-        uneven: Why ranks run, and stand still, for longer at a time than need be; else empty.
+        fractions: Fraction of one core, by rank.
+        reason: The kernel's mechanism that enforces them, or why there is none.
+        memory_reason: Likewise for memory limits.
+        uneven: Why ranks run and pause in longer intervals than necessary; empty if they do not.
     """
 
     def __init__(self, fractions: Sequence[float], reason: str, memory_reason: str) -> None:
@@ -62,22 +61,22 @@ class Quotas:
 
     @property
     def enforced(self) -> bool:
-        """Whether the kernel's quotas do it, rather than the duty cycle."""
+        """Whether the kernel enforces the fractions; otherwise a duty cycle does."""
         return bool(self._cpu)
 
     @property
     def limits_memory(self) -> bool:
-        """Whether the kernel limits the memory of some rank."""
+        """Whether the kernel limits the memory of at least one rank."""
         return bool(self._memory)
 
     def place(self, rank: int, pid: int) -> None:
-        """Give a process, with all its threads, the share of ``rank`` from now on."""
+        """Limit a process, with all its threads, to the fraction of ``rank`` from now on."""
         if self.enforced:
             group, settings = self._cpu[rank]
             cgroups.write(group, settings)
             cgroups.join(group, pid)
             return
-        os.kill(pid, 0)  # ProcessLookupError, as above, if there is none
+        os.kill(pid, 0)  # raises ProcessLookupError if there is no such process, as above
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_duty_cycle, args=(pid, self.fractions[rank], theirs))
@@ -87,10 +86,10 @@ class Quotas:
         ours.recv()  # it has begun
 
     def pace(self, factor: float) -> float:
-        """Give every rank ``factor`` times its fraction from now on, or as much of that as there is.
+        """Give every rank ``factor`` times its fraction from now on, as far as cores allow.
 
         Returns:
-            The factor that they have; always 1 where the kernel does not enforce fractions.
+            The factor in effect; always 1 if the kernel does not enforce fractions.
         """
         if not self.enforced:
             return 1.0
@@ -103,10 +102,10 @@ class Quotas:
         return factor
 
     def charge(self, rank: int, pid: int) -> None:
-        """Limit the memory that a process takes from now on to that of ``rank``.
+        """Limit the memory that a process allocates from now on to that of ``rank``.
 
-        Memory that it holds already is not counted: call this in a process that has just begun.
-        Its speed stays as it is until :meth:`place`.
+        Memory that it already holds is not counted: call this for a process that has just begun.
+        Its speed is unchanged until :meth:`place`.
         """
         if rank in self._memory:
             cgroups.join(self._memory[rank], pid)
@@ -121,19 +120,19 @@ class Quotas:
 def cpu_quotas(
     fractions: Sequence[float], *, memory_bytes: Sequence[int | None] = ()
 ) -> Iterator[Quotas]:
-    """Make one CPU quota per rank, as fractions of one core; take them away at the end.
+    """Create one CPU quota per rank, as a fraction of one core; remove them at the end.
 
-    Processes that are still there at the end run on unthrottled. Groups that a killed run of
-    this function left behind are removed first. Linux only.
+    Processes that still exist at the end continue without limits. Groups left behind by a killed
+    run of this function are removed first. Linux only.
 
     Args:
-        fractions: Of one core, by rank.
-        memory_bytes: The most that a process may hold, by rank; None for no limit. A process
-            that asks for more is killed by the kernel.
+        fractions: Fraction of one core, by rank.
+        memory_bytes: Memory limit of a process, by rank; None for no limit. The kernel kills a
+            process that exceeds it.
 
     Raises:
-        InputError: A fraction outside (0, 1], or more in sum than there are cores: the ranks
-            would then slow each other, and their speeds not be those asked for.
+        InputError: A fraction is outside (0, 1], or their sum exceeds the number of cores: the
+            ranks would slow each other, and their speeds would not be the requested ones.
     """
     _check(fractions)
     cpu, reason = _controller("cpu", "ranks are stopped and continued instead")
@@ -176,7 +175,7 @@ def cpu_quotas(
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove the groups that killed runs of :func:`cpu_quotas` left behind, and say which."""
+    """Remove groups left behind by killed runs of :func:`cpu_quotas`; return their paths."""
     found = (_controller(name, "")[0] for name in ("cpu", "memory"))
     return [
         path for one in found if one is not None for path in cgroups.remove_leftovers(one, _PREFIX)
@@ -184,7 +183,7 @@ def remove_leftovers() -> list[Path]:
 
 
 def quota_settings(version: int, fraction: float) -> list[tuple[str, str]]:
-    """The (file, text) pairs that limit a new group to a fraction of one core, in order."""
+    """Return (file, text) pairs, in order, that limit a new group to a fraction of one core."""
     period_us = max(_PERIOD_US, round(_LEAST_QUOTA_US / fraction))
     quota_us = max(_LEAST_QUOTA_US, round(fraction * period_us))
     if version == 2:
@@ -193,13 +192,13 @@ def quota_settings(version: int, fraction: float) -> list[tuple[str, str]]:
 
 
 def weight_settings(version: int) -> list[tuple[str, str]]:
-    """The pairs that let a group's quota be used up although other work wants the core."""
+    """Return the pairs that let a group use all of its quota in competition with other work."""
     return [("cpu.weight", str(_WEIGHT * 100)) if version == 2 else
             ("cpu.shares", str(_WEIGHT * 1024))]  # fmt: skip
 
 
 def memory_settings(version: int, limit_bytes: int) -> list[tuple[str, str]]:
-    """The pairs that limit the memory of a group."""
+    """Return the pairs that limit the memory of a group."""
     if version == 2:
         return [("memory.max", str(limit_bytes))]
     return [("memory.limit_in_bytes", str(limit_bytes))]
@@ -224,10 +223,10 @@ def _controller(name: str, otherwise: str) -> tuple[Controller | None, str]:
 def _duty_cycle(pid: int, fraction: float, parent: Connection) -> None:
     """Let a process run for a fraction of each cycle, until the owner closes the pipe or dies.
 
-    A process of its own: it outlives a killed owner for long enough to leave nothing stopped,
-    and a busy owner does not disturb its clock. It holds a pidfd, which no later process inherits.
+    This runs in its own process: it outlives a killed owner long enough to continue the stopped
+    process, and a busy owner does not delay it. A pidfd never refers to a later process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     with contextlib.suppress(ProcessLookupError):  # the process has ended
         process = os.pidfd_open(pid)
         try:

@@ -1,8 +1,8 @@
 """Scale a cluster's figures by one factor, so that this machine can emulate it.
 
-A second on the cluster of the file lasts ``1 / scale`` seconds in the testbed. So rates of
-arithmetic, memory and links go down by the factor, launches and latencies up, and flops per
-byte stay what they are; a plan that is best for the one is best for the other.
+A second on the cluster of the file lasts ``1 / scale`` seconds in the testbed. The factor reduces
+the rates of arithmetic, memory and links, and increases launch costs and latencies. Flops per byte
+are unchanged, so the best plan is the same for both.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from hap.errors import InputError
 
 Links = Literal["scaled", "as written", "unlimited"]
 
-_SIDE = 1024  # of the matrices that are multiplied: large enough for the full rate
+_SIDE = 1024  # rows and columns of the multiplied matrices: large enough for the full rate
 _REPEAT = 20
 
 
 @functools.cache
 def core_flops_per_s() -> float:
-    """Float32 rate of matrix products on one core of this machine; takes half a second.
+    """Measure the float32 rate of matrix products on one core of this machine, in half a second.
 
-    By the clock of the processor, and the best of several, so that other work on the machine
-    does not count.
+    It is the best of several by processor time, so that other work on the machine does not count.
     """
-    import torch  # here: a testbed that is told the rate runs without
+    import torch  # not needed by a testbed with a given rate
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -49,10 +48,10 @@ def core_flops_per_s() -> float:
 
 
 def choose_scale(cluster: Cluster, cores: float | None, one_core_flops_per_s: float) -> float:
-    """The largest factor <= 1 with which no rank needs more than a core, and all fit in cores.
+    """Return the largest factor <= 1 for which each rank fits on a core, and all fit on ``cores``.
 
     Raises:
-        InputError: More cores than this process may use, or not a positive number.
+        InputError: ``cores`` is not positive, or more than this process may use.
     """
     available = len(os.sched_getaffinity(0))
     cores = available if cores is None else cores
@@ -64,7 +63,7 @@ def choose_scale(cluster: Cluster, cores: float | None, one_core_flops_per_s: fl
 
 
 def scaled(cluster: Cluster, scale: float, links: Links) -> Cluster:
-    """The cluster as it is emulated."""
+    """Return the cluster with its emulated figures."""
 
     def device(one: Device) -> Device:
         rates = {dtype: rate * scale for dtype, rate in one.flops_per_s.items()}
