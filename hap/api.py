@@ -27,7 +27,7 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
-from hap.rule_discovery import with_rules
+from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
@@ -35,6 +35,7 @@ from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.plan_prediction import unruled
 from hap.synthesizer.planner import PlannedPair, choose_for_model
 
 __all__ = [
@@ -87,7 +88,8 @@ def plan(
     Raises:
         InputError: there is no such engine, dtype or way to recompute.
         ModelError, ClusterError: the input can't be used.
-        UnsupportedOpError: an operator has no rule.
+        UnsupportedOpError: an operator has no rule, and gets none: it draws random numbers, for
+            example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -98,9 +100,7 @@ def plan(
 
     def captured(recompute: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
-        if rules or options.discover:
-            graph = with_rules(graph, rules or {}, discover=options.discover, progress=progress)
-        return graph
+        return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
     graph, recompute, chosen = choose_for_model(
         captured, WAYS, cluster, kind.states, options, progress
@@ -118,6 +118,7 @@ def plan(
         prediction=chosen.prediction, recipe=Recipe(
             batch=form_of(batch), autocast=autocast, recompute=recompute
         ),
+        unruled=unruled(chosen.pair, chosen.cost),
     )  # fmt: skip
 
 

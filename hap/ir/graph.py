@@ -170,6 +170,11 @@ class Graph:
             raise ValueError(f"no shape is known for {sorted(missing)}")
 
     @cached_property
+    def ruled(self) -> frozenset[str]:
+        """The operators that :attr:`rules` are of."""
+        return frozenset(key.partition("(")[0] for key in self.rules)
+
+    @cached_property
     def by_name(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.nodes}
 

@@ -21,7 +21,14 @@ from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
-from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.ir.prediction import (
+    Alternative,
+    Bound,
+    Collective,
+    OperatorCost,
+    Prediction,
+    RankPrediction,
+)
 from hap.ir.program import Program, Value
 
 FORMAT = 4
@@ -104,6 +111,8 @@ class Plan:
     prediction: Prediction
     inside: Inside | None = None
     recipe: Recipe = Recipe()
+    unruled: tuple[OperatorCost, ...] = ()
+    """The operators that neither the rule table nor a rule of the user's describes."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -283,6 +292,7 @@ class Plan:
             "idle": list(self.idle),
             "left_out": list(self.left_out),
             "recipe": _packed(self.recipe),
+            "unruled": _packed(self.unruled),
             "inside": _pack_inside(self.inside) if self.inside else None,
         }
         return data | {key: value for key, value in optional.items() if value}
@@ -359,6 +369,7 @@ class Plan:
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
             recipe=Recipe(**data.get("recipe", {})),
+            unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
 
