@@ -158,7 +158,7 @@ def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
     """What ``make`` builds, without data; for real where it reads tensor values."""
     try:
-        with torch_private.fake_mode():
+        with torch_private.building_without_data():
             return make()
     except torch_private.data_dependent_errors():
         progress("model() or batch() reads tensor data: building them for real")
@@ -303,7 +303,18 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(seed)
-    return file.model(), file.batch()
+    return _with_weights(file.model(), file), file.batch()
+
+
+def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
+    """The model, unless it is on the meta device, which plans but does not run."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            f"{file.function}() returns a model on the meta device, which has no weights",
+            where=file.path,
+            hint="planning needs none, but to verify or train, build it on the CPU",
+        )
+    return model
 
 
 def _spec(file: ModelFile) -> str:
@@ -328,7 +339,7 @@ class Trainer:
         torch.manual_seed(self._file.seed)
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        model = self._file.model()
+        model = _with_weights(self._file.model(), self._file)
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
         )

@@ -20,6 +20,7 @@ from torch import Tensor as TorchTensor
 from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture.attention_kernels import KERNELS
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.errors import InputError, ModelError
@@ -87,7 +88,7 @@ def capture(
     check_recipe(autocast, recompute)
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
-    with mode, no_collector():
+    with mode, no_collector(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             _check_loss(step, tensors)
         try:
@@ -250,6 +251,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
     **DECOMPOSED,
+    **KERNELS,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
@@ -320,9 +322,10 @@ def _convert(
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
         tensors = [
-            None if r is None else _tensor(f"{node.name}.{k}" if many else node.name, r)
+            _tensor(f"{node.name}.{k}" if many else node.name, r)
+            if isinstance(r, TorchTensor) else None
             for k, r in enumerate(results if many else [results])
-        ]
+        ]  # fmt: skip
         refs = build.node(
             name=node.name,
             op=str(node.target).replace("::", "."),
@@ -332,7 +335,12 @@ def _convert(
             source=_source(node),
             module=_module(node),
         )
+        # A number among the results, the longest of some lengths, is known here.
         values[node] = refs if many else refs[0]
+        if many and any(isinstance(r, int | float) for r in results):
+            values[node] = tuple(
+                r if ref is None else ref for ref, r in zip(refs, results, strict=True)
+            )
         if found := torch_private.checkpointed(node):
             regions.setdefault(node.name, Region(*found))
     ends: Any = joint.graph.output_node().args[0]
