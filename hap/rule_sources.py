@@ -15,7 +15,8 @@ from hap.ir.graph import Graph
 from hap.rule_cache import RuleCache
 from hap.rule_check import Case
 from hap.rule_derivation import derived
-from hap.rule_discovery import NoSampleError, discovered, full_name, samples_of
+from hap.rule_discovery import NoSampleError, full_name, samples_of
+from hap.rule_process import discovered_apart
 from hap.synthesizer.rules import RULES, Call
 from hap.synthesizer.rules.textual_rules import kind, read, written_rows
 
@@ -72,10 +73,7 @@ def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
         return known
     progress(f"discovering the rows of {op}")
     try:
-        found = discovered(call)
-        lines = ("origin discovered", *found.lines)
-        if all(row.units == 0 for row in found.rows):
-            lines = ("origin replicated", *found.lines)  # nothing of it can be split
+        lines = discovered_apart(call)
     except NoSampleError as error:
         lines = ("origin replicated", f"# {' '.join(error.what.split())}")
     cache.put(op, kind(call), lines)

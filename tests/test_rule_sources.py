@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -9,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import hap
-from hap import rule_sources
+from hap import rule_process, rule_sources
 from hap.cli.plan_screen import plan_screen
 from hap.cli.terminal import console
 from hap.errors import UnsupportedOpError
+from hap.ir.graph import Node, Ref
+from hap.ir.graph import Tensor as Described
 from hap.ir.placement import R
 from hap.ir.plan import Plan
 from hap.rule_cache import RuleCache, folder
 from hap.rule_check import Case, Sample
 from hap.rule_derivation import derived
-from hap.rule_discovery import calls_of
+from hap.rule_discovery import NoSampleError, calls_of, discovered
 from hap.synthesizer.rules import RULES, Call, rows_of
 from hap.synthesizer.rules.textual_rules import kind, rule_origin, written_rows
 from tests.random_plans import make_case, random_plan, two_machines, verdict
@@ -242,7 +247,7 @@ def test_discovered_rows_are_kept_and_damaged_files_are_not_believed(
 
     said: list[str] = []
     with monkeypatch.context() as patched:
-        patched.setattr(rule_sources, "discovered", never)
+        patched.setattr(rule_sources, "discovered_apart", never)
         again = hap.plan(Odd("discovered"), BATCH, two_machines(2), progress=said.append)
     assert again.to_json() == first.to_json()
     for name in kept:
@@ -277,10 +282,37 @@ def test_a_folder_that_cannot_be_written_is_said_once(
 def test_the_search_for_rows_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With little work allowed fewer rows are found, and those that are hold."""
     (call, *_) = calls_of("aten.addcmul.default")
-    every = set(rule_sources.discovered(call).rows)
+    every = set(discovered(call).rows)
     monkeypatch.setattr("hap.rule_discovery.WORK", 9.0)
-    some = rule_sources.discovered(call)
+    some = discovered(call)
     assert set(some.rows) < every
-    assert some == rule_sources.discovered(call)
+    assert some == discovered(call)
     assert rule_origin(("origin discovered", *some.lines)) == "discovered"
     assert kind(call) == some.kind
+
+
+@torch.library.custom_op("sourced::crashes", mutates_args=())
+def crashes(x: Tensor) -> Tensor:
+    if x.shape[0] < 3:  # a part of a sample
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x.cumsum(0)
+
+
+@torch.library.custom_op("sourced::hangs", mutates_args=())
+def hangs(x: Tensor) -> Tensor:
+    time.sleep(1000)
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("op", "says"), [("sourced.crashes", "ended the process"), ("sourced.hangs", "did not end")]
+)
+def test_an_operator_that_crashes_or_hangs_in_parts_is_replicated(
+    op: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule_process, "LIMIT_S", 20.0 if op == "sourced.crashes" else 1.0)
+    x = Described(name="x", shape=(6, 4), dtype="float32")
+    made = Described(name="y", shape=(6, 4), dtype="float32")
+    node = Node(name="n", op=f"{op}.default", args=(Ref("x"),), outputs=("y",))
+    with pytest.raises(NoSampleError, match=says):
+        rule_process.discovered_apart(Call(node=node, tensors={"x": x, "y": made}))
