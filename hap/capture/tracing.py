@@ -259,6 +259,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.copy.default: _copy,
     aten.sgn.default: torch.sign,
+    aten.zero.default: torch.zeros_like,
     aten.fill.Scalar: torch.full_like,
 }  # fmt: skip
 """Mean reductions become a sum over the shards and a division by the *global* count; a
