@@ -65,13 +65,13 @@ def _reduction(call: Call, op: Any) -> tuple[str, ...] | None:
     return lines
 
 
-_APART = 1 << 20
+_APART = 1 << 11
 """Ratio of the strides of neighbouring dims: no sum of a few of them is another one."""
 
 
 def _view(call: Call, op: Any) -> tuple[str, ...] | None:
     """A dim of the result is one of the input's if its stride is, and its size follows that one's."""
-    if len(call.ins) != 1 or len(call.ins[0].shape) > 4 or call.outs[0] is None:
+    if len(call.ins) != 1 or len(call.ins[0].shape) > 5 or call.outs[0] is None:
         return None
     x, out = call.ins[0], call.outs[0]
     rank = len(x.shape)
