@@ -88,8 +88,8 @@ def _view(call: Call, op: Any) -> tuple[str, ...] | None:
                 letters[dim] = result[at[0]] = string.ascii_lowercase[dim]
     except (RuntimeError, IndexError, ValueError):
         return None
-    if tuple(first.shape) != out.shape:
-        return None
+    if tuple(first.shape) != out.shape or set(letters) <= {"_"}:
+        return None  # runs may show more
     return ("origin derived", f"{''.join(letters)} -> {''.join(result)}")
 
 
