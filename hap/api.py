@@ -27,7 +27,7 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
-from hap.rule_discovery import with_rules
+from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
@@ -35,6 +35,7 @@ from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.plan_prediction import unruled
 from hap.synthesizer.planner import PlannedPair, choose_for_model
 
 __all__ = [
@@ -87,7 +88,8 @@ def plan(
     Raises:
         InputError: there is no such engine, dtype or way to recompute.
         ModelError, ClusterError: the input can't be used.
-        UnsupportedOpError: an operator has no rule.
+        UnsupportedOpError: an operator has no rule, and gets none: it draws random numbers, for
+            example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message says which device lacks how much.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -98,9 +100,7 @@ def plan(
 
     def captured(recompute: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
-        if rules or options.discover:
-            graph = with_rules(graph, rules or {}, discover=options.discover, progress=progress)
-        return graph
+        return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
     graph, recompute, chosen = choose_for_model(
         captured, WAYS, cluster, kind.states, options, progress
@@ -118,6 +118,7 @@ def plan(
         prediction=chosen.prediction, recipe=Recipe(
             batch=form_of(batch), autocast=autocast, recompute=recompute
         ),
+        unruled=unruled(chosen.pair, chosen.cost),
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
     """Return the result of ``make``, without data; for real where it reads tensor values."""
     try:
-        with torch_private.fake_mode():
+        with torch_private.building_without_data():
             return make()
     except torch_private.data_dependent_errors():
         progress("model() or batch() reads tensor data: building them for real")
@@ -302,7 +303,18 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(seed)
-    return file.model(), file.batch()
+    return _with_weights(file.model(), file), file.batch()
+
+
+def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
+    """The model, unless it is on the meta device, which plans but does not run."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            f"{file.function}() returns a model on the meta device, which has no weights",
+            where=file.path,
+            hint="planning needs none, but to verify or train, build it on the CPU",
+        )
+    return model
 
 
 def _spec(file: ModelFile) -> str:
@@ -327,7 +339,7 @@ class Trainer:
         torch.manual_seed(self._file.seed)
         self._plan = plan
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        model = self._file.model()
+        model = _with_weights(self._file.model(), self._file)
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
         )

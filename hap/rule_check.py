@@ -38,6 +38,9 @@ PLANES = {
 COUNTING = "aten.embedding_dense_backward.default"
 """The operator that, if it divides by the number of uses, counts them out of bounds: not cut."""
 
+SMALL = 10_000
+"""Elements up to which a run takes about as long as any."""
+
 Shares = tuple[int, ...]
 Local = list[dict[str, Tensor]]
 """Per rank, what it holds of every output."""
@@ -125,11 +128,18 @@ class Sample(NamedTuple):
         )  # fmt: skip
 
 
+class WorkSpentError(Exception):
+    """The runs of a case took as much work as they may."""
+
+
 class Case:
     """A sample with its graph and its true values by tensor name; it may not raise.
 
-    ``tolerance``: up to which parts count as the whole, relative and absolute.
+    ``tolerance``: up to which parts count as the whole, relative and absolute. ``work_left``: runs
+    of small tensors that :meth:`attempt` may still take.
     """
+
+    work_left = math.inf
 
     def __init__(self, sample: Sample, tolerance: float = 1e-10) -> None:
         self.sample, self.tolerance = sample, tolerance
@@ -209,7 +219,14 @@ class Case:
         return torch.allclose(a, b, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
 
     def attempt(self, row: Row, shares: Shares) -> Local | None:
-        """:meth:`run`, or nothing where the operator refuses the shapes."""
+        """:meth:`run`, or nothing where the operator refuses the shapes.
+
+        Raises:
+            WorkSpentError: no work is left.
+        """
+        self.work_left -= 1 + sum(t.numel() for t in self.given.values()) / SMALL
+        if self.work_left < 0:
+            raise WorkSpentError
         try:
             return self.run(row, shares)
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError):

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hap.capture import torch_private
-from hap.errors import ModelError, UnsupportedOpError
+from hap.errors import UnsupportedOpError
 from hap.ir.graph import Dtype, Graph, Ref
 from hap.ir.graph import Tensor as Described
-from hap.rule_check import Case, Sample, cuts, gives, true_rows
+from hap.rule_check import Case, Sample, WorkSpentError, cuts, gives, true_rows
 from hap.runtime.emit import resolve
-from hap.synthesizer.rules import RULES, Call, Row
-from hap.synthesizer.rules.textual_rules import kind, read, written_rows
-
-Progress = Callable[[str], None]
+from hap.synthesizer.rules import Call, Row
+from hap.synthesizer.rules.textual_rules import kind, written_rows
 
 LARGEST = 1 << 20
 """Elements of the largest tensor of a sample."""
+
+WORK = 10_000.0
+"""Runs of small tensors that the search for rows may take; counted, so that it is repeatable."""
 
 PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 """(dtype, tolerance) of the comparison; the first that the operator takes is used."""
@@ -36,6 +37,10 @@ PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 _PRIMES = ((5, 3, 7, 11, 13, 17, 19, 23), (7, 11, 5, 3, 19, 13, 23, 17))
 _VALUES = 2
 """Random values per choice of sizes."""
+
+
+class NoSampleError(UnsupportedOpError):
+    """The operator could not be run on small tensors like those of its call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,64 +71,10 @@ class Discovery:
         )
 
 
-def with_rules(
-    graph: Graph, rules: Mapping[str, Sequence[str]], *, discover: bool, progress: Progress
-) -> Graph:
-    """The graph with the rules that its operators need beside the table.
-
-    Args:
-        rules: a user's own, operator -> lines; each is tried on the calls of the graph first.
-        discover: find the rows of operators that have no rule at all.
-
-    Raises:
-        ModelError: a rule can't be read, or does not hold.
-        UnsupportedOpError: an operator can't be split, or its rows can't be found.
-    """
-    given = {full_name(op): tuple(lines) for op, lines in rules.items()}
-    for op, lines in given.items():
-        try:
-            read(lines)
-        except ValueError as error:
-            raise ModelError(f"the rule of {op}: {error}", hint="see docs/rules.md") from error
-    needed: dict[str, tuple[str, ...]] = {}
-    seen: set[str] = set()
-    for node in graph.nodes:
-        call = Call(node=node, tensors=graph.tensors)
-        if kind(call) in seen:
-            continue
-        seen.add(kind(call))
-        if node.op in given:
-            progress(f"trying the rule of {node.op}")
-            _try(call, given[node.op])
-            needed[node.op] = given[node.op]
-        elif discover and node.op not in RULES:
-            progress(f"discovering the rows of {node.op}")
-            needed[kind(call)] = discovered(call).lines
-    return replace(graph, rules=needed) if needed else graph
-
-
 def full_name(op: str) -> str:
     """``mine.scale`` -> ``mine.scale.default``."""
     name = op.replace("::", ".")
     return name if name.count(".") > 1 else f"{name}.default"
-
-
-def _try(call: Call, lines: Sequence[str]) -> None:
-    """Raise unless a user's rule holds for samples of a call."""
-    node = call.node
-    try:
-        written_rows(call, lines)
-    except ValueError as error:
-        raise ModelError(str(error), where=node.source, hint="see docs/rules.md") from error
-    samples, tolerance = _samples(call)
-    for case in (Case(sample, tolerance) for sample in samples):
-        for row in written_rows(Call(node=case.node, tensors=case.graph.tensors), lines):
-            if wrong := case.wrong(row):
-                raise ModelError(
-                    f"the rule of {node.op} does not hold for {case.sample}: {wrong}",
-                    where=node.source,
-                    hint=f"hap rules discover {node.op} --model FILE shows the rows that do",
-                )
 
 
 def discovered(call: Call) -> Discovery:
@@ -131,12 +82,13 @@ def discovered(call: Call) -> Discovery:
 
     Raises:
         UnsupportedOpError: the operator draws numbers, writes into its inputs, or makes shapes of
-            data, so that no row can describe it; or it runs on no sample.
+            data, so that no row can describe it.
+        NoSampleError: it runs on no sample.
     """
-    samples, tolerance = _samples(call)
+    samples, tolerance = samples_of(call)
     cases = [Case(sample, tolerance) for sample in samples]
     first = cases[0]
-    rows = [row for row in true_rows(first, every=True) if not first.wrong(row)]
+    rows = _true_rows(first)
     rows = [
         row for row in rows
         if row.units == 0 or row in written_rows(_call(first), [_text(row)])  # whole blocks
@@ -149,6 +101,22 @@ def discovered(call: Call) -> Discovery:
         shapes=tuple(dict.fromkeys(_shapes(case) for case in cases)),
         trials=len(cases) * len(cuts(6)), tolerance=tolerance,
     )  # fmt: skip
+
+
+def _true_rows(case: Case) -> list[Row]:
+    """The rows of a case, of as many placements of its inputs as :data:`WORK` allows."""
+    found: list[Row] = []
+    for every in (True, False):  # the second, of fewer placements, where the first is cut short
+        case.work_left = WORK
+        try:
+            for row in true_rows(case, every=every):
+                if row not in found and not case.wrong(row):
+                    found.append(row)
+            break
+        except WorkSpentError:
+            continue
+    case.work_left = math.inf
+    return found
 
 
 def _call(case: Case) -> Call:
@@ -180,10 +148,10 @@ def _implied(row: Row, rows: Sequence[Row], at: int) -> bool:
 # --- samples ---
 
 
-def _samples(call: Call) -> tuple[list[Sample], float]:
+def samples_of(call: Call) -> tuple[list[Sample], float]:
     """Small calls of one kind with random values, and up to what their results are equal."""
     op = call.node.op
-    _refuse(op, call.node.source)
+    resolved(op, call.node.source)
     error: Exception | None = None
     for dtype, tolerance in PRECISION:
         samples = []
@@ -198,18 +166,24 @@ def _samples(call: Call) -> tuple[list[Sample], float]:
                 continue
             if shown[0] != shown[1]:
                 raise _unfit(op, call.node.source, "the shapes of its results depend on the data")
-            if all(kind(_call(Case(sample))) == _widened(kind(call), dtype) for sample in made):
+            if all(_kind(sample) == _widened(kind(call), dtype) for sample in made):
                 samples += made
             if len(samples) >= 2 * _VALUES:
                 break
         if samples:
             return samples, tolerance
-    raise UnsupportedOpError(
+    raise NoSampleError(
         f"operator {op} runs on no sample of its call: {error}",
         where=call.node.source,
         hint="it must run on the CPU, on tensors of any size; or write its rule in the model "
         "file: see docs/rules.md",
     )
+
+
+def _kind(sample: Sample) -> str:
+    graph = sample.graph()
+    (node,) = graph.nodes
+    return kind(Call(node=node, tensors=graph.tensors))
 
 
 def _widened(kind: str, dtype: torch.dtype) -> str:
@@ -273,10 +247,11 @@ def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int)
     return Sample(call.node.op, args, {name: arg(a) for name, a in call.node.kwargs})
 
 
-def _refuse(op: str, where: str) -> None:
-    """Raise for operators that say of themselves that no row can describe them."""
+def resolved(op: str, where: str) -> Any:
+    """The operator of that name; raises if it says of itself that no row can describe it."""
     try:
-        reason = torch_private.unsplittable(resolve(op))
+        found = resolve(op)
+        reason = torch_private.unsplittable(found)
     except (AttributeError, ValueError):
         raise UnsupportedOpError(
             f"there is no operator {op}",
@@ -286,6 +261,7 @@ def _refuse(op: str, where: str) -> None:
         ) from None
     if reason:
         raise _unfit(op, where, reason)
+    return found
 
 
 def _steady(sample: Sample, where: str) -> list[tuple[int, ...] | None]:
@@ -329,8 +305,7 @@ def calls_of(op: str) -> list[Call]:
     Raises:
         UnsupportedOpError: as :func:`discovered`, or no sizes are found that it takes.
     """
-    _refuse(op, "")
-    target = resolve(op)
+    target = resolved(op, "")
     count = sum(torch_private.takes_tensor(a) for a in target._schema.arguments)
     found: list[Call] = []
     for ranks in sorted(itertools.product((2, 3, 1), repeat=count), key=sum):

@@ -182,12 +182,12 @@ class Emitter:
 
             def tensor(ref: Ref) -> fx.Node:
                 local = env[Value(ref.name, next(placed))]
-                dense = reads_contiguous(node.op)
+                dense = reads_contiguous(node.op) or node.op in self.graph.ruled
                 return out.call_method("contiguous", (local,)) if dense else local
 
             args, kwargs = substitute((args, node.kwargs), tensor)
             options = {k: self._plain(v) for k, v in kwargs}
-            if node.op in FACTORIES:
+            if _from_nothing(node):
                 dtype = self.graph.tensors[next(o for o in node.outputs if o)].dtype
                 options |= {"device": self.device, "dtype": self._dtype(dtype)}
             plain = tuple(map(self._plain, args))
@@ -197,7 +197,7 @@ class Emitter:
                 call = self._look_up(out, node, plain, span)
             else:
                 call = out.call_function(resolve(node.op), plain, options)
-        many = len(node.outputs) > 1 or node.op in MANY
+        many = len(node.outputs) > 1 or node.op in MANY or _returns_list(node.op)
         for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
             if name and p:
                 value = Value(name, p)
@@ -378,6 +378,19 @@ BY_CONTEXT = {
 
 # Operators that return a tuple even if the graph uses only one result.
 MANY = frozenset({"aten.unbind.int", "aten.split.Tensor", "aten.split_with_sizes.default"})
+
+
+def _from_nothing(node: Node) -> bool:
+    """Does the operator make a tensor of numbers alone? Then it is told the device and the dtype."""
+    if node.op in FACTORIES or node.inputs:
+        return node.op in FACTORIES
+    names = {argument.name for argument in resolve(node.op)._schema.arguments}
+    return {"device", "dtype"} <= names
+
+
+def _returns_list(op: str) -> bool:
+    (first, *_) = resolve(op)._schema.returns
+    return str(first.type) == "List[Tensor]"
 
 
 def resolve(op: str) -> Any:

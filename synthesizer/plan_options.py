@@ -22,7 +22,8 @@ class PlanOptions:
         compare: plan every baseline beside it, not only the usual ones.
         engine: the search engine, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
-        discover: find the rows of operators without a rule by running the operators.
+        strict_rules: refuse operators whose rows neither the rule table, nor a rule of the user's,
+            nor their tags and schema say; by default their rows are discovered, or they are replicated.
 
     Raises:
         InputError: there is no such engine.
@@ -35,7 +36,7 @@ class PlanOptions:
     compare: bool = False
     engine: str = "exact"
     prove: int = 0
-    discover: bool = False
+    strict_rules: bool = False
 
     def __post_init__(self) -> None:
         engine_named(self.engine)

@@ -9,7 +9,14 @@ import numpy as np
 
 from hap.ir.axes import Axes
 from hap.ir.graph import Graph, Tensor
-from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.ir.prediction import (
+    Alternative,
+    Bound,
+    Collective,
+    OperatorCost,
+    Prediction,
+    RankPrediction,
+)
 from hap.ir.program import BETWEEN, Compute, Convert
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
@@ -17,7 +24,8 @@ from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.peak_memory import at_peak, memory
-from hap.synthesizer.rules import Row
+from hap.synthesizer.rules import Call, Row
+from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -140,6 +148,25 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
             part = cost.parts.of_work(node, Row(step.outs, step.ins))
             total = total + node_work(node, graph).flops * part
     return total
+
+
+def unruled(candidate: Candidate, cost: CostModel) -> tuple[OperatorCost, ...]:
+    """What the operators cost whose rows were derived or discovered, or that are replicated."""
+    graph = cost.graph
+    seconds: dict[tuple[str, str], list[PerRank]] = {}
+    for step in candidate.program.instructions:
+        if not isinstance(step, Compute) or graph.by_name[step.node].op not in graph.ruled:
+            continue
+        node = graph.by_name[step.node]
+        lines = lines_of(Call(node=node, tensors=graph.tensors), graph.rules)
+        came = rule_origin(lines or ("origin replicated",))
+        if came:
+            each = cost.compute(node, Row(step.outs, step.ins))
+            seconds.setdefault((came, node.op), []).append(each)
+    return tuple(
+        OperatorCost(op=op, origin=came, calls=len(each), seconds=float(np.sum(each, axis=0).max()))
+        for (came, op), each in sorted(seconds.items())
+    )  # fmt: skip
 
 
 def _collectives(graph: Graph, candidate: Candidate, cost: CostModel) -> tuple[Collective, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,18 +86,22 @@ def choose_for_model(
 def choose_in_space(
     graph: Graph, cluster: Cluster, states: int, options: PlanOptions, progress: Progress
 ) -> PlannedPair:
-    """The best pair of the whole space, or of a narrower one if that is too wide to search."""
+    """The best pair of the whole space, or of a narrower one if that is too wide to search.
+
+    If all are, the engine ``bounded`` searches the whole space; it may be cut short.
+    """
     progress("stating the rules")
     for narrow, left in enumerate(NARROW):
         try:
             return choose(build_space(graph, narrow=narrow), cluster, states, options, progress)
         except TooEntangledError:
-            if narrow + 1 == len(NARROW):
-                raise
-            progress(
-                f"the graph is too entangled to search with {left}; now with {NARROW[narrow + 1]}"
+            others = (
+                *NARROW[narrow + 1 :],
+                "everything free, by A* where elimination is too large",
             )
-    raise AssertionError("the last space returns or raises")
+            progress(f"the graph is too entangled to search with {left}; now with {others[0]}")
+    bounded = replace(options, engine="bounded")
+    return choose(build_space(graph), cluster, states, bounded, progress)
 
 
 def choose(

@@ -27,7 +27,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
-from hap.synthesizer.search.engines import eliminate
+from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
@@ -65,7 +65,7 @@ class Synthesizer:
 
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
-        engine: Engine = eliminate, exponent: int | None = None,
+        engine: Engine = eliminate_or_bound, exponent: int | None = None,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
         self.machine = Machine(cluster)
@@ -164,8 +164,10 @@ class Synthesizer:
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
         """(lower bound over all programs and shares, searches), with ``searches`` more than before."""
         relaxed = self.relaxed
+        if not relaxed.programs or not searches:
+            return relaxed.bound_s, relaxed.searches
         axis = busiest_axis(self.space, self.machine, self._states, relaxed.programs[-1])
-        if axis is None or not searches:
+        if axis is None:
             return relaxed.bound_s, relaxed.searches
         branching = Branching(self.space, self.machine, self._states, self._allowed, relaxed, axis)
         branching.run(searches, step_s)
@@ -215,8 +217,7 @@ class Synthesizer:
         except TooWide as error:
             raise TooEntangledError(
                 f"the graph is too entangled for the exact search: {error}",
-                hint="search with the engine astar, whose tables are bounded; and please report "
-                "the model",
+                hint="search with the engine astar, whose tables are bounded",
             ) from error
         if outcome.status is Found.INFEASIBLE:
             if self._allowed is None:
@@ -225,10 +226,11 @@ class Synthesizer:
                     hint="check the rates in the cluster file and the size of the batch",
                 )
             raise HapError("no program exists in the restricted space")
+        if outcome.labelling is None and self._allowed is None:
+            self.gap = 1.0
+            return self._undivided(shares)
         if outcome.labelling is None:
-            raise HapError(
-                "the search found no program before its limit", hint="search with another engine"
-            )
+            raise HapError("the search found no program before its limit")
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
         return self._under(problem.program(outcome.labelling), shares)

@@ -14,6 +14,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # One cache per run: a killed process can leave a truncated library in a shared cache.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hap-tests-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+if "XDG_CACHE_HOME" not in os.environ:  # rows that are discovered, see hap.rule_cache
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hap-tests-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

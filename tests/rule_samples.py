@@ -393,3 +393,9 @@ add("cat.default", [f(2, 3), f(5, 3)])
 add("cat.default", [i(9, 5, 2), f(5, 3)], 1)
 add("stack.default", [f(5, 3), f(5, 3)], -1)
 add("stack.default", [f(5, 3), f(5, 3), f(5, 3)])
+
+# --- later ones stand here, so that the random values of the others stay ---
+
+add("hardsigmoid.default", f(5, 3))
+add("hardswish_backward.default", f(5, 3), f(5, 3))
+add("hardsigmoid_backward.default", f(5, 3), f(5, 3))

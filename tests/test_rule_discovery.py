@@ -167,10 +167,10 @@ def test_operators_without_valid_rows_are_refused_with_a_reason(op: str, reason:
     assert error.value.hint
 
 
-def test_without_a_rule_the_message_names_the_command() -> None:
+def test_under_strict_rules_the_message_names_the_command() -> None:
     with pytest.raises(UnsupportedOpError, match=r"fuzzed\.gated\.default") as error:
-        hap.plan(Net(), BATCH, two_machines(2))
-    assert "hap plan --discover" in error.value.hint
+        hap.plan(Net(), BATCH, two_machines(2), options=hap.PlanOptions(strict_rules=True))
+    assert "without --strict-rules" in error.value.hint
     assert "hap rules discover fuzzed.gated.default" in error.value.hint
     assert "test_rule_discovery.py:" in error.value.where
 
@@ -180,9 +180,8 @@ def test_a_model_with_an_operator_of_its_own_trains_as_on_one_device(
     how: str, tmp_path: Path
 ) -> None:
     rules = RULES_OF_NET if how == "written" else None
-    plan = hap.plan(
-        Net(), BATCH, two_machines(3), rules=rules, options=hap.PlanOptions(discover=rules is None)
-    )
+    strict = hap.PlanOptions(strict_rules=rules is not None)
+    plan = hap.plan(Net(), BATCH, two_machines(3), rules=rules, options=strict)
     plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     torch.manual_seed(0)
@@ -199,11 +198,16 @@ def test_the_plan_says_where_its_rows_are_from() -> None:
     assert "rows discovered" not in _told(
         hap.plan(Net(), BATCH, two_machines(2), rules=RULES_OF_NET)
     )
-    found = hap.plan(Net(), BATCH, two_machines(2), options=hap.PlanOptions(discover=True))
-    assert "rows discovered by running: fuzzed.gated.default" in _told(found)
+    found = hap.plan(Net(), BATCH, two_machines(2))
+    assert "rows discovered by running" in _told(found)
+    assert "fuzzed.gated.default (1x," in _told(found)
+    assert {(o.op, o.origin) for o in found.unruled} == {
+        ("fuzzed.gated.default", "discovered"), ("fuzzed.gated_backward.default", "discovered")
+    }  # fmt: skip
     ((key, lines), *_) = found.graph.rules.items()
     assert key.startswith("fuzzed.gated.default(float32#0[a b]")
-    assert "trials" in lines[0]
+    assert lines[0] == "origin discovered"
+    assert "trials" in lines[1]
 
 
 def _told(plan: Plan) -> str:
@@ -215,12 +219,10 @@ def _told(plan: Plan) -> str:
 
 def test_rules_are_no_part_of_what_a_plan_is_bound_to() -> None:
     """A model is captured without them when it is compared with its plan."""
-    plan = hap.plan(Net(), BATCH, two_machines(2), options=hap.PlanOptions(discover=True))
+    plan = hap.plan(Net(), BATCH, two_machines(2))
     again = Graph.from_json(json.loads(json.dumps(plan.graph.to_json())))
     assert again.rules == plan.graph.rules
-    hap.compile(
-        Net(), hap.plan(Net(), BATCH, two_machines(1), options=hap.PlanOptions(discover=True))
-    )
+    hap.compile(Net(), hap.plan(Net(), BATCH, two_machines(1)))
 
 
 @pytest.mark.parametrize(
@@ -346,9 +348,9 @@ def test_a_model_file_discovers_registers_and_verifies(tmp_path: Path) -> None:
     file, plan = tmp_path / "model.py", str(tmp_path / "plan.json")
     file.write_text(MODEL)
     planned = ("plan", str(file), "--cluster", "local:2", "-o", plan)
-    assert "hap plan --discover" in run(*planned, code=2)
+    assert "without --strict-rules" in run(*planned, "--strict-rules", code=2)
     assert '"S0 -> S0",' in run("rules", "discover", "filed.doubled", "--model", str(file))
-    assert "rows discovered by running: filed.doubled.default" in run(*planned, "--discover")
+    assert "filed.doubled.default (1x," in run(*planned)
     assert "as on one device" in run("verify", plan)
     file.write_text(MODEL + 'rules = {"filed.doubled": ["ab -> ab", "P -> P"]}\n')
     assert "rules of the model's own: filed.doubled.default" in run(*planned)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import threading
+import types
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._decomp import get_decompositions as get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -31,6 +34,47 @@ def fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def building_without_data() -> Iterator[None]:
+    """A fake mode in which a module can change its dtype or device, as in ``Net().bfloat16()``.
+
+    A module swaps its fake tensors for others then, and torch refuses to swap what has weak
+    references. Those to fake tensors are memos of the mode, which hold for the new ones as well.
+    """
+    swapping: Any = torch.utils
+    weakref = swapping.weakref
+    swapping.weakref = types.SimpleNamespace(getweakrefs=lambda tensor: [])
+    try:
+        with fake_mode():
+            yield
+    finally:
+        swapping.weakref = weakref
+
+
+@contextlib.contextmanager
+def attention_in_parts() -> Iterator[None]:
+    """Meanwhile ``nn.TransformerEncoder`` and attention do not run as one fused operator.
+
+    They do where nothing in them is trained; that operator has no backward, and no parts. Boolean
+    masks are converted out of place: a mask that is no buffer is a constant of the trace, and
+    what is written into constants is lost.
+    """
+    before, canonical = torch.backends.mha.get_fastpath_enabled(), F._canonical_mask
+
+    def converted(mask: Any, *args: Any, **named: Any) -> Any:
+        if mask is not None and mask.dtype == torch.bool and "target_type" in named:
+            return torch.zeros_like(mask, dtype=named["target_type"]).masked_fill(mask, -math.inf)
+        return canonical(mask, *args, **named)
+
+    torch.backends.mha.set_fastpath_enabled(False)
+    F._canonical_mask = converted
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+        F._canonical_mask = canonical
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor as TorchTensor
 from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture.attention_kernels import KERNELS
 from hap.capture.checks import check_batch, check_loss, check_parameters
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
@@ -90,7 +91,7 @@ def capture(
     check_batch(flatten(batch))
     mode = torch_private.fake_mode()
     step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
-    with mode, gc_paused():
+    with mode, gc_paused(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             check_loss(lambda: step(*tensors), _raised_at, skip)
@@ -237,6 +238,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
     **DECOMPOSED,
+    **KERNELS,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.nll_loss_forward.default: _nll_loss,
@@ -244,6 +246,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.copy.default: _copy,
     aten.sgn.default: torch.sign,
+    aten.zero.default: torch.zeros_like,
     aten.fill.Scalar: torch.full_like,
 }  # fmt: skip
 """Mean reductions become a sum over the shards and a division by the *global* count; a
@@ -307,9 +310,10 @@ def _convert(
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
         tensors = [
-            None if r is None else _tensor(f"{node.name}.{k}" if many else node.name, r)
+            _tensor(f"{node.name}.{k}" if many else node.name, r)
+            if isinstance(r, TorchTensor) else None
             for k, r in enumerate(results if many else [results])
-        ]
+        ]  # fmt: skip
         refs = build.node(
             name=node.name,
             op=str(node.target).replace("::", "."),
@@ -319,7 +323,12 @@ def _convert(
             source=_source(node),
             module=_module(node),
         )
+        # A number among the results, the longest of some lengths, is known here.
         values[node] = refs if many else refs[0]
+        if many and any(isinstance(r, int | float) for r in results):
+            values[node] = tuple(
+                r if ref is None else ref for ref, r in zip(refs, results, strict=True)
+            )
         if found := torch_private.checkpointed(node):
             regions.setdefault(node.name, Region(*found))
     ends: Any = joint.graph.output_node().args[0]

@@ -69,10 +69,11 @@ def _command(
     "--engine",
     default="exact",
     show_default=True,
-    metavar="[exact|astar|cpsat]",
-    help="What searches for programs. exact: elimination, for all but very entangled models. "
-    "astar: the search of the HAP paper, for those; it may stop early, and then says how far "
-    "from the cheapest it may be. cpsat: a general solver, to check the other two.",
+    metavar="[exact|astar|cpsat|bounded]",
+    help="What searches for programs. exact: elimination; what is too entangled for it goes to "
+    "bounded. astar: the search of the HAP paper; it may stop early, and then says how far "
+    "from the cheapest it may be. cpsat: a general solver, to check the other two. bounded: exact "
+    "where its tables fit, else a short astar.",
 )
 @click.option(
     "--recompute",
@@ -87,9 +88,10 @@ def _command(
     help="Spend N more searches on a better lower bound of the step.",
 )
 @click.option(
-    "--discover",
+    "--strict-rules",
     is_flag=True,
-    help="Find out by running them how operators without a rule may be split.",
+    help="Refuse operators without a rule instead of finding out by running them how they may be "
+    "split, or replicating them.",
 )
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any

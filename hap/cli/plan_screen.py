@@ -24,6 +24,7 @@ from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
 from hap.synthesizer.cost.operator_work import node_work
+from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:  # it imports torch, which showing a plan does without
@@ -32,6 +33,12 @@ if TYPE_CHECKING:  # it imports torch, which showing a plan does without
 _COLLECTIVES = 8
 _OPERATORS = 10
 _TENSORS = 20
+
+_ORIGINS = {
+    "derived": "rows derived from tags and schema",
+    "discovered": "rows discovered by running, hap rules discover shows them",
+    "replicated": "without a rule, run whole by every rank",
+}
 
 
 def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
@@ -60,6 +67,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     del data["graph"], data["program"]
     # A plan file leaves out defaults; readers of this output need not know them.
     data |= {"idle": plan.idle, "left_out": plan.left_out}
+    data |= {"unruled": [asdict(operator) for operator in plan.unruled]}
     data |= {"prediction": asdict(plan.prediction), "recipe": asdict(plan.recipe)}
     collectives = plan.prediction.collectives
     count, nbytes = _parameters(plan)
@@ -117,15 +125,14 @@ def _model(plan: Plan) -> RenderableType:
         rest = sum(n for _, n in undivided[_OPERATORS:])
         more = f", and {rest} others" if rest else ""
         text.append(f"\ndone whole by every rank: {', '.join(names)}{more}")
-    written = [op for op in plan.graph.rules if "(" not in op]
-    found = Counter(key.partition("(")[0] for key in plan.graph.rules if "(" in key)
-    if written:
-        text.append(f"\nrules of the model's own: {', '.join(written)}")
-    if found:
-        ops = ", ".join(op + (f" ({n} kinds of call)" if n > 1 else "") for op, n in found.items())
-        text.append(
-            f"\nrows discovered by running: {ops}; hap rules discover tells which", style="yellow"
-        )
+    own = [op for op, lines in plan.graph.rules.items() if not rule_origin(lines) and "(" not in op]
+    if own:
+        text.append(f"\nrules of the model's own: {', '.join(own)}")
+    for came, says in _ORIGINS.items():
+        found = [o for o in plan.unruled if o.origin == came]
+        if found:
+            listed = [f"{o.op} ({o.calls}x, {format_seconds(o.seconds)})" for o in found]
+            text.append(f"\n{says}: {', '.join(listed)}", style="yellow")
     return text
 
 

@@ -85,6 +85,6 @@ def _next(op: str, found: Sequence[Discovery], model: str | None) -> str:
     lines = dict.fromkeys(line for f in found for line in f.lines[1:])
     written = "".join(f'\n        "{line}",' for line in lines)
     return (
-        f"to plan with them:  hap plan {model or 'MODEL'} --discover\n"
+        f"to plan with them:  hap plan {model or 'MODEL'}\n"
         f'to keep them, in the model file:\n\nrules = {{\n    "{op}": [{written}\n    ],\n}}'
     )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2,
 }  # fmt: skip
 
 FREE = frozenset(
@@ -168,6 +169,11 @@ class Graph:
                 raise ValueError(f"output {output.target!r} is never computed")
         if missing := defined - self.tensors.keys():
             raise ValueError(f"no shape is known for {sorted(missing)}")
+
+    @cached_property
+    def ruled(self) -> frozenset[str]:
+        """The operators that :attr:`rules` are of."""
+        return frozenset(key.partition("(")[0] for key in self.rules)
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:

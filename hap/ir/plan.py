@@ -22,7 +22,14 @@ from hap.ir.batch import Form, each
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plan_checks import check_programs
-from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.ir.prediction import (
+    Alternative,
+    Bound,
+    Collective,
+    OperatorCost,
+    Prediction,
+    RankPrediction,
+)
 from hap.ir.program import Program, Value
 
 FORMAT = 4
@@ -105,6 +112,8 @@ class Plan:
     prediction: Prediction
     inside: Inside | None = None
     recipe: Recipe = Recipe()
+    unruled: tuple[OperatorCost, ...] = ()
+    """The operators that neither the rule table nor a rule of the user's describes."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -284,6 +293,7 @@ class Plan:
             "idle": list(self.idle),
             "left_out": list(self.left_out),
             "recipe": _packed(self.recipe),
+            "unruled": _packed(self.unruled),
             "inside": _pack_inside(self.inside) if self.inside else None,
         }
         return data | {key: value for key, value in optional.items() if value}
@@ -367,6 +377,7 @@ class Plan:
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
             recipe=Recipe(**data.get("recipe", {})),
+            unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
         check_programs(graph, plan.program, plan.shares, plan.inside, cluster)

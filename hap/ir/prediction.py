@@ -67,6 +67,20 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """An operator that the rule table lacks, and what its calls cost in the step.
+
+    ``origin``: where its rows come from, see :data:`hap.synthesizer.rules.textual_rules.ORIGINS`.
+    ``seconds``: of the rank that computes it longest.
+    """
+
+    op: str
+    origin: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Predictions of the cost model for a plan. Times are seconds of one training step.
 

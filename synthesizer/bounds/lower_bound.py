@@ -27,9 +27,11 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.parts import AxisParts, vectors_of
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
+from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.search.search_result import SearchStatus
 
 Floats = npt.NDArray[np.float64]
 
@@ -272,7 +274,7 @@ class Relaxation:
     def search(self, weights: Weights) -> BoundResult | None:
         """The cheapest program under given weights; raises ``bound_s`` if it is a better bound.
 
-        ``None`` if the allowed placements admit no program.
+        ``None`` if the allowed placements admit no program, or none was found.
         """
         link = float(weights[-1])
         scaled: dict[int, Costs] = {}  # by identity: what looks alike has one table
@@ -283,13 +285,13 @@ class Relaxation:
             if id(seconds) not in alike:
                 alike[id(seconds)] = _weighted(seconds, weights[:-1])
             unary[variable] = alike[id(seconds)]
-        labelling = minimise(unary, pairs)
+        outcome = eliminate_or_bound(unary, pairs)
         self.searches += 1
-        if labelling is None:
+        if outcome.status is SearchStatus.INFEASIBLE:
             return None
-        bound_s = (labelling.cost - self._rounding) / PICOSECONDS * _SAFE
+        bound_s = (outcome.bound - self._rounding) / PICOSECONDS * _SAFE
         self.bound_s = max(self.bound_s, bound_s)
-        return self.evaluate(labelling)
+        return self.evaluate(outcome.labelling) if outcome.labelling else None
 
     def evaluate(self, labelling: Labelling) -> BoundResult:
         """Price a program of the same space, found under whatever prices."""

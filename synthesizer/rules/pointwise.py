@@ -9,7 +9,7 @@ PLAIN = """
 abs.default acos.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor ceil.default
 clamp.default clamp_max.default clamp_min.default cos.default elu.default eq.Scalar eq.Tensor
 erf.default exp.default expm1.default floor.default floor_divide.default ge.Scalar ge.Tensor
-gelu.default gt.Scalar gt.Tensor hardswish.default hardtanh.default isinf.default isnan.default
+gelu.default gt.Scalar gt.Tensor hardsigmoid.default hardswish.default hardtanh.default isinf.default isnan.default
 le.Scalar le.Tensor leaky_relu.default log.default log1p.default logical_and.default
 logical_not.default logical_or.default lt.Scalar lt.Tensor maximum.default minimum.default
 ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
@@ -34,6 +34,8 @@ LINEAR: dict[str, list[set[int]]] = {
     "tanh_backward.default": [{0}],
     "leaky_relu_backward.default": [{0}],
     "hardtanh_backward.default": [{0}],
+    "hardswish_backward.default": [{0}],
+    "hardsigmoid_backward.default": [{0}],
     "native_dropout_backward.default": [{0}],
 }
 

@@ -43,6 +43,19 @@ def _whole(call: Call) -> list[Row]:
     return equation(call, [given], [_reduced(given, dims, bool(call.arg(2, "keepdim", False)))])
 
 
+def reduced_rows(call: Call, dims: int | None, keepdim: int | None) -> list[Row]:
+    """The rows of any reduction of one tensor: the dims that it does not reduce can be split.
+
+    Args:
+        dims, keepdim: positions of the arguments of these names; None: there is none.
+    """
+    (x,) = call.ins
+    reduced = _dims(None if dims is None else call.arg(dims, "dim"), x)
+    keeps = keepdim is not None and bool(call.arg(keepdim, "keepdim", False))
+    given = letters(x, fixed=reduced)
+    return equation(call, [given], [_reduced(given, reduced, keeps) for _ in call.node.outputs])
+
+
 @rule("aten.logsumexp.default")
 def _logsumexp(call: Call) -> list[Row]:
     (x,) = call.ins

@@ -1,11 +1,15 @@
-"""Rules as text: a user's own, and discovered ones.
+"""Rules as text: a user's own, and those that are derived or discovered.
 
 Every line of a rule that fits a call adds rows to it:
 
 * ``bmk, kn -> bmn``: an equation, with a letter per dim. A dropped letter is summed over,
   ``_`` stands for a dim that can't be split, and nothing for a scalar;
 * ``P, R -> P``: one row, with a placement per tensor. Its dims are cut alike;
+* ``pointwise``: elementwise, with broadcasting; ``pointwise linear 0``: and linear in input 0;
+* ``reduces 1 2``: reduces the dims that argument 1 lists (all without it) and keeps them with size
+  1 if argument 2 is true; ``-`` stands for an argument that the operator lacks;
 * ``flops 2 b m k n``: a product of numbers and of the first fitting equation's sizes;
+* ``origin derived``: where the rule comes from, one of :data:`ORIGINS`;
 * ``# ...``: a remark.
 
 :attr:`hap.ir.graph.Graph.rules` keeps them, by operator or by :func:`kind` of call.
@@ -20,10 +24,18 @@ from typing import NamedTuple
 
 from hap.ir.graph import Arg, Dtype, Graph, Node, Ref
 from hap.ir.placement import Placement
+from hap.synthesizer.rules.pointwise import pointwise
+from hap.synthesizer.rules.reductions import reduced_rows
 from hap.synthesizer.rules.rule_table import RULES, Call, Letters, Row, equation, possible
+
+ORIGINS = ("derived", "discovered", "replicated")
+"""Where a rule comes from that neither the table nor the user gives: from the operator's tags and
+schema, from running it, or from neither: every rank runs the whole call."""
 
 _PLACEMENT = re.compile(r"R|P|L|S\d+|-")
 _LETTERS = re.compile(r"[a-z_]*")
+_POINTWISE = re.compile(r"pointwise( linear \d+)?")
+_REDUCES = re.compile(r"reduces (\d+|-) (\d+|-)")
 
 
 class Line(NamedTuple):
@@ -35,7 +47,8 @@ class Line(NamedTuple):
 
     @property
     def is_row(self) -> bool:
-        return all(_PLACEMENT.fullmatch(word) for word in (*self.ins, *self.outs))
+        words = (*self.ins, *self.outs)
+        return bool(words) and all(_PLACEMENT.fullmatch(word) for word in words)
 
 
 def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
@@ -53,7 +66,10 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
             if not all(re.fullmatch(r"[a-z]|\d+(\.\d+)?", word) for word in factors):
                 raise ValueError(f"{text!r}: flops are numbers and single letters, as in 2 m k n")
             continue
-        if not said:
+        if not said or said.startswith("origin "):
+            continue
+        if _POINTWISE.fullmatch(said) or _REDUCES.fullmatch(said):
+            found.append(Line(said, (), ()))
             continue
         left, arrow, right = said.partition("->")
         ins, outs = (tuple(w.strip() for w in side.split(",")) for side in (left, right))
@@ -75,6 +91,9 @@ def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
             row = _row(call, line)
             made = possible(call, [row]) if row else []
             fits += _counts_fit(call, line)
+        elif not line.outs:
+            made = _named(call, line)
+            fits += 1
         else:
             made = _equation(call, line)
             fits += bool(made)
@@ -98,6 +117,21 @@ def written_flops(call: Call, lines: Sequence[str]) -> float | None:
 
 def _whole(call: Call) -> list[Letters]:
     return [[None] * len(t.shape) if t else [] for t in call.outs]
+
+
+def rule_origin(lines: Sequence[str]) -> str:
+    """One of :data:`ORIGINS`, or nothing for a user's own rule."""
+    said = next((line for line in lines if line.startswith("origin ")), "")
+    return said.removeprefix("origin ")
+
+
+def _named(call: Call, line: Line) -> list[Row]:
+    """The rows of a class of operators that has a name."""
+    word, *places = line.text.replace("linear", "").split()
+    if word == "pointwise":
+        return pointwise(call, [{int(place)} for place in places])
+    dims, keepdim = (None if place == "-" else int(place) for place in places)
+    return reduced_rows(call, dims, keepdim)
 
 
 def _counts_fit(call: Call, line: Line) -> bool:
@@ -128,7 +162,7 @@ def _row(call: Call, line: Line) -> Row | None:
 
 def _sizes(call: Call, line: Line) -> dict[str, list[int]] | None:
     """Letter -> the sizes of its dims; None if ranks differ."""
-    if not _counts_fit(call, line):
+    if not line.outs or not _counts_fit(call, line):
         return None
     found: dict[str, list[int]] = {}
     for tensor, word in zip((*call.ins, *call.outs), (*line.ins, *line.outs), strict=True):

@@ -1,6 +1,7 @@
 """The search engines by name.
 
-``exact`` is bucket elimination, the fastest where its tables fit. ``astar`` is HAP's own
+``exact`` is bucket elimination, the fastest where its tables fit. ``bounded`` is ``exact`` where
+they fit, else a short ``astar``. ``astar`` is HAP's own
 search with a better bound; its tables are bounded and it may be cut short. ``cpsat`` is an
 independent solver that checks the other two.
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 from hap.errors import InputError
 from hap.synthesizer.search import astar, cp_sat
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, minimise
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide, minimise
 from hap.synthesizer.search.search_result import INFEASIBLE, Engine, Pairs, SearchResult, Unary
 
 
@@ -23,7 +24,20 @@ def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
     return SearchResult(found.cost, found)
 
 
-ENGINES: Mapping[str, Engine] = {"exact": eliminate, "astar": astar.search, "cpsat": cp_sat.solve}
+def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
+    """Bucket elimination where its tables fit, else A*, cut short after :data:`FEW` expansions."""
+    try:
+        return eliminate(unary, pairs)
+    except TooWide:
+        return astar.search(unary, pairs, table_entries=FEW, expansions=FEW)
+
+
+FEW = 1 << 16
+"""Expansions, and entries of the tables of their bound: some ten seconds together."""
+
+ENGINES: Mapping[str, Engine] = {
+    "exact": eliminate, "astar": astar.search, "cpsat": cp_sat.solve, "bounded": eliminate_or_bound,
+}  # fmt: skip
 
 
 def engine_named(name: str) -> Engine:

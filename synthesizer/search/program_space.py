@@ -23,7 +23,7 @@ from hap.ir.graph import FREE, Graph, Node
 from hap.ir.placement import P, Placement, R, S
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
-from hap.synthesizer.rules.textual_rules import lines_of
+from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
 from hap.synthesizer.search.axis_names import axis_names
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
@@ -168,11 +168,9 @@ def _partial_sums(total: str | None, graph: Graph) -> set[str]:
 
 
 def is_product(node: Node, graph: Graph) -> bool:
-    """Are the axes of a node worth splitting? Operators without a rule count as products."""
-    return (
-        node.op in PRODUCTS
-        or lines_of(Call(node=node, tensors=graph.tensors), graph.rules) is not None
-    )
+    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    lines = lines_of(Call(node=node, tensors=graph.tensors), graph.rules)
+    return node.op in PRODUCTS or (lines is not None and rule_origin(lines) != "derived")
 
 
 def _rows(node: Node, graph: Graph) -> list[Row]:
@@ -187,7 +185,7 @@ def _rows(node: Node, graph: Graph) -> list[Row]:
         raise UnsupportedOpError(
             f"no rule says how operator {node.op} may be split",
             where=node.source or node.name,
-            hint="hap plan --discover finds out by running it, and "
+            hint="hap plan without --strict-rules finds out by running it, and "
             f"hap rules discover {node.op} --model FILE shows what it finds{nearest}",
         ) from None
 

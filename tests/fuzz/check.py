@@ -14,7 +14,7 @@ from hap.capture.tracing import capture
 from hap.errors import InfeasibleError, UnsupportedOpError
 from hap.ir.graph import Graph
 from hap.ir.plan import Plan
-from hap.rule_discovery import with_rules
+from hap.rule_sources import with_rules
 from hap.runtime.verify import Observed, _error, observe_reference, prepared
 from hap.synthesizer.search.program_space import build_space
 from tests.fuzz.recipe import Recipe
@@ -61,12 +61,7 @@ def check(recipe: Recipe) -> Outcome:
     if wishes is not None:
         try:
             plans = [
-                hap.plan(
-                    model,
-                    batch,
-                    cluster,
-                    options=hap.PlanOptions(allow_idle=True, discover=True, **wishes),
-                )
+                hap.plan(model, batch, cluster, options=hap.PlanOptions(allow_idle=True, **wishes))
             ]
         except InfeasibleError:
             outcome = Outcome.INFEASIBLE
@@ -89,7 +84,7 @@ def check(recipe: Recipe) -> Outcome:
 
 def captured(model: nn.Module, batch: Any) -> Graph:
     """The graph of a step, with discovered rows where the table has none."""
-    return with_rules(capture(model, batch), {}, discover=True, progress=lambda text: None)
+    return with_rules(capture(model, batch), {})
 
 
 def _right(case: Case, plan: Plan, number: int) -> bool:

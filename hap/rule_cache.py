@@ -1,0 +1,79 @@
+"""Keep discovered rules on disk, by operator, overload and torch version. (torch)
+
+Only of torch's own operators: another library's may change while its name and version stay.
+Discovery is deterministic, so a plan is the same with the file and without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hap.files import write_whole
+
+VERSION = 1
+"""Of how rows are discovered; raised when that changes what is found."""
+
+_TORCH = ("aten.", "prims.")
+
+
+def folder() -> Path:
+    """Where the rules are kept: ``$XDG_CACHE_HOME/hap/rules``, by default in ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "hap" / "rules" / f"{VERSION}-torch-{torch.__version__}"
+
+
+class RuleCache:
+    """The rules of kinds of calls, one file per operator.
+
+    Args:
+        progress: is told, once, why nothing can be kept.
+    """
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._known: dict[str, dict[str, list[str]]] = {}
+        self._writable = True
+
+    def get(self, op: str, kind: str) -> tuple[str, ...] | None:
+        """The lines that were kept for a kind of call."""
+        if not op.startswith(_TORCH):
+            return None
+        if op not in self._known:
+            self._known[op] = self._read(op)
+        lines = self._known[op].get(kind)
+        return None if lines is None else tuple(lines)
+
+    def put(self, op: str, kind: str, lines: tuple[str, ...]) -> None:
+        """Keep the lines of a kind of call."""
+        if not op.startswith(_TORCH) or not self._writable:
+            return
+        self._known.setdefault(op, {})[kind] = list(lines)
+        try:
+            folder().mkdir(parents=True, exist_ok=True)
+            write_whole(folder() / f"{op}.json", [json.dumps(self._known[op], indent=1)])
+        except OSError as error:
+            self._writable = False
+            self._progress(f"discovered rows are not kept for the next plan: {error}")
+
+    def _read(self, op: str) -> dict[str, list[str]]:
+        try:
+            text = (folder() / f"{op}.json").read_text()
+        except OSError:
+            return {}
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict) or not all(_is_rule(lines) for lines in found.values()):
+            self._progress(f"the kept rows of {op} are damaged: discovering them again")
+            return {}
+        return found
+
+
+def _is_rule(lines: object) -> bool:
+    return isinstance(lines, list) and all(isinstance(line, str) for line in lines)

@@ -1,0 +1,78 @@
+"""Discover rules in a process of their own, which an operator may crash. (torch)
+
+A kernel that is given parts of what belongs together, such as indices that point beyond them, may
+write where it must not. The process is a fork, so that operators of the user's file are there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from hap.errors import UnsupportedOpError
+from hap.rule_discovery import NoSampleError, discovered
+from hap.synthesizer.rules import Call
+
+LIMIT_S = 300.0
+"""Seconds after which discovery is given up; the runs are counted, so only a kernel that hangs
+takes so long."""
+
+
+def discovered_apart(call: Call) -> tuple[str, ...]:
+    """The rule of a call as lines, by running its operator on small split inputs.
+
+    Raises:
+        UnsupportedOpError: as of :func:`hap.rule_discovery.discovered`.
+        NoSampleError: the operator runs on no sample, ends its process, or does not end.
+    """
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_discover, args=(call, sender), daemon=True)
+    process.start()
+    sender.close()
+    answer: tuple[str, Any] = ("ended", None)
+    try:
+        if receiver.poll(LIMIT_S):
+            answer = receiver.recv()
+        else:
+            answer = ("late", None)
+            process.kill()
+    except EOFError:
+        pass  # it ended without an answer
+    finally:
+        process.join()
+        receiver.close()
+    match answer:
+        case "found", lines:
+            return tuple(lines)
+        case "refused", (what, where, hint):
+            raise UnsupportedOpError(what, where=where, hint=hint)
+        case "no sample", what:
+            raise NoSampleError(what, where=call.node.source)
+        case "late", _:
+            reason = f"a run did not end within {LIMIT_S:.0f} s"
+        case "failed", text:
+            raise AssertionError(f"discovering the rows of {call.node.op} failed:\n{text}")
+        case _:
+            reason = f"a run on split inputs ended the process (exit code {process.exitcode})"
+    raise NoSampleError(f"operator {call.node.op}: {reason}", where=call.node.source)
+
+
+def _discover(call: Call, sender: Connection) -> None:
+    torch.set_num_threads(1)  # the threads of a fork's parent are gone
+    answer: tuple[str, Any]
+    try:
+        found = discovered(call)
+        came = "discovered" if any(row.units for row in found.rows) else "replicated"
+        answer = ("found", (f"origin {came}", *found.lines))
+    except NoSampleError as error:
+        answer = ("no sample", error.what)
+    except UnsupportedOpError as error:
+        answer = ("refused", (error.what, error.where, error.hint))
+    except Exception:
+        answer = ("failed", traceback.format_exc())
+    sender.send(answer)

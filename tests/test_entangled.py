@@ -1,0 +1,90 @@
+"""Graphs whose programs are too entangled for elimination are planned all the same."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap.errors import TooEntangledError
+from hap.ir.plan import Plan
+from hap.synthesizer.search import bucket_elimination, engines
+from hap.synthesizer.search.program_space import NARROW, build_space
+from hap.synthesizer.search.search_result import Pairs, SearchResult, SearchStatus, Unary
+from hap.synthesizer.synthesize import Synthesizer
+from tests.random_plans import make_case, two_machines, verdict
+
+
+class Dense(nn.Module):
+    """Every layer reads the outputs of all before it, as in a DenseNet."""
+
+    def __init__(self, layers: int, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(width * k), nn.ReLU(), nn.Conv2d(width * k, width, 3, padding=1)
+            )
+            for k in range(1, layers + 1)
+        )  # fmt: skip
+        self.head = nn.Linear(width * (layers + 1), 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for layer in self.layers:
+            made.append(layer(torch.cat(made, 1)))
+        return F.cross_entropy(
+            self.head(torch.cat(made, 1).mean((2, 3))), torch.arange(len(x), device=x.device) % 5
+        )
+
+
+BATCH = (torch.randn(12, 4, 6, 6, generator=torch.Generator().manual_seed(0)),)
+
+
+@functools.cache
+def _planned(layers: int) -> tuple[Plan, str]:
+    said: list[str] = []
+    plan = hap.plan(Dense(layers), BATCH, two_machines(2), progress=said.append)
+    return plan, "\n".join(said)
+
+
+def test_a_dense_network_is_planned_with_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of few entries make a small network as entangled as a large one."""
+    exact, said = _planned(5)
+    assert "too entangled" not in said
+    monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 200)
+    lines: list[str] = []
+    plan = hap.plan(Dense(5), BATCH, two_machines(2), progress=lines.append)
+    assert sum("too entangled" in line for line in lines) == len(NARROW)
+    assert plan.prediction.step_s <= exact.prediction.step_s * 1.01
+    for bound in plan.prediction.bounds:
+        assert 0 < bound.step_s <= exact.prediction.step_s * (1 + 1e-9)
+        assert 0 <= bound.gap < 0.2
+    torch.manual_seed(0)
+    assert verdict(make_case(Dense(5), BATCH, graph=plan.graph), plan).ok
+
+
+@pytest.mark.slow
+def test_a_network_that_no_space_is_narrow_enough_for_is_planned() -> None:
+    plan, said = _planned(20)
+    assert "now with everything free, by A*" in said
+    with pytest.raises(TooEntangledError):
+        Synthesizer(
+            build_space(plan.graph, narrow=len(NARROW) - 1), two_machines(2), 2,
+            engine=engines.eliminate,
+        ).cheapest({"batch": (6, 6)})  # fmt: skip
+    assert all(bound.gap < 0.2 for bound in plan.prediction.bounds)
+
+
+def test_a_search_that_finds_nothing_leaves_all_of_the_step_to_every_rank() -> None:
+    def gives_up(unary: Unary, pairs: Pairs) -> SearchResult:
+        return SearchResult(status=SearchStatus.UNKNOWN, bound=0, labelling=None)
+
+    space = build_space(_planned(5)[0].graph)
+    synthesizer = Synthesizer(space, two_machines(2), 2, engine=gives_up)
+    found = synthesizer.cheapest(next(synthesizer.starts()))
+    assert not found.program.used_axes()
+    assert synthesizer.gap == 1.0
