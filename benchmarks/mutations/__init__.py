@@ -1,0 +1,1 @@
+"""Mutated plan files: each is refused, fails verification, or computes the same."""

@@ -1,0 +1,83 @@
+"""Judge a mutated plan file: loaded, verified, and compared independently."""
+
+from __future__ import annotations
+
+import json
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from benchmarks.mutations.independent import first_unequal
+from benchmarks.mutations.mutators import Data
+from benchmarks.mutations.subjects import Subject
+from hap.errors import PlanError
+from hap.ir.plan import Plan
+from hap.runtime.verify import verify
+
+REFUSED, OTHER_MODEL = "refused at load", "another model"
+FAILED, EQUAL = "fails verification", "equal"
+FALSE_EQUAL, TRACEBACK, HANG = "FALSE EQUAL", "TRACEBACK", "HANG"
+VIOLATIONS = (FALSE_EQUAL, TRACEBACK, HANG)
+OUTCOMES = (REFUSED, OTHER_MODEL, FAILED, EQUAL, *VIOLATIONS)
+
+LIMIT_S = 30.0
+
+
+class Judgement(NamedTuple):
+    """An outcome, and its reason."""
+
+    outcome: str
+    why: str
+
+
+class _TimeUp(BaseException):
+    """No ``Exception``, so that nothing on the way mistakes it for a failure."""
+
+
+def judge(subject: Subject, data: Data, path: Path, limit_s: float = LIMIT_S) -> Judgement:
+    """The outcome of one mutated plan, within a limit of time."""
+    try:
+        with _limited(limit_s):
+            return _judged(subject, data, path)
+    except _TimeUp:
+        return Judgement(HANG, f"no outcome after {limit_s:g} s")
+    except Exception:
+        return Judgement(TRACEBACK, traceback.format_exc())
+
+
+def _judged(subject: Subject, data: Data, path: Path) -> Judgement:
+    path.write_text(json.dumps(data))
+    case = subject.case
+    try:
+        plan = Plan.load(path)
+    except PlanError as error:
+        if not (error.what and error.where and error.hint):
+            return Judgement(TRACEBACK, f"no message for people: {error}")
+        return Judgement(REFUSED, str(error))
+    try:
+        plan.check_model(case.graph)
+    except PlanError as error:
+        return Judgement(OTHER_MODEL, str(error))
+    verdict = verify(plan, case.model, case.batch, case.loss, case.optimizer)
+    if not verdict.ok:
+        return Judgement(FAILED, verdict.first_bad or "")
+    unequal = first_unequal(plan, data, subject.expected)
+    return Judgement(FALSE_EQUAL, unequal) if unequal else Judgement(EQUAL, "")
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def over(number: int, frame: FrameType | None) -> None:
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
