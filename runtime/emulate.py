@@ -120,5 +120,7 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0][1]
+        rank, error = errors[0]
+        error.add_note(f"on rank {rank}")
+        raise error
     return results

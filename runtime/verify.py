@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hap.capture import torch_private
 from hap.capture.tracing import Loss, Step
 from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
+from hap.errors import HapError, VerifyError
 from hap.ir.batch import Batch, call, each, flatten
 from hap.ir.graph_builder import RANDOM
 from hap.ir.plan import Plan
@@ -79,12 +80,25 @@ def verify(
         model, batch: real tensors on the CPU; parameters should be random. Not modified.
         run: runs a function of a :class:`Comm` on every rank; default: emulated ranks.
         device: the device of the reference, and of ranks that ``run`` does not place itself.
+
+    Raises:
+        VerifyError: a rank failed.
     """
     widen = dtype == "float64"
     observer = Observer.make(plan, model, batch, optimizer, dtype, backend, device)
     model, batch = observer.model, observer.batch
     expected = observe_reference(model, batch, loss, optimizer, device)
-    ranks = run(plan.world_size, observer)
+    try:
+        ranks = run(plan.world_size, observer)
+    except HapError:
+        raise
+    except Exception as error:  # a program that can't run does not compute what one device does
+        rank = next(iter(getattr(error, "__notes__", ())), "on a rank")
+        text = str(error).partition("\n")[0]
+        raise VerifyError(
+            f"the program failed {rank}: {type(error).__name__}: {text}",
+            hint="plan anew; if the plan file was not edited, please report this with it",
+        ) from error
     rows = compare(plan, expected, ranks, TOLERANCE[dtype])
     bad = None
     if not all(row.ok for row in rows):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from benchmarks.mutations.independent import first_unequal
 from benchmarks.mutations.mutators import Data
 from benchmarks.mutations.subjects import Subject
-from hap.errors import PlanError
+from hap.errors import PlanError, VerifyError
 from hap.ir.plan import Plan
 from hap.runtime.verify import verify
 
@@ -62,7 +62,10 @@ def _judged(subject: Subject, data: Data, path: Path) -> Judgement:
         plan.check_model(case.graph)
     except PlanError as error:
         return Judgement(OTHER_MODEL, str(error))
-    verdict = verify(plan, case.model, case.batch, case.loss, case.optimizer)
+    try:
+        verdict = verify(plan, case.model, case.batch, case.loss, case.optimizer)
+    except VerifyError as error:
+        return Judgement(FAILED, str(error))
     if not verdict.ok:
         return Judgement(FAILED, verdict.first_bad or "")
     unequal = first_unequal(plan, data, subject.expected)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hap.cluster.topology import Cluster, digest_of
-from hap.errors import PlanError
+from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
@@ -340,7 +340,7 @@ class Plan:
             raise PlanError(f"{infinite[0]} is no figure", where=where, hint="plan anew")
         try:
             return Plan.from_json(data)
-        except PlanError as error:
+        except (PlanError, ClusterError) as error:
             raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise PlanError(

@@ -54,6 +54,11 @@ def _check_program(
         raise ValueError(f"shares of {sorted(shares)}, but the program uses {sorted(axes)}")
     for name, units in axes.items():
         _check_units(name, shares, units, ranks, machines)
+    for dim, (name, units) in program.axes.items():
+        tensor, _, place = dim.rpartition(":")
+        shape = graph.tensors[tensor].shape
+        if units < 1 or shape[int(place)] % units:
+            raise ValueError(f"{dim} of {shape} can't be cut into the {units} units of {name}")
 
 
 def _check_units(
