@@ -190,10 +190,8 @@ def test_a_plan_made_in_python_names_no_model_file(folder: Path) -> None:
 
 def test_nothing_is_planned_that_cannot_be_written(folder: Path) -> None:
     words = ("plan", "model.py", "--cluster", "cluster.yaml", "-o")
-    assert "absent/plan.json: the plan cannot be written there" in refused(
-        2, *words, "absent/plan.json"
-    )
-    assert "the plan cannot be written there" in refused(2, *words, str(folder))
+    assert "absent/plan.json: cannot write there" in refused(2, *words, "absent/plan.json")
+    assert "cannot write there" in refused(2, *words, str(folder))
 
 
 # --- through the planner ---
@@ -305,12 +303,11 @@ def test_simulate_shows_the_step_that_the_plan_predicts(folder: Path) -> None:
 
 
 def test_simulations_that_cannot_be_made_or_written(folder: Path) -> None:
-    assert "all_reduce has no implementation 'ring'" in refused(2, "simulate", "small.json")
     planned()
     before = sorted(folder.iterdir())
     for path in ("absent/trace.json", str(folder)):
         error = refused(2, "simulate", "plan.json", "--trace", path)
-        assert f"{path}: the trace cannot be written there" in error and "--trace" in error
+        assert f"{path}: cannot write there" in error and "--trace" in error
     assert sorted(folder.iterdir()) == before
 
 

@@ -14,7 +14,7 @@ from hap.errors import TooEntangledError
 from hap.ir.plan import Plan
 from hap.synthesizer.search import bucket_elimination, engines
 from hap.synthesizer.search.program_space import NARROW, build_space
-from hap.synthesizer.search.search_result import Pairs, SearchResult, SearchStatus, Unary
+from hap.synthesizer.search.search_result import Pairs, SearchResult, Unary
 from hap.synthesizer.synthesize import Synthesizer
 from tests.random_plans import make_case, two_machines, verdict
 
@@ -81,7 +81,7 @@ def test_a_network_that_no_space_is_narrow_enough_for_is_planned() -> None:
 
 def test_a_search_that_finds_nothing_leaves_all_of_the_step_to_every_rank() -> None:
     def gives_up(unary: Unary, pairs: Pairs) -> SearchResult:
-        return SearchResult(status=SearchStatus.UNKNOWN, bound=0, labelling=None)
+        return SearchResult(bound=0, labelling=None)
 
     space = build_space(_planned(5)[0].graph)
     synthesizer = Synthesizer(space, two_machines(2), 2, engine=gives_up)

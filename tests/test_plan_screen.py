@@ -42,7 +42,9 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert rows(text, "even data parallel")[0].endswith(" 1.50x")
     assert rows(text, "without") == ["without the slowest 9 ms 0.90x does not fit the memory"]
     assert rows(text, "ZeRO") == ["ZeRO - - the batch can't be split"]
-    assert rows(text, "grad") == ["grad layers.*.weight (2x) all_reduce 96 B ring 4 ms tree 8 ms"]
+    assert rows(text, "grad") == [
+        "grad layers.*.weight (2x) all_reduce 96 B one shot 4 ms tree 8 ms"
+    ]
     assert "hap verify 'my plan.json'\n  hap run 'my plan.json' --nproc 4\n" in text
 
 
