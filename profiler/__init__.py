@@ -1,4 +1,4 @@
-"""Measuring devices and links, and fitting a cluster's figures to what was measured.
+"""Measure devices and links, and fit a cluster's figures to the measurements.
 
 Imports ``hap.ir``, ``hap.cluster`` and ``hap.capture``; neither the runtime nor the synthesizer.
 """

@@ -1,8 +1,8 @@
 """Time calls on one device, in windows of many calls.
 
-A window is much longer than the period in which a throttled processor is stopped and continued,
-so that it sees the rate that a training step sees. On CUDA the clock is a pair of events on the
-stream; elsewhere it is wall time, since that is what the others wait for.
+A window is much longer than the period in which a throttled processor pauses and continues, so that
+it measures the rate of a training step. On CUDA the clock is a pair of events on the stream;
+elsewhere it is wall time, since other ranks wait for that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 _GROUPS = Path("/sys/fs/cgroup")
 _KEPT_FREE = 0.94
-"""Part of a CUDA device's memory that a plan may use: the context and the allocator want some."""
+"""Part of a CUDA device's memory that a plan may use; context and allocator need the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long to measure: windows per operator, and seconds of one."""
+    """Duration of measurements: windows per operator, and seconds per window."""
 
     windows: int
     window_s: float
@@ -32,14 +32,14 @@ FULL = Pace(windows=4, window_s=0.12)
 QUICK = Pace(windows=3, window_s=0.08)
 CUDA_WINDOW_S = 0.02
 PARTS = 5
-"""A window is looked at so often; it ends when its time is over, however many calls that took."""
+"""Batches of calls per window; a window ends after its time, whatever the number of calls."""
 
-_CALLS_AFTER = 24  # in a window, of what is timed after something else
-_LONG_WINDOWS = 2  # of a call that takes longer than a window, and sees as much by itself
+_CALLS_AFTER = 24  # calls per window if each is timed after another call
+_LONG_WINDOWS = 2  # windows if a single call takes longer than a window
 
 
 def seconds_per_call(call: Callable[[], object], device: torch.device, pace: Pace) -> list[float]:
-    """Seconds of one call, once per window; the first calls warm up and are not counted."""
+    """Return the seconds of one call, per window; the first calls warm up and do not count."""
     window_s = CUDA_WINDOW_S if device.type == "cuda" else pace.window_s
     count, once = _count(call, device, window_s)
     windows = _LONG_WINDOWS if once > window_s else pace.windows
@@ -47,10 +47,10 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, pace: Pac
 
 
 def _count(call: Callable[[], object], device: torch.device, window_s: float) -> tuple[int, float]:
-    """(how many calls fill a part of a window, seconds of one); warms up."""
+    """Warm up; return (number of calls that fill a part of a window, seconds of one)."""
     call()
     once = timed(call, 1, device)
-    # Grow the number until it fills a good part of a window: one call may fall into a pause.
+    # Increase the count until it fills a good part of a window: a single call may hit a pause.
     count = 1
     while once * count < window_s / 4:
         count = max(2 * count, min(round(window_s / max(once, 1e-7) / 4), 64 * count))
@@ -59,7 +59,7 @@ def _count(call: Callable[[], object], device: torch.device, window_s: float) ->
 
 
 def _window(call: Callable[[], object], count: int, device: torch.device, window_s: float) -> float:
-    """Seconds per call, over as many times ``count`` calls as fill a window."""
+    """Return the seconds per call, over batches of ``count`` calls that fill a window."""
     calls, seconds = 0, 0.0
     while seconds < window_s * (1 - 0.5 / PARTS):
         seconds += timed(call, count, device)
@@ -70,10 +70,10 @@ def _window(call: Callable[[], object], count: int, device: torch.device, window
 def seconds_after(
     before: Callable[[], object], call: Callable[[], object], windows: int
 ) -> list[float]:
-    """Seconds that this thread takes for a call after another one, once per window.
+    """Return the seconds of a call that follows the call ``before``, per window.
 
-    By processor time, which a throttled processor's pauses leave alone: they are longer than what
-    is looked for. Times what this thread waits for each second of it.
+    The clock is processor time, which excludes a throttled processor's pauses, since these are
+    longer than the call. The result is scaled by the ratio of wall time to processor time.
     """
     clock, begun = time.thread_time, (time.perf_counter(), time.thread_time())
     found = []
@@ -81,7 +81,7 @@ def seconds_after(
         spent_s = 0.0
         for _ in range(_CALLS_AFTER):
             before()
-            clock()  # a first time, for what it takes from memory
+            clock()  # load its code into the caches
             start = clock()
             call()
             spent_s += clock() - start
@@ -91,7 +91,7 @@ def seconds_after(
 
 
 def timed(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds of ``count`` calls."""
+    """Return the seconds of ``count`` calls."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -107,7 +107,7 @@ def timed(call: Callable[[], object], count: int, device: torch.device) -> float
 
 
 def memory_bytes(device: torch.device, ranks_here: int) -> int:
-    """Bytes of a device that a plan may use; the ranks of a machine share its main memory."""
+    """Return the bytes of a device that a plan may use; ranks of a machine share its memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_FREE)
     page = os.sysconf("SC_PAGE_SIZE")
@@ -118,7 +118,7 @@ def memory_bytes(device: torch.device, ranks_here: int) -> int:
 
 
 def memory_limits(memberships: str, groups: Path = _GROUPS) -> list[int]:
-    """Bytes that this process's control groups may hold, where that is limited.
+    """Return the memory limits, in bytes, of this process's control groups.
 
     Args:
         memberships: the text of ``/proc/self/cgroup``.
@@ -134,5 +134,5 @@ def memory_limits(memberships: str, groups: Path = _GROUPS) -> list[int]:
 
 
 def kind_name(device: torch.device) -> str:
-    """The name that the device reports: ``NVIDIA H200``, or ``cpu``."""
+    """Return the name that the device reports, such as ``NVIDIA H200``, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

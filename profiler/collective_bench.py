@@ -1,7 +1,7 @@
 """Time each implementation of each collective, and messages between ranks.
 
-All ranks go through the same list in the same order. Sizes that would take too long are left out;
-the time of the last rank decides that, which all ranks know.
+All ranks run the same list in the same order. Sizes that would take too long are left out; the
+time of the slowest rank decides that, and all ranks know it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hap.units import format_bytes
 WIDTH = 64
 """Elements of a row; shards are whole rows."""
 
-_SHORT_S, _MANY = 0.02, 16
-_BRIEF_S, _OFTEN = 0.08, 3  # a collective that is over so soon is repeated so many times as often
-_SKEWED_BYTES = 2**18  # of less, how the shards lie says nothing
+_SHORT_S, _MANY = 0.02, 16  # short calls are timed in a row: target duration, most calls
+_BRIEF_S, _OFTEN = 0.08, 3  # shorter collectives get this many times the rounds
+_SKEWED_BYTES = 2**18  # smaller collectives are not measured with skewed shards
 _COMPUTE_S = 0.012
-_LEAST_S = 1e-7  # of a measured difference
+_LEAST_S = 1e-7  # smallest time that a measurement returns
 _BOOT, _TIME = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 _PATIENT = 4
-_NOISY, _AGAIN = 0.2, 3  # standard error of a mean above which there are more repeats, so often
-_LONG = 4  # parts of the longest: what takes more than one is repeated but twice
+_NOISY, _AGAIN = 0.2, 3  # relative standard error that needs more rounds; most times to add them
+_LONG = 4  # a call longer than this part (1/_LONG) of the limit gets only two rounds
 
 
 class BenchComm(Protocol):
@@ -63,15 +63,15 @@ class BenchComm(Protocol):
 
 
 def gathered_from_all(mine: Any) -> list[Any]:
-    """The values of all ranks, known to all."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
+    """Return the values of all ranks, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, mine)
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Bytes of whole tensors to try, repeats of each, and the longest that one may take."""
+    """Sizes of whole tensors in bytes, rounds per size, and the longest time of one call."""
 
     sizes: tuple[int, ...]
     rounds: int
@@ -84,16 +84,16 @@ QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Ranks that exchange, this rank's end of it, and all the rings that do so side by side."""
+    """Groups of ranks that run a collective in parallel, and the communicator of this rank's."""
 
     comm: BenchComm
     groups: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
-    """Ranks of each machine; one entry if the ring is inside of machines."""
+    """Number of ranks of each machine; one entry if the groups are inside machines."""
 
 
 def total(rings: Sequence[Ring], ranks: int, limits: Range) -> int:
-    """The number of records, if no size is left out."""
+    """Return the number of records if no size is left out."""
     of_rings = sum(len(_sizes(case, limits)) for ring in rings for case in _cases(ring))
     return of_rings + len(_pairs(ranks)) * len(limits.sizes)
 
@@ -106,13 +106,13 @@ def measure(
     known: dict[str, ExchangeRecord],
     whole: BenchComm,
 ) -> Iterator[str | ExchangeRecord | None]:
-    """In a fixed order, on all ranks: what comes next, and then its record.
+    """Yield, for each measurement, its description and then its record; call it on all ranks.
 
-    None stands for the record of a size that was left out.
+    None replaces both for a size that is left out.
 
     Args:
-        known: by key, records of an earlier run, which are not measured again.
-        whole: the communicator of all the ranks.
+        known: records of an earlier run by key; they are not measured again.
+        whole: the communicator of all ranks.
     """
     for pair in _pairs(ranks):
         one = partial(_message, pair, limits, device, known, whole)
@@ -126,9 +126,9 @@ def measure(
 def _grow(
     what: str, one: Callable[[int], ExchangeRecord], sizes: Sequence[int], limits: Range
 ) -> Iterator[str | ExchangeRecord | None]:
-    """Sizes from the smallest on, until the next would take too long.
+    """Measure sizes in ascending order, leaving out those that would take too long.
 
-    That is four times as long where starts are all that was seen: the bandwidth would be a guess.
+    The limit is four times as long while latency dominates: the bandwidth would be a guess.
     """
     made: list[ExchangeRecord] = []
     for nbytes in sizes:
@@ -142,12 +142,12 @@ def _grow(
 
 
 def _bandwidth_bound(made: Sequence[ExchangeRecord]) -> bool:
-    """Do bytes take as long as the start, in the largest that was measured?"""
+    """Return whether the largest measured size takes more than twice as long as the smallest."""
     return len(made) > 1 and median(made[-1].seconds) > 2 * median(made[0].seconds)
 
 
 def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
-    """Seconds of a size by the line through the last two; one alone may be all start."""
+    """Extrapolate the seconds of a size through the last two; a single one may be all latency."""
     if len(made) < 2:
         return median(made[0].seconds) if made else 0.0
     (x, s), (y, t) = ((r.nbytes, median(r.seconds)) for r in made[-2:])
@@ -155,7 +155,7 @@ def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:
-    """Each rank and the next one: every link of the ring in rank order. 16 of them at most."""
+    """Return each rank and the next one, the links of the ring in rank order; at most 16."""
     if ranks < 2:
         return []
     every = [(r, (r + 1) % ranks) for r in range(ranks if ranks > 2 else 1)]
@@ -163,7 +163,7 @@ def _pairs(ranks: int) -> list[tuple[int, int]]:
 
 
 def _cases(ring: Ring) -> Iterator[tuple[str, str, str]]:
-    """(collective, implementation, skew of the shards)."""
+    """Yield (collective, implementation, skew of the shards)."""
     stages = exists(ring.counts)
     for kind, ways in IMPLEMENTATIONS.items():
         for how in ways:
@@ -181,7 +181,7 @@ def _sizes(case: tuple[str, str, str], limits: Range) -> list[int]:
 
 
 def parts(rows: int, ranks: int, skew: str) -> list[int]:
-    """Rows of each rank: even ones, or half of all on the first rank."""
+    """Return the rows of each rank: an even split, or half of all rows on the first rank."""
     first = rows // 2 if skew != "even" and ranks > 1 else -1
     if first < 0:
         return [rows // ranks + (k < rows % ranks) for k in range(ranks)]
@@ -193,10 +193,10 @@ def among(
     comm: BenchComm, ranks: tuple[int, ...], kind: str, sizes: Sequence[int], limits: Range,
     device: torch.device, whole: BenchComm,
 ) -> list[ExchangeRecord]:  # fmt: skip
-    """A collective of some ranks, while the others idle; up to the size that would take too long.
+    """Measure a collective of some ranks while the others idle, leaving out sizes too long.
 
     Args:
-        comm: the ranks' communicator; not used by the others.
+        comm: the communicator of ``ranks``; other ranks do not use it.
     """
     one = partial(_among, comm, ranks, kind, limits, device, whole)
     return [found for found in _grow(kind, one, sizes, limits) if isinstance(found, ExchangeRecord)]
@@ -219,7 +219,7 @@ def _among(
 
 
 def small(comm: BenchComm, kind: str, nbytes: int, device: torch.device) -> Callable[[], object]:
-    """A collective of about so many bytes, in even shards, by its first implementation."""
+    """Return a call of a collective's first implementation: about ``nbytes``, even shards."""
     n, how = comm.world_size, IMPLEMENTATIONS[kind][0]
     half, even = parts(_rows(kind, nbytes, n) // 2, n, "even"), parts(WIDTH, n, "even")
     return _call(comm, kind, how, half, even, device)
@@ -228,7 +228,7 @@ def small(comm: BenchComm, kind: str, nbytes: int, device: torch.device) -> Call
 def consecutive_seconds(
     call: Callable[[], object], count: int, device: torch.device, whole: BenchComm
 ) -> float:
-    """Seconds of each of so many calls, as in the records of collectives; known to all."""
+    """Return the mean seconds of ``count`` consecutive calls, the same value on all ranks."""
     return _last([_one(call, count, device, whole)], count, device, whole)[0]
 
 
@@ -253,7 +253,7 @@ def _collective(
 
 
 def _rows(kind: str, nbytes: int, ranks: int) -> int:
-    """Of two tensors together, about so many bytes: enough for each rank to have some."""
+    """Return the rows of two tensors together: about ``nbytes``, and some for each rank."""
     rows = max(2 * ranks, nbytes // (WIDTH * 4 * 2)) * 2
     return max(4 * ranks, rows) if kind == "all_to_all" else rows
 
@@ -261,7 +261,7 @@ def _rows(kind: str, nbytes: int, ranks: int) -> int:
 def _ends(
     kind: str, half: Sequence[int], even: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The ranks' parts before and after."""
+    """Return the ranks' fractions of the tensor before and after the collective."""
     split, other = (tuple((np.array(x) / sum(x)).tolist()) for x in (half, even))
     ones = (1.0,) * len(half)
     return {
@@ -272,7 +272,7 @@ def _ends(
 def _call(
     comm: BenchComm, kind: str, how: str, half: list[int], even: list[int], device: torch.device
 ) -> Callable[[], object]:
-    """A collective of two tensors as one, as programs fuse them; an all-to-all of one."""
+    """Return a call of a fused collective of two tensors, as in programs; all-to-all has one."""
     n, rank = comm.world_size, comm.rank
     if n == 1:
         return lambda: None
@@ -297,7 +297,7 @@ def _message(
     pair: tuple[int, int], limits: Range, device: torch.device,
     known: dict[str, ExchangeRecord], whole: BenchComm, nbytes: int,
 ) -> ExchangeRecord:  # fmt: skip
-    """There and back again, so that one clock sees it; half of that is one way."""
+    """Measure a round trip, so that one clock suffices; a message takes half of it."""
     key = exchange_key(MESSAGE, "", nbytes, [pair], "")
     if key in known:
         return known[key]
@@ -326,11 +326,11 @@ def _seconds(
     whole: BenchComm,
     often: int,
 ) -> tuple[float, ...]:
-    """Seconds of a call until the last rank has its result, per round; None on ranks that idle."""
+    """Return seconds, per round, until the last rank has its result; idle ranks pass no call."""
     if call is not None:
-        call()  # makes connections, and memory
+        call()  # creates connections, allocates memory
     once = _last([_one(call, 1, device, whole)], 1, device, whole)[0]
-    # Short ones in a row: a throttled rank may sleep through a whole one.
+    # Run short calls in a row: a throttled rank may be paused for longer than one call.
     count = max(1, min(_MANY, round(_SHORT_S / max(once, 1e-6))))
     long = once > limits.longest_s / _LONG
     rounds = 2 if long else limits.rounds * (often if once < _BRIEF_S else 1)
@@ -344,23 +344,23 @@ def _seconds(
 
 
 def too_noisy(seconds: Sequence[float]) -> bool:
-    """Do repeats differ so much that a few more would move their mean, as where packets were lost?"""
+    """Return whether the mean of repeats is uncertain, for example because of lost packets."""
     return len(seconds) > 1 and stdev(seconds) > _NOISY * fmean(seconds) * len(seconds) ** 0.5
 
 
 def _one(
     call: Callable[[], object] | None, count: int, device: torch.device, whole: BenchComm
 ) -> tuple[float, float]:
-    """(when this rank would have computed, had it only done that; when it had its last result).
+    """Return (start plus computing time alone, time of the last result) of this rank.
 
-    On a CPU each call comes after some computing, as in a step: a rank comes to it with the
-    caches full of something else and, where it is throttled, little processor time left.
-    On one machine these are times of its clock. On several they count from when this rank began:
-    one that is late to begin is then part of what the others measure.
+    On a CPU each call follows some computing, as in a step: caches hold other data, and a
+    throttled rank has little processor time left. Ranks of one machine share a clock, and times
+    are that clock's. Otherwise they count from this rank's start, and so include the wait for
+    ranks that start late.
     """
     busy = _busy() if device.type == "cpu" and call is not None else None
     one_clock = _one_clock(device, whole)
-    whole.all_reduce_max(torch.zeros((), device=device))  # all start together
+    whole.all_reduce_max(torch.zeros((), device=device))  # a barrier
     _synchronize(device)
     if call is None:
         return 0.0, 0.0
@@ -378,10 +378,10 @@ def _one(
 
 @cache
 def _one_clock(device: torch.device, whole: BenchComm) -> bool:
-    """Do all ranks read the same clock? Those of one machine do, unless namespaces set it apart."""
+    """Return whether all ranks share a clock: one machine, and one time namespace."""
     try:
         name = _BOOT.read_text() + _TIME.readlink().name
-    except OSError:  # not Linux, or one that hides it: only this process's own is sure to be
+    except OSError:  # not Linux, or these files are hidden: assume a clock per rank
         name = str(whole.rank)
     number = float(crc32(name.encode()))
     both = torch.tensor([number, -number], dtype=torch.float64, device=device)
@@ -391,7 +391,7 @@ def _one_clock(device: torch.device, whole: BenchComm) -> bool:
 
 @cache
 def _busy() -> Callable[[], object]:
-    """Products that take this rank about :data:`_COMPUTE_S`."""
+    """Return a function that computes matrix products for about :data:`_COMPUTE_S`."""
     a = torch.randn(256, 256)
     torch.mm(a, a)
     begun, count = time.perf_counter(), 0
@@ -410,8 +410,8 @@ def _busy() -> Callable[[], object]:
 def _last(
     rounds: list[tuple[float, float]], count: int, device: torch.device, whole: BenchComm
 ) -> list[float]:
-    """Seconds of each of so many calls, from when the last rank had computed until the last had
-    its result, known to all.
+    """Return the seconds per call of each round, from the end of the last rank's computing to
+    the last result, the same on all ranks.
     """
     found = whole.all_reduce_max(torch.tensor(rounds, dtype=torch.float64, device=device)).tolist()
     return [max((ended - computed) / count, _LEAST_S) for computed, ended in found]

@@ -1,12 +1,12 @@
 """Measure the contention between computing and collectives.
 
-Packing, sending and adding up take some of what computing would have: cores and memory on a CPU,
-multiprocessors on a GPU. And who computes is late to pass on what has arrived. Ranks that are
-about as fast compute products, alone and beside an all-reduce among them and all faster ranks, which
-only communicate, while the slower ones idle: a plan may leave these out. The time that products lose, by the
-undisturbed time of the all-reduce, is the devices' *interference*; the factor by which its bytes take
-longer while they compute is their *drag*. Consecutive small collectives show the *delay*: the seconds
-by which each message is later, however few its bytes, as it waits for ranks that compute.
+A collective packs, sends and sums, and so competes with computing for cores and memory on a CPU,
+or for multiprocessors on a GPU. A rank that computes also forwards received data late. Ranks of one
+speed class compute products, alone and during an all-reduce with all faster ranks, which only
+communicate; slower ranks idle, since a plan may leave them out. *Interference* is the time that
+products lose, divided by the undisturbed time of the all-reduce. *Drag* is the factor by which its
+bytes take longer while devices compute. Consecutive small collectives measure the *delay*: the
+seconds by which each message is later, whatever its size, since it waits for ranks that compute.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hap.profiler.samples import BesideRecord
 
 Ranks = tuple[int, ...]
 Start = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Starts a collective beside what is computed next; what it returns waits for its end."""
+"""Starts a collective in the background; returns a function that waits for its end."""
 
 WINDOWS = 3
 _WANTED_S = 0.25
 _FIRST, _LEAST, _MOST = 2**21, 2**16, 2**25
 _WIDTH = 384
 _LONGER = 2.0
-"""Products last that much longer than the all-reduce, so that it runs beside them for long."""
+"""Duration of products relative to the all-reduce alone, which is slower beside them."""
 
 ALIKE = 1.2
-"""Ranks whose products take less than that many times as long are about as fast."""
+"""Ratio of times below which ranks are in one speed class."""
 
 _MOST_LOST, _MOST_DRAG = 0.95, 10.0
 
 _SMALL, _SMALL_BYTES = ("all_reduce", "all_gather", "reduce_scatter"), 2**12
 _ROW, _MUCH_LONGER = 4, 8.0
-"""Small collectives in a row; products last that much longer, since these are slowed by more."""
+"""Small collectives in a row, and the relative duration of products: these slow down by more."""
 
 
 def measure(
@@ -54,7 +54,7 @@ def measure(
     device: torch.device,
     known: dict[str, BesideRecord],
 ) -> Iterator[str | BesideRecord]:
-    """On all ranks: what comes next, and then its record.
+    """Yield a description of the measurement, and then its record; call it on all ranks.
 
     Args:
         each_s: seconds of the same work, by rank.
@@ -103,9 +103,9 @@ def _measured(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Computing and communicating side by side, on ranks of which some compute.
+    """Measures computing and communicating at the same time, on ranks of which some compute.
 
-    ``product_s`` are seconds of one of the ``products``, infinite on a rank that does not compute.
+    ``product_s``: seconds of one product, infinite on a rank that does not compute.
     """
 
     comm: BenchComm
@@ -115,7 +115,7 @@ class _Pair:
     product_s: float
 
     def large(self, nbytes: int) -> tuple[float, float, float]:
-        """(seconds of a message alone, how many times as long beside computing, part that is lost)."""
+        """Return (seconds of a message alone, slowdown beside computing, interference)."""
         call = _reduce(self.comm, nbytes, self.device)
         alone_s = _together(self.comm, self.device, call)
         work = self._work(_LONGER * alone_s)
@@ -127,7 +127,7 @@ class _Pair:
         return message_s, slower, min(max((both_s - computed_s) / beside_s, 0.0), _MOST_LOST)
 
     def small(self, kind: str) -> tuple[float, float]:
-        """(seconds of a message alone, how many times as long beside computing), of small ones."""
+        """Return (seconds of a message alone, slowdown beside computing) of small collectives."""
         one = collective_bench.small(self.comm, kind, _SMALL_BYTES, self.device)
         one()
         alone_s = collective_bench.consecutive_seconds(one, _ROW, self.device, self.comm)
@@ -141,13 +141,13 @@ class _Pair:
         return alone_s / messages(kind, self.comm.world_size), slower
 
     def _work(self, seconds: float) -> Callable[[], None]:
-        """Products that last for so long; none on a rank that does not compute."""
+        """Return products that last for ``seconds``; none on a rank that does not compute."""
         return partial(self.products, math.ceil(seconds / self.product_s))
 
     def _beside(
         self, call: Callable[[], Any], alone_s: float, work: Callable[[], None]
     ) -> tuple[float, float]:
-        """(seconds of this rank's work, how many times as long a collective takes beside it)."""
+        """Return (seconds of this rank's work, slowdown of a collective beside it)."""
         _meet(self.comm, self.device)
         clock = _Clock(self.device)
         wait = self.start(partial(clock.after, call))
@@ -158,7 +158,7 @@ class _Pair:
 
 
 class _Clock:
-    """When a collective that runs beside this thread ends, which may be long before it is waited for."""
+    """Records the end of a background collective, which may be long before the wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -170,7 +170,7 @@ class _Clock:
         return result
 
     def seconds(self) -> float:
-        """From when this was made to the end of the call."""
+        """Return seconds from the creation of this object to the end of the call."""
         if self._device.type != "cuda":
             return float(self._ended - self._begun)
         self._ended.synchronize()
@@ -180,17 +180,17 @@ class _Clock:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()  # in the stream that is current: a collective's is another
+        event.record()  # in the current stream: collectives run in their own
         return event
 
 
 def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
-    """Time of a collective beside computing, relative to its undisturbed time ``alone_s``, if the
-    others computed during its first ``computed_s``, and it ended at ``ended_s``.
+    """Return the slowdown of a collective that takes ``alone_s`` undisturbed, and ended after
+    ``ended_s`` beside computing that ended after ``computed_s``.
     """
     if ended_s <= computed_s:
         found = ended_s / alone_s
-    else:  # the rest ran undisturbed
+    else:  # the rest of the collective ran undisturbed
         done_s = alone_s - (ended_s - computed_s)
         found = computed_s / done_s if done_s > 0 else _MOST_DRAG
     return min(max(found, 1.0), _MOST_DRAG)
@@ -199,12 +199,12 @@ def dragged(alone_s: float, computed_s: float, ended_s: float) -> float:
 def split(
     large: Sequence[tuple[float, float]], small: Sequence[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """(drags by each large collective, delays by each small one).
+    """Return (drag by each large collective, delay by each small one).
 
-    One whose messages take ``s`` seconds each takes ``drag + delay / s`` times as long.
+    The model: a collective with messages of ``s`` seconds each slows down by ``drag + delay / s``.
 
     Args:
-        large, small: such seconds, and how many times as long it took beside computing.
+        large, small: (seconds of a message alone, slowdown beside computing).
     """
     whole_s, slower = (median(each) for each in zip(*large, strict=True))
     delays = [
@@ -216,7 +216,7 @@ def split(
 
 
 def classes(each_s: Sequence[float]) -> list[float]:
-    """The fastest of each class of ranks that are about as fast, the fastest class first."""
+    """Return the seconds of the fastest rank of each speed class, the fastest class first."""
     found: list[float] = []
     for seconds in sorted(each_s):
         if not found or seconds >= found[-1] * ALIKE:
@@ -225,7 +225,7 @@ def classes(each_s: Sequence[float]) -> list[float]:
 
 
 def faster(each_s: Sequence[float]) -> list[Ranks]:
-    """The ranks without the slower classes, for each class but the slowest; two ranks at least.
+    """Return, for each speed class but the slowest, its ranks and all faster ones, if at least two.
 
     Args:
         each_s: seconds of the same work, by rank.
@@ -236,7 +236,7 @@ def faster(each_s: Sequence[float]) -> list[Ranks]:
 
 
 def only(whole: BenchComm, ranks: Ranks) -> BenchComm:
-    """The communicator of some ranks, on these; that of the others on the others."""
+    """Return the communicator of ``ranks`` on these; that of all other ranks on the others."""
     others = tuple(r for r in range(whole.world_size) if r not in ranks)
     return whole.subgroup((ranks, others)) if others else whole
 
@@ -247,18 +247,18 @@ def _reduce(comm: BenchComm, nbytes: int, device: torch.device) -> Callable[[], 
 
 
 def _meet(comm: BenchComm, device: torch.device) -> None:
-    """All go on from here together."""
+    """Wait for all ranks."""
     comm.all_reduce_max(torch.zeros((), device=device))
     _synchronize(device)
 
 
 def _last(comm: BenchComm, device: torch.device, seconds: float) -> float:
-    """The most of all ranks' seconds."""
+    """Return the maximum of all ranks' seconds."""
     return float(comm.all_reduce_max(torch.tensor(seconds, device=device)))
 
 
 def _together(comm: BenchComm, device: torch.device, call: Callable[[], Any]) -> float:
-    """Seconds until the last rank has ended, known to all."""
+    """Return the seconds until the last rank has ended, the same on all ranks."""
     _meet(comm, device)
     return _last(comm, device, _timed(call, device))
 
@@ -273,5 +273,5 @@ def _timed(call: Callable[[], Any], device: torch.device) -> float:
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        # The stream that computes alone: the collective may still be on its way in another.
+        # Only the computing stream: a collective may still run in another.
         torch.cuda.current_stream(device).synchronize()

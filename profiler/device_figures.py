@@ -1,4 +1,4 @@
-"""Devices from records of operators: alike ranks form a type, which is fitted once."""
+"""Fit devices to records of operators: similar ranks form a type, which is fitted once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hap.profiler.samples import BesideRecord, OpRecord, RankInfo, middle, sprea
 from hap.units import format_bytes
 
 ALIKE = 0.05
-"""Ranks whose speeds differ by less, or by less than their own spread, are one type."""
+"""Relative difference of speeds below which ranks are one type; a larger spread allows more."""
 
 _MEMORY_ALIKE = 0.1
-_UNLIKE = 0.2  # relative; as far as products of different shapes are from their one rate
+_UNLIKE = 0.2  # relative deviation of products of different shapes from a common rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceResidual:
-    """One operator on one type of device: what was measured, and what the fit says."""
+    """One operator on one type of device: measured and predicted seconds."""
 
     name: str
     kind: str
@@ -33,13 +33,13 @@ class DeviceResidual:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, minus one."""
+        """Predicted over measured time, minus one."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Type:
-    """Alike ranks and the device that each of them is."""
+    """Similar ranks, and the fitted device of each of them."""
 
     ranks: tuple[int, ...]
     device: Device
@@ -47,10 +47,10 @@ class Type:
 
 
 def types(ranks: Sequence[RankInfo], records: Sequence[OpRecord], date: str) -> list[Type]:
-    """The types of devices, in the order of their first ranks.
+    """Return the types of devices, in the order of their first ranks.
 
     Args:
-        date: for the provenance of the figures.
+        date: date in the provenance of the figures.
     """
     groups: list[list[int]] = []
     for rank in range(len(ranks)):
@@ -69,7 +69,7 @@ def _alike(ranks: Sequence[RankInfo], records: Sequence[OpRecord], a: int, b: in
         return False
     ratios = [math.log(middle(r.seconds[a]) / middle(r.seconds[b])) for r in records]
     center = median(ratios)
-    # How well the middle of so many ratios is known, were they drawn from a normal law.
+    # Standard error of the median of a normal sample, from its median absolute deviation.
     error = 1.25 * 1.48 * median(abs(x - center) for x in ratios) / math.sqrt(len(ratios))
     return abs(center) <= max(ALIKE, 2 * error)
 
@@ -77,7 +77,7 @@ def _alike(ranks: Sequence[RankInfo], records: Sequence[OpRecord], a: int, b: in
 def _fitted(
     ranks: Sequence[RankInfo], records: Sequence[OpRecord], group: list[int], date: str
 ) -> Type:
-    """One fit to the middle of all windows of a group's ranks."""
+    """Fit one device to the trimmed means over all windows of a group's ranks."""
     records, later_s, relaunch = _as_in_a_step(records, group)
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
     took_s = [
@@ -108,7 +108,7 @@ def _fitted(
 
 
 def _weights(records: Sequence[OpRecord], took_s: Sequence[float]) -> list[float]:
-    """A step adds seconds up: among operators of a kind, each counts as much as it takes."""
+    """Return weights proportional to time within a kind: a step's time is a sum of seconds."""
     kinds = [(record.work.kind, record.work.dtype) for record in records]
     means = {
         kind: fmean(s for k, s in zip(kinds, took_s, strict=True) if k == kind)
@@ -120,10 +120,10 @@ def _weights(records: Sequence[OpRecord], took_s: Sequence[float]) -> list[float
 def _as_in_a_step(
     records: Sequence[OpRecord], group: Sequence[int]
 ) -> tuple[list[OpRecord], dict[str, float], float]:
-    """The records to fit, what each operator takes longer in a step than it did in its loop, and the
-    part of a launch that an update takes.
+    """Return (records to fit, seconds by which each operator is slower in a step than in its loop,
+    launch cost of an update relative to that of an operator).
 
-    In a loop an operator starts sooner. An update does not, whose loop is as in a step.
+    An operator starts sooner in a loop. An update does not, since its loop is like a step.
     """
     took_s = {r.name: middle([s for rank in group for s in r.seconds[rank]]) for r in records}
     launch_s = took_s[LAUNCH]
@@ -136,7 +136,7 @@ def _as_in_a_step(
 
 
 def prior(samples: Sequence[Timing], kind: str, memory_bytes: int) -> Device:
-    """A first guess from the samples themselves: each figure by the works that it may bind."""
+    """Return a first guess: each figure is estimated from the samples that it may bind."""
     rates: dict[str, list[float]] = {}
     kinds: dict[str, list[float]] = {}
     traffic, least = [], math.inf
@@ -162,7 +162,7 @@ def prior(samples: Sequence[Timing], kind: str, memory_bytes: int) -> Device:
 
 
 def beside(of_rank: Mapping[int, Device], record: BesideRecord, date: str) -> dict[int, Device]:
-    """The devices with how they and a collective slow each other; those of a type do so alike."""
+    """Return the devices with their contention figures, which devices of one type share."""
     of_type: dict[object, list[int]] = {}
     for rank, device in of_rank.items():
         of_type.setdefault(device.figures, []).append(rank)
@@ -188,7 +188,7 @@ def beside(of_rank: Mapping[int, Device], record: BesideRecord, date: str) -> di
 def _provenance(
     device: Device, residuals: Sequence[DeviceResidual], date: str, ranks: int
 ) -> dict[str, str]:
-    """Per figure: when, from how many operators, how far the fit is from them, how they varied."""
+    """Return, per figure: date, number of operators, error of the fit, and spread of repeats."""
 
     def told(kind: str, dtype: str | None = None) -> str:
         own = [

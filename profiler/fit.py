@@ -1,13 +1,13 @@
 """Fit a device's or a link's figures to measured times, by robust least squares on relative errors.
 
 The roofline ``launch + max(flops / rate + bytes / operands, bytes / bandwidth)`` with a given
-launch is linear in the inverses of the rates once every operator is known to be bound by arithmetic or by
-memory. So :func:`fit_device` alternates: label the operators with the present figures (:func:`_row`), solve the
-linear problem (:func:`_solve`), until the labels rest. The unknowns are relative to the prior's figures, so
-that one small ridge pulls them all alike: what no sample touches keeps the prior's value.
+launch is linear in the inverse rates if each operator's bound, arithmetic or memory, is known. So
+:func:`fit_device` alternates two steps until the bounds are stable: find each operator's bound by
+the current figures (:func:`_row`), and solve the linear problem (:func:`_solve`). The unknowns are
+relative to the prior, so that one small ridge suits all: a figure without samples keeps its value.
 
-The same holds for what a collective costs on links, as a function of their latencies and the
-inverses of their bandwidths (:func:`fit_links`): a maximum of sums is linear where it is.
+:func:`fit_links` fits links likewise: a collective's cost is piecewise linear in the latencies and
+inverse bandwidths.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hap.cluster.link import Link
 from hap.cluster.work import Work
 
 _LAUNCH, _MEMORY, _OPERANDS = "launch_s", "memory_bytes_per_s", "operand_bytes_per_s"
-_NOISE = 0.05  # relative; an error that is larger is no noise
-_LEAST = 0.02  # of a link's figure by the prior; a burst that passes a limiter has no latency
-_STEP = 1e-6  # relative, of numerical derivatives of a piecewise linear price
+_NOISE = 0.05  # relative error up to which a deviation counts as noise
+_LEAST = 0.02  # least figure relative to the prior; a burst through a rate limiter has no latency
+_STEP = 1e-6  # relative step of numerical derivatives of a piecewise linear price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A measured call and its time; ``noise`` is how far repeats were off, relative, and
-    ``weight`` how much the sample counts beside others.
+    """A measured call and its time; ``noise`` is the relative spread of repeats, and ``weight`` the
+    sample's weight in the fit.
     """
 
     works: Sequence[Work]
@@ -40,12 +40,12 @@ class Timing:
 
 
 def predict(device: Device, works: Sequence[Work]) -> float:
-    """Seconds of operators that run one after the other."""
+    """Return the seconds of operators that run one after the other."""
     return sum(device.seconds(work) for work in works)
 
 
 def relative_error(device: Device, sample: Timing) -> float:
-    """Predicted over measured, minus one: +0.1 is ten percent too slow."""
+    """Return predicted over measured time, minus one: +0.1 predicts ten percent too much."""
     return predict(device, sample.works) / sample.seconds - 1
 
 
@@ -59,26 +59,26 @@ def fit_device(
     rounds: int = 60,
     within: float = _NOISE,
 ) -> Device:
-    """Fits the figures of a device to samples.
+    """Fit the figures of a device to samples.
 
     Args:
-        samples: Measured works, each of one or more operators.
-        prior: First guess; keeps the figures that the samples say nothing about, and what a launch
-            costs: it is too small a part of most operators to be told from them.
-        source: Provenance of the figures that were fitted.
+        samples: Measured calls, each of one or more operators.
+        prior: First guess. Figures without samples keep its values, and so does the launch cost,
+            which is too small a part of most operators to be estimated from them.
+        source: Provenance of the fitted figures.
         kinds: Kinds of work whose efficiency is fitted too; the prior must have one for each.
-            A kind is sampled in one dtype.
-        ridge: Weight of the prior against one sample's relative error; larger trusts it more.
-        rounds: Upper bound on the alternations.
-        within: Relative error up to which errors count by their squares, and beyond which by their
-            absolute value: larger keeps the middle between operators that differ, smaller keeps
-            clear of absurd ones.
+            All samples of a kind have one dtype.
+        ridge: Weight of the prior relative to one sample's error; larger trusts it more.
+        rounds: Maximum number of alternations.
+        within: Relative error up to which errors are squared (Huber loss), and beyond which they
+            count by absolute value: larger averages operators that differ, smaller ignores
+            outliers.
 
     Returns:
         The prior with fitted rates.
 
     Raises:
-        ValueError: No sample, or a time that is not positive.
+        ValueError: There is no sample, or a time is not positive.
     """
     if not samples or any(not sample.seconds > 0 for sample in samples):
         raise ValueError("a fit needs samples, each with a positive time")
@@ -96,7 +96,7 @@ def fit_device(
 
     trust = _trust([s.noise for s in samples]) * np.array([s.weight for s in samples])
     slowness, last = _alternate(rows, trust, free, ridge, rounds, within=within)
-    # A figure that binds in no sample is the prior's, and says so.
+    # A figure that binds in no sample keeps the prior's value and source.
     fitted = [name for name, ok in zip(names, free & last.any(axis=0), strict=True) if ok]
     figures = [f"flops_per_s.{name}" if name in dtypes else name for name in fitted]
     figures = ["efficiency" if name in kinds else name for name in figures]
@@ -113,19 +113,19 @@ def fit_links(
     ridge: float = 0.003,
     rounds: int = 40,
 ) -> list[Link]:
-    """Fits latencies and bandwidths of links to what collectives took on them.
+    """Fit latencies and bandwidths of links to measured times of collectives.
 
     Args:
-        price: Seconds of a sample, by its index, on given links; a maximum, minimum or sum of
-            terms that are latencies and inverse bandwidths times constants.
+        price: Returns the seconds of a sample, by its index, on given links: a maximum, minimum or
+            sum of latencies and inverse bandwidths times constants.
         seconds: The time of each sample.
-        prior: First guess of the links, which keeps what the samples say nothing about. The least
-            that a collective takes is not fitted.
-        source: Provenance of the links that were fitted.
-        noise: Relative deviation of the repeats of each sample.
+        prior: First guess of the links; figures without samples keep its values, and so does
+            ``least_s``.
+        source: Provenance of the fitted links.
+        noise: Relative spread of the repeats of each sample.
 
     Raises:
-        ValueError: No sample, or a time that is not positive.
+        ValueError: There is no sample, or a time is not positive.
     """
     if not seconds or any(not s > 0 for s in seconds):
         raise ValueError("a fit needs samples, each with a positive time")
@@ -141,7 +141,7 @@ def fit_links(
         return np.array([price(these, i) for i in range(len(seconds))])
 
     def rows(slowness: np.ndarray) -> np.ndarray:
-        # The price is homogeneous, so it is the sum of its derivatives times the figures.
+        # The price is homogeneous of degree 1: the sum of its derivatives times the figures.
         here, columns = prices(slowness), []
         for k in range(len(slowness)):
             more = slowness.copy()
@@ -156,7 +156,7 @@ def fit_links(
 
 
 def _trust(noise: Sequence[float]) -> np.ndarray:
-    """Weights of the samples: one that was repeated with large differences says less."""
+    """Return the weights of samples: noisy ones weigh less."""
     trust: np.ndarray = _NOISE / np.maximum(_NOISE, np.array(noise))
     return trust
 
@@ -170,20 +170,20 @@ def _alternate(
     low: float = 0.05,
     within: float = _NOISE,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(slowness, its rows): linearise at the present slowness and solve, until it rests."""
+    """Linearize and solve until the slowness converges; return (slowness, its rows)."""
     slowness = np.ones(len(free))
     for _ in range(rounds):
-        # Damped: an operator near the roof's ridge would else flip sides for ever.
+        # Damped: an operator near the roofline's ridge would otherwise alternate for ever.
         step = 0.5 * (slowness + _solve(rows(slowness), trust, slowness, free, ridge, low, within))
-        rests = np.allclose(step, slowness, rtol=1e-6)
+        converged = np.allclose(step, slowness, rtol=1e-6)
         slowness = step
-        if rests:
+        if converged:
             break
     return slowness, rows(slowness)
 
 
 def _row(sample: Timing, device: Device, prior: Device, names: list[str]) -> list[float]:
-    """The sample's time under the prior, split by the figure that binds; relative to its seconds.
+    """Return the sample's time under the prior, by binding figure, divided by its seconds.
 
     Its product with the slowness (prior figure / fitted figure) is predicted / measured.
     """
@@ -195,7 +195,7 @@ def _row(sample: Timing, device: Device, prior: Device, names: list[str]) -> lis
         memory_s = work.bytes / device.memory_bytes_per_s
         compute_s = work.flops / device.rate(work.kind, work.dtype)
         if compute_s + work.bytes * device.operand_s(work.kind) > memory_s:
-            # A dtype without a rate of its own shares that of float32.
+            # A dtype without a rate of its own uses that of float32.
             dtype = work.dtype if work.dtype in share else "float32"
             figure = work.kind if work.kind in share else dtype
             share[figure] += work.flops / prior.rate(work.kind, work.dtype)
@@ -214,11 +214,11 @@ def _solve(
     low: float,
     within: float,
 ) -> np.ndarray:
-    """min over x of sum trust huber(rows @ x - 1) + ridge |x - 1|^2, one reweighted step.
+    """One reweighted step of min over x of sum trust huber(rows @ x - 1) + ridge |x - 1|^2.
 
-    Errors count by their squares up to ``within``, and beyond it by their absolute value, because
-    measured tables hold a few points that no physics explains. The slowness stays between ``low``
-    and its inverse, so that no rate turns negative.
+    The Huber loss is quadratic up to ``within`` and linear beyond, because measurements contain
+    outliers that no model explains. The slowness stays between ``low`` and its inverse, so that
+    no rate becomes negative.
     """
     weight = trust / np.maximum(np.abs(rows @ slowness - 1), within)
     a = np.vstack([rows[:, free] * np.sqrt(weight)[:, None], np.sqrt(ridge) * np.eye(free.sum())])
@@ -231,7 +231,7 @@ def _solve(
 
 def _scaled(prior: Device, slowness: dict[str, float], dtype_of: dict[str, str]) -> Device:
     rates = {dtype: rate / slowness.get(dtype, 1.0) for dtype, rate in prior.flops_per_s.items()}
-    # A kind's own rate is what is fitted; its efficiency is relative to that of products.
+    # The fit is of a kind's rate; its efficiency is that rate relative to the rate of products.
     efficiency = {
         kind: part * slowness.get(dtype, 1.0) / slowness[kind]
         for kind, dtype in dtype_of.items()

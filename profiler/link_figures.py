@@ -1,4 +1,4 @@
-"""Links from records of messages and collectives."""
+"""Fit links to records of messages and collectives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hap.profiler.fit import fit_links
 from hap.profiler.samples import MESSAGE, ExchangeRecord, expected, spread
 
 Price = Callable[[Cluster, ExchangeRecord], float]
-"""Predicted seconds of a record's collective on a cluster, all of whose ranks take part."""
+"""Predicts the seconds of a record's collective on a cluster; all of its ranks take part."""
 
 _ANY = 1e18  # bytes per second: so fast that bytes cost nothing
 _SMALL_BYTES, _BETTER = 2**17, 0.7
-"""Bytes up to which a collective may tell what one takes at least; and how much better a fit with
-such a figure must be than one without."""
+"""Largest collective that may determine ``least_s``; relative error, compared with a fit without
+``least_s``, below which the fit with it is chosen."""
 
 _UNMEASURED = Link(1e10, 1e-5, "assumed: nothing was measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkResidual:
-    """A collective of one size and skew, and what the fitted links say."""
+    """A collective of one size and skew, and the seconds that the fitted links predict."""
 
     record: ExchangeRecord
     predicted_s: float
@@ -36,14 +36,14 @@ class LinkResidual:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, minus one."""
+        """Predicted over measured time, minus one."""
         return self.predicted_s / self.measured_s - 1
 
 
 def message_links(
     nodes: Sequence[str], records: Sequence[ExchangeRecord], date: str
 ) -> tuple[dict[str, Link], Link]:
-    """(node -> the link inside, the link between nodes), by messages between two ranks."""
+    """Fit links to messages between two ranks; return (node -> link inside, link between nodes)."""
     inside: dict[str, list[Link]] = {}
     between: list[Link] = []
     pairs: dict[tuple[int, ...], list[ExchangeRecord]] = {}
@@ -63,7 +63,7 @@ def message_links(
 
 
 def _line(records: Sequence[ExchangeRecord], date: str) -> Link:
-    """Latency and bandwidth of one pair."""
+    """Fit latency and bandwidth of one pair of ranks."""
     seconds = [expected(r.seconds) for r in records]
     sizes = [r.nbytes for r in records]
     start = Link(max(n / s for n, s in zip(sizes, seconds, strict=True)), min(seconds))
@@ -78,7 +78,7 @@ def _line(records: Sequence[ExchangeRecord], date: str) -> Link:
 
 
 def _slowest(links: Sequence[Link]) -> Link | None:
-    """The latency and the bandwidth of the worst of some links: a ring waits for it."""
+    """Return a link of the highest latency and lowest bandwidth, for which a ring waits."""
     if not links:
         return None
     slow = min(links, key=lambda link: link.bandwidth_bytes_per_s)
@@ -86,7 +86,7 @@ def _slowest(links: Sequence[Link]) -> Link | None:
 
 
 def told(date: str, records: Sequence[ExchangeRecord], errors: Sequence[float]) -> str:
-    """Provenance: when, how many samples, how far the fit is from them, and how they varied."""
+    """Return the provenance: date, number of samples, error of the fit, and spread of repeats."""
     varied = median(spread(r.seconds) for r in records)
     off = median(map(abs, errors))
     return f"measured {date}, n={len(records)}, fit off by {off:.0%}, spread {varied:.0%}"
@@ -95,10 +95,10 @@ def told(date: str, records: Sequence[ExchangeRecord], errors: Sequence[float]) 
 def collectives(
     cluster: Cluster, records: Sequence[ExchangeRecord], price: Price, date: str
 ) -> tuple[Collectives, list[LinkResidual]]:
-    """Links as each implementation sees them, and what is left unexplained.
+    """Fit links per implementation; return them and the residuals.
 
     Args:
-        cluster: with the links by messages, which are the first guess.
+        cluster: the cluster with links fitted to messages, which are the first guess.
     """
     found: dict[str, dict[str, Mapping[str, Link]]] = {}
     residuals: list[LinkResidual] = []
@@ -130,7 +130,7 @@ def _fit(
         return replace(cluster, collectives={kind: {how: own}})
 
     def predicted(links: Sequence[Link], i: int) -> float:
-        # The name of the source is no figure; without it, equal figures are equal clusters.
+        # Without the source, which is no figure, equal figures give equal cache keys.
         return price(seen(tuple(replace(link, source="") for link in links)), records[i])
 
     seconds = [expected(r.seconds) for r in records]
@@ -142,7 +142,7 @@ def _fit(
             LinkResidual(record=r, predicted_s=predicted(found, i)) for i, r in enumerate(records)
         ]
 
-    # The cost of a start differs from a message's latency where ranks have little processor time.
+    # First guess of latency: it differs from a message's if ranks have little processor time.
     slow_s = max(guess[name].latency_s for name in names) or 1.0
     starts = [Link(_ANY, guess[name].latency_s / slow_s or 1.0) for name in names]
     fewest = min(r.nbytes for r in records)
@@ -154,7 +154,7 @@ def _fit(
         replace(guess[name], latency_s=start_s * start.latency_s)
         for name, start in zip(names, starts, strict=True)
     ])  # fmt: skip
-    # Or else it takes some time at least, which is over before the bytes of a larger one are.
+    # Alternative: a minimum time per collective, which larger collectives exceed by their bytes.
     other = fitted([
         replace(guess[name], least_s=_least_s(cluster, name, records)) for name in names
     ])  # fmt: skip
@@ -169,12 +169,12 @@ def _fit(
 
 
 def _off(residuals: Sequence[LinkResidual]) -> float:
-    """Error of a fit; a large error counts like one of twice the time."""
+    """Return the mean error of a fit; each error counts as 1 at most."""
     return fmean(min(abs(r.error), 1.0) for r in residuals)
 
 
 def _least_s(cluster: Cluster, level: str, records: Sequence[ExchangeRecord]) -> float:
-    """Seconds of small collectives on a level; 0 if there are none."""
+    """Return the median seconds of small collectives on a level; 0 if there are none."""
     small = [
         expected(r.seconds) for r in records
         if r.nbytes <= _SMALL_BYTES and _level(cluster, r) == level
@@ -183,6 +183,6 @@ def _least_s(cluster: Cluster, level: str, records: Sequence[ExchangeRecord]) ->
 
 
 def _level(cluster: Cluster, record: ExchangeRecord) -> str:
-    """Where a collective's ranks are: inside of machines, or on several."""
+    """Return the level of a collective: ``inside`` machines, or ``between`` them."""
     within = all(len({cluster.devices[r].node for r in group}) == 1 for group in record.groups)
     return "inside" if within else "between"

@@ -1,8 +1,8 @@
-"""Probes: the operators that are timed, and the work of each.
+"""Probes: operators that the profiler times, and the work of each.
 
-Inputs are cut from an arena that is larger than the caches, each call from another place, since
-in a training step an operator's input was written long before it is read. Work is counted as
-:mod:`hap.synthesizer.cost.operator_work` counts it; a test holds the two together.
+Inputs are slices of an arena larger than the caches, at another place for each call, since in a
+training step an operator's input is written long before it is read. Work is counted as in
+:mod:`hap.synthesizer.cost.operator_work`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hap.cluster.work import Work
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"
-"""Fixed cost of one operator: in a step, and in a loop; on CUDA the first alone."""
+"""Probes of the fixed cost of an operator, in a step and in a loop; CUDA has only the first."""
 UPDATE = "update"
-"""Fixed cost of the update of a parameter."""
+"""Probe of the fixed cost of a parameter's update."""
 ARENA_BYTES = 96 * 2**20
 Call = Callable[[], object]
 
@@ -36,12 +36,12 @@ class Probe:
     """One operator at one size.
 
     Attributes:
-        name: Unique; what a resumed run knows it by.
-        work: The work of one call.
-        make: Allocates what the call needs, and gives the call.
-        quick: ``--quick`` measures it too.
-        after: A call that runs before each timed one, and is not timed.
-        count: Number of times that a call does the work.
+        name: Unique name, by which a resumed run finds its record.
+        work: The work of one repetition.
+        make: Allocates tensors, and returns the call.
+        quick: Whether ``--quick`` measures it too.
+        after: Makes a call that runs before each timed one, and is not timed.
+        count: Number of repetitions of the work in a call.
     """
 
     name: str
@@ -53,18 +53,18 @@ class Probe:
 
 
 class Arena:
-    """Tensors of one device, cut from a large block at places that move on with each cut."""
+    """A large block on one device; each cut returns a tensor at the next place in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Small numbers of both signs: neither zeros nor denormals, which some kernels hurry over.
+        # Small numbers of both signs: some kernels have another speed for zeros and denormals.
         few = torch.arange(977, device=device, dtype=torch.float32).sub_(488.5).div_(400)
         count = ARENA_BYTES // 4
         self._blocks = {torch.float32: few.repeat(-(-count // len(few)))[:count]}
         self._at = 0
 
     def cut(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of ordinary numbers, most likely in no cache."""
+        """Return a tensor of ordinary numbers that is most likely in no cache."""
         if dtype not in self._blocks:
             block = self._blocks[torch.float32]
             self._blocks[dtype] = block[: ARENA_BYTES // dtype.itemsize].to(dtype)
@@ -76,10 +76,10 @@ class Arena:
 
 
 def probes(device: torch.device) -> list[Probe]:
-    """All the operators, in the order in which they are run."""
+    """Return all probes, in the order in which they run."""
     found = [*_products("float32"), *_memory(), *_elementwise(), *_losses(), *_updates()]
     found += [*_convolutions("float32"), *_attention("float32"), *_launch(device)]
-    # Half precisions where they are computed in units of their own.
+    # Half precision only on devices with special units for it.
     dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
     for dtype in dtypes:
         found += list(_products(dtype))
@@ -87,7 +87,7 @@ def probes(device: torch.device) -> list[Probe]:
 
 
 def product_probe(device: torch.device) -> Probe:
-    """The one that tells the speed of a device at a glance."""
+    """Return the probe that compares the speed of devices quickly."""
     return probes(device)[0]
 
 
@@ -96,10 +96,10 @@ def _nbytes(dtype: str, *counts: int) -> float:
 
 
 def _products(dtype: str) -> Iterator[Probe]:
-    """The products of a linear layer: forward, gradient of the input, gradient of the weight.
+    """Yield products of linear layers: forward, gradient of the input, gradient of the weight.
 
-    Each has its layout, and each the same arithmetic and tensors. Thin layers move more for it:
-    few rows, narrow ones, a large vocabulary.
+    The three have different layouts, but the same arithmetic and traffic. Thin layers (few rows,
+    small width, a large vocabulary) have more traffic per flop.
     """
     of = getattr(torch, dtype)
     layers = [
@@ -132,7 +132,7 @@ def _products(dtype: str) -> Iterator[Probe]:
 
 
 def _memory() -> Iterator[Probe]:
-    """Operators that only move data; one of them from one layout into another."""
+    """Yield operators that only move data; one of them changes the layout."""
 
     def simple(function: Callable[..., Tensor], count: int, inputs: int) -> Callable[[Arena], Call]:
         return lambda arena: lambda: function(*(arena.cut(count) for _ in range(inputs)))
@@ -156,7 +156,7 @@ def _memory() -> Iterator[Probe]:
 
 
 def _elementwise() -> Iterator[Probe]:
-    """Operators that may be slower than their traffic, at 2 MiB and 8 MiB of float32."""
+    """Yield operators that may be slower than their traffic, on 2 MiB and 8 MiB of float32."""
     width = 512
 
     def table(arena: Arena, rows: int, function: Callable[..., object], tensors: int) -> Call:
@@ -166,14 +166,14 @@ def _elementwise() -> Iterator[Probe]:
         weight = x[0]
         return aten.native_layer_norm(x, [width], weight, weight, 1e-5)
 
-    def dropout(x: Tensor) -> Tensor:  # as the runtime's context draws its masks
+    def dropout(x: Tensor) -> Tensor:  # as in the runtime's context
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(0.9)
         return (x * mask).mul_(1 / 0.9)
 
     def pool(x: Tensor) -> object:
         return aten.max_pool2d_with_indices(x.view(-1, 32, 16, 16), [2, 2], [2, 2])
 
-    # name, kind, function, tensors read, elements written by element read
+    # name, kind, function, number of tensors read, elements written per element of one of them
     every: list[tuple[str, str, Callable[..., object], int, float]] = [
         ("gelu", "math", aten.gelu, 1, 1),
         ("gelu_backward", "math", aten.gelu_backward, 2, 1),
@@ -198,8 +198,8 @@ def _elementwise() -> Iterator[Probe]:
 
 
 def _losses() -> Iterator[Probe]:
-    """Cross-entropy over some thousand classes, which reads its logits several times: functions, as
-    :func:`_attention`."""
+    """Yield cross-entropy over some thousand classes, which reads its logits several times; as
+    functions, see :func:`_attention`."""
     classes, none = 4096, -100
     for rows in (128, 512):
         count = rows * classes
@@ -227,15 +227,15 @@ def _losses() -> Iterator[Probe]:
 
 
 def _updates() -> Iterator[Probe]:
-    """Steps of torch's default optimizers; a call is the step of several parameters.
+    """Yield steps of torch's default optimizers; a call is the step of several parameters.
 
-    By the functions that the optimizers call: to make an optimizer imports torch's compiler,
-    which takes a slow rank longer than all its steps here.
+    They call the functions of the optimizers: creating an optimizer imports torch's compiler,
+    which takes longer on a slow rank than all steps here.
     """
     kinds: list[tuple[str, Callable[[Sequence[Tensor], Sequence[Tensor]], Call], int, int]] = [
         ("sgd momentum", _sgd, 1, 3), ("adamw", _adamw, 2, 9),
     ]  # fmt: skip
-    for rows, several in ((256, 16), (1024, 4)):  # as many bytes, more than the caches hold
+    for rows, several in ((256, 16), (1024, 4)):  # equal bytes, more than the caches hold
         for name, step_of, states, kernels in kinds:
             count = rows * 1024
 
@@ -279,7 +279,7 @@ def _adamw(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Call:
 
 
 def _convolutions(dtype: str) -> Iterator[Probe]:
-    """3x3 convolutions forward and backward."""
+    """Yield 3x3 convolutions, forward and backward."""
     of = getattr(torch, dtype)
     for number, (batch, channels, size) in enumerate([(8, 64, 16), (8, 128, 8), (4, 32, 32)]):
         x, w = (batch, channels, size, size), (channels, channels, 3, 3)
@@ -316,9 +316,9 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
 
 
 def _attention(dtype: str) -> Iterator[Probe]:
-    """Fused attention forward and backward.
+    """Yield fused attention, forward and backward.
 
-    The functions, not the operators that are made of them, whose first call imports torch's compiler.
+    They call the functions, since the first call of a custom operator imports torch's compiler.
     """
     of = getattr(torch, dtype)
     for number, (batch, heads, length, width) in enumerate([(4, 8, 128, 64), (8, 4, 64, 64)]):
@@ -354,11 +354,11 @@ def _attention(dtype: str) -> Iterator[Probe]:
 
 
 def _launch(device: torch.device) -> Iterator[Probe]:
-    """Operators of hardly anything, with two views each.
+    """Yield tiny operators with two views each, to measure the launch cost.
 
-    Where the host computes, a step's products leave nothing else in the caches, code included: an
-    operator after one takes ten times as long to start as in a loop. So they are run in both ways,
-    as in a step between products and as all other probes are run.
+    On a CPU, a step's products evict everything else from the caches, including code: an operator
+    after one takes ten times as long to start as in a loop. So they run in both ways: between
+    products, as in a step, and in a loop, as all other probes.
     """
     work = Work("memory", "float32", 16.0, 192.0)
     if device.type != "cpu":
@@ -375,7 +375,7 @@ def _launch(device: torch.device) -> Iterator[Probe]:
 
 
 def _small(arena: Arena) -> Call:
-    """One small operator after the other, with two views each."""
+    """Return a call that runs the next of several small operators, with two views each."""
     x, row = arena.cut(4, 4).clone(), arena.cut(4).clone()
     operators: Iterator[Call] = cycle([
         lambda: aten.add.Tensor(aten.t(aten.alias(x)), x),

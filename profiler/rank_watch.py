@@ -1,9 +1,9 @@
 """Detect a rank that died while others wait for it.
 
-Every rank writes a number that grows into the store that all of them share, and looks at the
-numbers of the others. One that stands still for :data:`DEAD_S` is dead, or so far gone that
-nothing will come of the run. The one that notices cannot raise where the main thread is: that
-may be deep in a collective. So it says what it saw and ends the process.
+Every rank writes a growing number into the shared store, and reads the numbers of the others. A
+rank whose number is unchanged for :data:`DEAD_S` is dead, or cannot finish the run. The thread that
+detects this cannot raise in the main thread, which may be blocked in a collective. So it prints an
+error and ends the process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _DONE = "done"
 BEAT_S = 1.0
 DEAD_S = 30.0
 TOLD_WITHIN_S = 60
-"""A dead rank is named within this many seconds: DEAD_S, and some for a busy machine."""
+"""A dead rank is reported within this many seconds: DEAD_S, and a margin for a busy machine."""
 
 
 class Watch:
-    """A heart that beats, and an ear for the others; a context.
+    """A context manager that sends this rank's heartbeats and watches those of the others.
 
     Args:
-        names: what to call each rank.
-        on_death: called in a thread of its own with the error; by default it is printed, and
-            the process ends.
+        names: a description of each rank.
+        on_death: called with the error in another thread; default: print it and end the process.
+        dead_s: seconds without a heartbeat after which a rank counts as dead.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def at(self, where: str) -> None:
-        """Record the current work of this rank; others are told of it if it dies."""
+        """Set this rank's current work; the other ranks report it if this rank dies."""
         self._at = where
 
     def __enter__(self) -> Self:
         if len(self._names) > 1:
-            # A connection each: a call that waits holds up all others on its connection.
+            # A connection per thread: a blocked call delays all others on its connection.
             for body in (self._beat, self._listen):
                 thread = threading.Thread(target=body, args=(_store(),), daemon=True)
                 thread.start()
@@ -68,7 +68,7 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not issubclass(kind, HapError):
-            for thread in self._threads[1:]:  # time for the cause to be named
+            for thread in self._threads[1:]:  # another rank's death may be the cause: report it
                 thread.join(self._dead_s + 5 * BEAT_S)
         self._stop.set()
         for thread in self._threads:
@@ -81,10 +81,10 @@ class Watch:
             try:
                 store.set(_key(self._rank), f"{number} {self._at}")
             except (RuntimeError, dist.DistError) as error:
-                self._tell_store(error)
+                self._report_lost_store(error)
                 return
             self._stop.wait(BEAT_S)
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may go first
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have ended
             store.set(_key(self._rank), _DONE)
 
     def _listen(self, store: _Store) -> None:
@@ -96,17 +96,17 @@ class Watch:
                 there = [r for r in others if store.check([_key(r)])]
                 beats = [bytes(store.get(_key(r))) for r in there]
             except (RuntimeError, dist.DistError) as error:
-                self._tell_store(error)
+                self._report_lost_store(error)
                 return
             now = time.monotonic()
             for rank, beat in zip(there, beats, strict=True):
                 if beat != self._seen[rank][0]:
                     self._seen[rank] = beat, now
-            if dead := self._standing(now):
+            if dead := self._silent(now):
                 self._on_death(self._error(dead))
                 return
 
-    def _standing(self, now: float) -> list[int]:
+    def _silent(self, now: float) -> list[int]:
         return [
             rank
             for rank, (beat, since) in self._seen.items()
@@ -117,15 +117,15 @@ class Watch:
         who = ", ".join(f"rank {r} ({self._names[r]})" for r in dead)
         last = self._seen[dead[0]][0].decode().partition(" ")[2]
         return HapError(
-            f"{who} died, or stopped answering: no sign of life for {self._dead_s:g} s; "
+            f"{who} died, or stopped answering: no heartbeat for {self._dead_s:g} s; "
             f"last seen at {last}",
             where=f"rank {self._rank}",
-            hint="see what it printed; then start all ranks again with --resume",
+            hint="see its output; then start all ranks again with --resume",
         )
 
-    def _tell_store(self, error: Exception) -> None:
+    def _report_lost_store(self, error: Exception) -> None:
         if not self._stop.is_set():
-            what = f"the store of the run, which rank 0's machine keeps, is gone: {error}"
+            what = f"the store of the run, on rank 0's machine, is gone: {error}"
             self._on_death(HapError(what.splitlines()[0], where=f"rank {self._rank}"))
 
 
@@ -139,7 +139,7 @@ def _key(rank: int) -> str:
 
 
 def _store() -> _Store:
-    """A connection of our own to the store by which the ranks found each other."""
+    """Open a new connection to the store by which the ranks found each other."""
     return _Store(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
         timeout=timedelta(seconds=DEAD_S),

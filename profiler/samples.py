@@ -1,8 +1,8 @@
-"""Records of measurements, and the file that they are appended to.
+"""Records of measurements, and the file to which they are appended.
 
-The file has a JSON object per line: first who measured, then a record per operator, link or
-collective, as soon as all ranks have it. A run that was cut short leaves whole lines, and at
-most one that is not.
+The file has a JSON object per line: first the header, then a record per operator, link or
+collective, as soon as all ranks have measured it. An interrupted run leaves complete lines, and at
+most one incomplete line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MESSAGE = "message"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """One rank: the machine it is on, what its device calls itself, the memory it may use."""
+    """One rank: its machine, the name that its device reports, and the memory that it may use."""
 
     node: str
     kind: str
@@ -35,21 +35,21 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The measured ranks and the settings. Records of another header are of another cluster."""
+    """The measured ranks and the settings. A run resumes only records with the same header."""
 
     ranks: tuple[RankInfo, ...]
     quick: bool
     date: str
 
     def same(self, other: Header) -> bool:
-        """The same ranks, asked for the same? Free memory may have changed a little."""
+        """Return whether ranks and settings are equal; free memory may differ."""
         mine, theirs = ([(r.node, r.kind) for r in h.ranks] for h in (self, other))
         return mine == theirs and self.quick == other.quick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRecord:
-    """An operator on every rank: seconds of a call per window."""
+    """An operator on every rank: seconds of a call, by rank and window."""
 
     name: str
     work: Work
@@ -62,10 +62,10 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRecord:
-    """A collective among some ranks, or a message between two: seconds until the last has it.
+    """A collective among some ranks, or a message between two: seconds until the last rank is done.
 
-    ``groups`` ran side by side; the slowest counts. ``src`` and ``dst`` are the parts of the
-    ranks of a group, where that side is sharded. A message has the kind :data:`MESSAGE`.
+    ``groups`` run in parallel; the slowest counts. ``src`` and ``dst``: the ranks' fractions of the
+    tensor before and after, all 1 if it is not sharded. A message has the kind :data:`MESSAGE`.
     """
 
     kind: str
@@ -84,13 +84,13 @@ class ExchangeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideRecord:
-    """Per rank and window, what computing and communicating side by side do to each other.
+    """Contention between computing and communication, by rank and window.
 
     Attributes:
-        nbytes: of the all-reduce that ``lost`` and ``drag`` were seen beside.
-        lost: the part of its time that computing beside it loses.
-        drag: how many times as long a byte of it takes while ranks of that speed compute.
-        delay: seconds by which each message is later still, by small ones of several kinds.
+        nbytes: bytes of the all-reduce that measures ``lost`` and ``drag``.
+        lost: time that computing loses, as a fraction of the all-reduce's time.
+        drag: slowdown of the all-reduce's bytes while ranks of that speed compute.
+        delay: additional seconds per message, measured with small collectives of several kinds.
     """
 
     nbytes: int
@@ -103,7 +103,7 @@ class BesideRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartsRecord:
-    """Small and larger collectives among the faster ranks alone, the one group of each."""
+    """Small and larger collectives among only the faster ranks, each with one group."""
 
     among: tuple[ExchangeRecord, ...]
 
@@ -113,7 +113,7 @@ class StartsRecord:
 def exchange_key(
     kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
 ) -> str:
-    """The key by which a resumed run finds an exchange."""
+    """Return the key by which a resumed run finds an exchange."""
     ranks = "|".join(",".join(map(str, group)) for group in groups)
     return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
 
@@ -123,10 +123,10 @@ Kind = TypeVar("Kind", OpRecord, ExchangeRecord, BesideRecord, StartsRecord)
 
 
 class Journal:
-    """The records of a run, kept in a file as they come.
+    """The records of a run; each is written to a file as it is added.
 
     Args:
-        path: the file; made anew unless it is resumed.
+        path: the file; it is overwritten unless the run resumes it.
     """
 
     def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
@@ -136,16 +136,16 @@ class Journal:
             before, records = kept[0], kept[1:]
             if not isinstance(before, Header) or not before.same(header):
                 raise InputError(
-                    f"{path} was measured by other ranks, or not as thoroughly",
+                    f"{path} was measured by other ranks, or without the same --quick",
                     hint="profile anew without --resume, or start the same ranks",
                 )
             self.records = {r.key: r for r in records if not isinstance(r, Header)}
         text = "".join(line(item) for item in (header, *self.records.values()))
-        path.write_text(text)  # without a line that was cut short
+        path.write_text(text)  # without an incomplete last line
         self._file = path.open("a")
 
     def add(self, record: Record) -> None:
-        """Keep a record; it is on disk when this returns."""
+        """Add a record; it is on disk when this returns."""
         self.records[record.key] = record
         self._file.write(line(record))
         self._file.flush()
@@ -162,18 +162,18 @@ class Journal:
 
 
 def line(item: Header | Record) -> str:
-    """An item as a line of the file."""
+    """Return an item as a line of the file."""
     return json.dumps({"is": type(item).__name__, "format": FORMAT, **asdict(item)}) + "\n"
 
 
 def read(path: Path) -> Iterator[Header | Record]:
-    """The items of a file; a last line that was cut short is passed over.
+    """Yield the items of a file, except an incomplete last line.
 
     Raises:
         InputError: another line cannot be read.
     """
     lines = path.read_text().split("\n")
-    for number, text in enumerate(lines[:-1], 1):  # what follows the last line break is cut short
+    for number, text in enumerate(lines[:-1], 1):  # text after the last line break is incomplete
         try:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
@@ -210,16 +210,16 @@ def _frozen(value: Any) -> Any:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Spread of a few repeats: their median distance from the median, relative to it."""
+    """Return the relative spread of repeats: the median absolute deviation over the median."""
     middle = median(seconds)
     return median(abs(s - middle) for s in seconds) / middle
 
 
 def middle(seconds: Sequence[float]) -> float:
-    """The mean of repeats without the lowest and the highest fifth.
+    """Return the mean of repeats without the lowest and the highest fifth.
 
-    A throttled processor pays in one window for what it had too much in another, so that the
-    median of a few is off; and a hiccup is no reason to leave the mean as it is.
+    A throttled processor has less time in a window after it had too much in another, so that the
+    median of few windows is biased; the plain mean includes hiccups.
     """
     ordered = sorted(seconds)
     off = len(ordered) // 5
@@ -227,7 +227,7 @@ def middle(seconds: Sequence[float]) -> float:
 
 
 def expected(seconds: Sequence[float]) -> float:
-    """The mean of repeats that vary as they do in a step, where it is their sum that counts.
+    """Return the mean of repeats that vary as in a step, where their sum counts.
 
     The longest of many is left out, since it may be a hiccup.
     """
@@ -237,6 +237,6 @@ def expected(seconds: Sequence[float]) -> float:
 def of_kind(
     kind: type[Kind], records: Mapping[str, Record] | Iterable[Header | Record]
 ) -> list[Kind]:
-    """The records of one kind, in their order."""
+    """Return the records of one kind, in their order."""
     values = records.values() if isinstance(records, Mapping) else records
     return [r for r in values if isinstance(r, kind)]

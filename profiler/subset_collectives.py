@@ -1,11 +1,11 @@
 """Measure collectives among subsets of the ranks, without the slow ones.
 
-A rank with little processor time is late to answer, and all wait for it: on a tenth of a core a
-collective of hardly any bytes takes six times as long as on a free one. And what it packs, sends and
-adds up may take it longer than the link does. The figures of collectives (:mod:`hap.profiler.link_figures`)
-are those of all ranks. So the ranks of each speed and those that are faster measure small and
-larger collectives of each kind, while the others idle; what they take, by what the figures say of their
-starts and of their bytes, are the *start* and the *traffic* of the devices of that speed.
+A rank with little processor time answers late, and all others wait: with a tenth of a core, a tiny
+collective takes six times as long as with a free core. Packing, sending and summing may also take
+longer on it than on the link. The figures of collectives (:mod:`hap.profiler.link_figures`) are
+those of all ranks. So the ranks of each speed class, with all faster ranks, measure small and
+larger collectives of each kind while the others idle. The ratios of their times to the predicted
+start-up and byte costs are the *start* and the *traffic* of the devices of that class.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hap.profiler.link_figures import Price
 from hap.profiler.samples import ExchangeRecord, StartsRecord, expected
 
 LARGE_BYTES = 2**20, 2**22
-"""The largest that is measured tells traffic: links may carry the first part of it from a queue."""
+"""The largest measured size gives traffic: a link's queue may hide the cost of smaller ones."""
 
-_AT_ONCE = 1e-9  # for a start; 0 is refused
+_AT_ONCE = 1e-9  # a negligible start; 0 is invalid
 _LEAST_TRAFFIC = 0.01
 
 
@@ -39,10 +39,10 @@ def measure(
     device: torch.device,
     known: Mapping[str, StartsRecord],
 ) -> Iterator[str | StartsRecord]:
-    """On all ranks: what comes next, and then its record.
+    """Yield a description of the measurement, and then its record; call it on all ranks.
 
     Args:
-        whole: the communicator of all the ranks.
+        whole: the communicator of all ranks.
         each_s: seconds of the same work, by rank.
     """
     yield "collectives among faster ranks"
@@ -64,11 +64,11 @@ def _measured(
 
 
 def fitted(cluster: Cluster, record: StartsRecord, price: Price, date: str) -> Cluster:
-    """The cluster whose devices have a start and traffic; 1 where all others are faster.
+    """Return the cluster with each device's start and traffic; without records, start is 1.
 
     Args:
-        cluster: with the figures of collectives among all ranks.
-        date: for the provenance.
+        cluster: the cluster with figures of collectives among all ranks.
+        date: date in the provenance.
     """
     groups: dict[Ranks, list[ExchangeRecord]] = {}
     for each in record.among:
@@ -96,8 +96,8 @@ class _Figures(NamedTuple):
 def _figures(
     cluster: Cluster, records: Sequence[ExchangeRecord], price: Price, date: str
 ) -> _Figures:
-    """Those of one group of ranks, by its records."""
-    small = list({each.kind: each for each in reversed(records)}.values())  # they come in order
+    """Return the figures of one group of ranks from its records, which ascend in size per kind."""
+    small = list({each.kind: each for each in reversed(records)}.values())
     large = list({each.kind: each for each in records if each not in small}.values())
     ratios = [expected(each.seconds) / price(cluster, each) for each in small]
     start = median(ratios)
