@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.synthesize import Synthesizer, proportional_shares
+from hap.synthesizer.synthesize import Synthesizer, hopeless, proportional_shares
 
 Ranks = tuple[int, ...]
 
@@ -114,7 +114,8 @@ def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
     part = whole.on(whole.cluster.keep(kept))
     shares = proportional_shares(part.space.axes, part.machine.speed)
     pair = part.judge(best.program, part.with_storage(best.program, shares))
-    pair = fastest([pair, part.judge(best.program, part.balance(pair))])
+    if not hopeless(pair, best):
+        pair = fastest([pair, part.judge(best.program, part.balance(pair))])
     return Selection(synthesizer=part, pair=pair, left=_others(whole, kept))
 
 
