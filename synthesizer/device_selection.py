@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.synthesize import Synthesizer, hopeless, proportional_shares
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
 
@@ -22,6 +22,9 @@ CLOSE = 1.01
 
 FEW = 4
 """Number of devices of one kind up to which each number is a candidate."""
+
+MOST = 4
+"""Candidates whose shares are balanced; the others are judged with shares in proportion to speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,13 @@ def select_devices(
     found = [Selection(synthesizer=whole, pair=best), *known]
     alone = min(found, key=lambda s: s.devices)
     limit_s = min((s.pair.timeline.step_s for s in found if s.pair.fits), default=np.inf)
-    estimated = [
+    rough = [
         on_subset(whole, best, kept)
         for kept in subsets(whole, best)
         if _least_s(whole, alone, kept) < limit_s
     ]
+    rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
+    estimated = [balanced(s) for s in rough[:MOST]]
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
@@ -83,7 +88,7 @@ def subsets(whole: Synthesizer, best: Candidate) -> Iterator[Ranks]:
     """Ranks of candidate subsets, each once.
 
     The fastest kinds together, and each kind alone, with each of :func:`_numbers` of the slowest of
-    them, machine by machine; each machine alone; the devices that are not short of memory.
+    them, machine by machine; one machine of each type; the devices that are not short of memory.
     """
     speed = np.round(whole.machine.speed, 12)
     cluster, everyone = whole.cluster, tuple(range(whole.cluster.world_size))
@@ -97,8 +102,8 @@ def subsets(whole: Synthesizer, best: Candidate) -> Iterator[Ranks]:
             for number in _numbers(len(order)):
                 found[tuple(sorted((*others, *order[:number])))] = None
         faster = (*faster, *kind)
-    for node in cluster.nodes:
-        found[cluster.ranks(node)] = None
+    for ranks in cluster.machine_types():
+        found[ranks] = None
     found[tuple(np.flatnonzero(best.lacking_bytes == 0).tolist())] = None
     yield from (kept for kept in found if 1 < len(kept) < len(everyone))
 
@@ -110,13 +115,24 @@ def _numbers(count: int) -> list[int]:
 
 
 def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
-    """The whole cluster's program on a subset, by the better of two sets of shares."""
+    """The whole cluster's program on a subset, with shares in proportion to speed."""
     part = whole.on(whole.cluster.keep(kept))
     shares = proportional_shares(part.space.axes, part.machine.speed)
     pair = part.judge(best.program, part.with_storage(best.program, shares))
-    if not hopeless(pair, best):
-        pair = fastest([pair, part.judge(best.program, part.balance(pair))])
     return Selection(synthesizer=part, pair=pair, left=_others(whole, kept))
+
+
+def balanced(selection: Selection) -> Selection:
+    """The same program and devices with the better of its shares and balanced ones."""
+    part, pair = selection.synthesizer, selection.pair
+    other = part.judge(pair.program, part.balance(pair))
+    return replace(selection, pair=fastest([pair, other]))
+
+
+def _overfull(selection: Selection) -> bool:
+    """Does the program exceed the memory of all devices together, whatever the shares?"""
+    room = sum(d.memory_bytes for d in selection.synthesizer.cluster.devices)
+    return float(selection.pair.serial.peak_bytes.sum()) > room
 
 
 def on_one_device(whole: Synthesizer) -> Selection:
@@ -130,7 +146,7 @@ def on_one_device(whole: Synthesizer) -> Selection:
 def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:
     """The whole cluster's program without its slowest device."""
     slowest = int(np.argmin(whole.machine.speed))
-    return on_subset(whole, best, _others(whole, (slowest,)))
+    return balanced(on_subset(whole, best, _others(whole, (slowest,))))
 
 
 def _others(whole: Synthesizer, ranks: Ranks) -> Ranks:

@@ -38,9 +38,6 @@ from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_s
 ROUNDS = 4
 """Alternations from one start; the second rarely changes anything."""
 
-_FAR = 1.25
-"""Ratio of a program's optimistic step to the best one beyond which its shares are not balanced."""
-
 _SETTLED = 1e-3
 """Relative gain of new shares below which no search under them follows."""
 
@@ -157,14 +154,12 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        if self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE):
-            for shares in self.subset_starts():
-                pair = self.probe(shares)
-                if hopeless(pair, fastest(found)):
-                    continue
-                found += [pair, self.judge(pair.program, self.balance(pair))]
-                if fastest(found) in found[-2:]:
-                    alternate(found[-1].shares, "a part of the cluster")
+        wide = self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE)
+        if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
+            pair = fastest(probes)
+            found += [pair, self.judge(pair.program, self.balance(pair))]
+            if fastest(found) in found[-2:]:
+                alternate(found[-1].shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
         for _ in range(ROUNDS):
@@ -184,11 +179,7 @@ class Synthesizer:
     def subset_starts(self) -> Iterator[Shares]:
         """Shares that leave all to one type of devices, or to one machine of each kind."""
         cluster = self.cluster
-        kinds: dict[object, tuple[int, ...]] = {}
-        for node in cluster.nodes:
-            ranks = cluster.ranks(node)
-            kinds.setdefault(tuple(cluster.devices[r].figures for r in ranks), ranks)
-        for ranks in dict.fromkeys([*cluster.types(), *kinds.values()]):
+        for ranks in dict.fromkeys([*cluster.types(), *cluster.machine_types()]):
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
@@ -389,12 +380,6 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
 def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
     """Shares of every axis as nearly in proportion to ``weights`` as its units allow."""
     return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
-
-
-def hopeless(pair: Candidate, best: Candidate) -> bool:
-    """Would other shares of this program not make it the best, as far as one can tell?"""
-    (lacking, least_s), (most, step_s) = pair.least_merit, best.serial_merit
-    return lacking == most == 0 and least_s > step_s * _FAR
 
 
 def _moved(before: Candidate, after: Candidate) -> bool:
