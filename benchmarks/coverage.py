@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "models.md"
 CLUSTER = HERE / "clusters" / "unlike8.yaml"
 WORLDS = (2, 3, 4, 5)
-TIMEOUT_S = 900.0
+TIMEOUT_S = 300.0
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def plan(name: str) -> Found:
         "ok": True, "nodes": len(made.graph.nodes),
         "parameters": sum(p.numel() for p in model.parameters()),
         "operators": sorted({node.op for node in made.graph.nodes}),
-        "step_s": made.prediction.step_s,
+        "step_s": made.prediction.step_s, "unruled": sorted({u.op for u in made.unruled}),
         "wall_s": round(time.perf_counter() - wall, 1),
         "cpu_s": round(time.process_time() - processor, 1),
     }  # fmt: skip
@@ -167,12 +167,16 @@ def case_of(entry: Any) -> Any:
     """
     import torch
 
+    from hap.capture.tracing import capture
+    from hap.rule_sources import with_rules
     from tests.random_plans import make_case
 
     def optimizer(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    return make_case(*built(entry.tiny), entry.loss, optimizer)
+    model, batch = built(entry.tiny)
+    graph = with_rules(capture(model, batch, entry.loss), {})
+    return make_case(model, batch, entry.loss, optimizer, graph)
 
 
 def by_chance(case: Any, world: int) -> Any:

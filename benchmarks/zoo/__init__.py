@@ -9,8 +9,10 @@ from benchmarks.zoo.entry import Entry
 from benchmarks.zoo.native import NATIVE
 from benchmarks.zoo.other import OTHER
 from benchmarks.zoo.text import TEXT
+from benchmarks.zoo.timm_models import TIMM
+from benchmarks.zoo.torchvision_models import TORCHVISION
 from benchmarks.zoo.vision import VISION
 
-ZOO: tuple[Entry, ...] = (*TEXT, *VISION, *OTHER, *NATIVE)
+ZOO: tuple[Entry, ...] = (*TEXT, *VISION, *OTHER, *NATIVE, *TORCHVISION, *TIMM)
 
 __all__ = ["ZOO", "Entry"]

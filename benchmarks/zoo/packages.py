@@ -1,0 +1,103 @@
+"""Entries for the models of torchvision and timm, which are optional packages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.zoo.entry import Built, Entry
+
+CLASSES = 7
+"""Of a tiny model."""
+
+
+def missing(package: str) -> str:
+    """Why entries of a package can't be built here; empty if they can."""
+    return "" if find_spec(package) else f"the package {package} is not installed"
+
+
+@cache
+def package(name: str) -> ModuleType:
+    """Import a package whose operators need a build of PyTorch that is not here.
+
+    A torchvision for CUDA registers implementations for operators that its library would define
+    if it could be loaded. No model of the table uses them.
+    """
+    with _without_missing_operators():
+        return import_module(name)
+
+
+@contextlib.contextmanager
+def _without_missing_operators() -> Iterator[None]:
+    register = torch.library.register_fake
+
+    def register_if_there(op: Any, *args: Any, **kwargs: Any) -> Any:
+        def decorate(function: Any) -> Any:
+            try:
+                return register(op, *args, **kwargs)(function)
+            except RuntimeError as error:
+                if "does not exist" not in str(error):
+                    raise
+                return function
+
+        return decorate
+
+    torch.library.register_fake = register_if_there  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.library.register_fake = register
+
+
+class Trained(nn.Module):
+    """A model with the loss of its logits: of one class per image or video, or per pixel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        out = self.model(x)
+        if isinstance(out, Mapping):
+            out = out["out"]
+        elif isinstance(out, tuple):  # with auxiliary heads, as GoogLeNet has
+            return torch.stack([F.cross_entropy(logits, labels) for logits in out]).sum()
+        return F.cross_entropy(out, labels)
+
+
+def packaged(
+    origin: str, name: str, brings: str, make: Callable[..., nn.Module], tiny: Mapping[str, Any],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], rows: tuple[int, int], *,
+    pixels: bool = False, both: Mapping[str, Any] | None = None,
+    published: Mapping[str, Any] | None = None, classes: int = 1000,
+) -> Entry:  # fmt: skip
+    """An entry for a model of a package.
+
+    Args:
+        origin: the package.
+        make: builds the model from options.
+        tiny, published, both: options of the tiny model, of the full one, and of both.
+        shapes: of one input of the tiny and of the full model.
+        rows: of their batches.
+        pixels: is there a label per pixel?
+    """
+
+    def build(options: Mapping[str, Any], classes: int, shape: tuple[int, ...], count: int) -> Built:
+        model = make(num_classes=classes, **(both or {}), **options)
+        labels = torch.randint(classes, (count, *shape[-2:]) if pixels else (count,))
+        return Trained(model).train(), (torch.randn(count, *shape), labels)
+
+    return Entry(
+        name=name, family=origin, brings=brings,
+        tiny=partial(build, tiny, CLASSES, shapes[0], rows[0]),
+        full=partial(build, published or {}, classes, shapes[1], rows[1]),
+    )  # fmt: skip
