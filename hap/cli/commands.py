@@ -1,8 +1,8 @@
 """The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
 ``testbed``, ``rules``.
 
-Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
-2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+Exit codes: 0; 1 the program differs from one device, or a rank failed;
+2 bad input; 3 nothing fits in memory. Heavy modules are loaded through ``hap`` on first use, so
 that ``hap --help`` is quick.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
 def _command(
     function: Callable[..., None], group: click.Group = main, name: str | None = None
 ) -> click.Command:
-    """A command of ``group`` that tells errors in two lines; with -v, their traceback too."""
+    """Register a command that prints errors in two lines, and their traceback with -v."""
 
     @functools.wraps(function)
     def told(*, verbose: bool, **given: Any) -> None:
@@ -166,7 +166,7 @@ def verify(
 def run(
     plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
 ) -> None:
-    """Train by PLAN; what follows `--` is sys.argv of the model file.
+    """Train by PLAN; arguments after `--` become sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
@@ -265,7 +265,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
 
 @main.group(no_args_is_help=True)
 def rules() -> None:
-    """The rules that say how operators may be split: list, show and discover them."""
+    """List, show and discover the rules by which operators are split."""
 
 
 @functools.partial(_command, group=rules, name="list")
@@ -288,8 +288,8 @@ def show_rule(op: str, model: str | None) -> None:
 def discover_rule(op: str, model: str | None) -> None:
     """Find the rows of OP by running it on split inputs.
 
-    Each input is replicated, cut along each dim, or a sum of terms; the rows that are kept made
-    up the whole result for all sizes, values and cuts that were tried.
+    Each input is replicated, cut along each dim, or a sum of terms. A row is kept if it gave the
+    whole result for all tried sizes, values and cuts.
     """
     click.echo(cli.rules_screen.discovered_text(op, model))
 
@@ -323,10 +323,10 @@ def testbed(
 
 
 def _started_as_rank() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Return whether torchrun or srun started this process as one of several."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def _note(text: str) -> None:
-    """Print to stderr text that differs from run to run; stdout is the same for the same inputs."""
+    """Print to stderr text that varies between runs; equal inputs give equal stdout."""
     click.echo(text, err=True)
