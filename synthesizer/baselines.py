@@ -17,7 +17,7 @@ from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R, S
 from hap.ir.regather import backward_alias_of
 from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.hap_paper import plan_as_paper
 from hap.synthesizer.search.cost_tables import Allowed
@@ -232,22 +232,3 @@ def _gradients(graph: Graph) -> dict[str, str]:
     """Return gradient -> its parameter."""
     return {graph.gradients[i.target]: i.tensor for i in graph.role("parameter")
             if i.target in graph.gradients}  # fmt: skip
-
-
-def fewer_devices(whole: Synthesizer) -> dict[str, tuple[str, Candidate]]:
-    """Return name -> (devices, best pair) for parts of the cluster that may be faster alone."""
-    cluster = whole.cluster
-    speeds = [d.rate("matmul", "float32") for d in cluster.devices]
-    slow, fast = int(np.argmin(speeds)), int(np.argmax(speeds))
-    found = {}
-    if cluster.world_size > 2:
-        synthesizer = whole.on(cluster.without(slow))
-        pair = synthesizer.search(next(synthesizer.starts()))
-        balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
-        best = fastest([pair, balanced])
-        found["without the slowest device"] = (f"without {cluster.devices[slow].name}", best)
-    if cluster.world_size > 1:
-        synthesizer = whole.on(cluster.only(fast))
-        pair = synthesizer.cheapest(next(synthesizer.starts()))
-        found["the fastest device alone"] = (f"only {cluster.devices[fast].name}", pair)
-    return found

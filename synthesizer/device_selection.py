@@ -1,58 +1,159 @@
-"""Select the devices to leave out: those without which the others are predicted to be faster.
+"""Select the devices that a plan uses: any number of each kind, one alone included.
 
 Every rank does the work that a program does not split, and waits for the slowest rank. So a device
-may cost more than it saves. Candidates omit the slowest kinds of devices, or those short of memory.
+may cost more than it saves. Among plans of about equal time, the one with the fewest devices wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
 
+CLOSE = 1.01
+"""Ratio of steps up to which fewer devices count as no slower."""
 
-def best_subset(
-    whole: Synthesizer, best: Candidate, progress: Callable[[str], None] = lambda text: None
-) -> tuple[Synthesizer, Candidate, Ranks]:
-    """(synthesizer of the fastest subset of the cluster, its best pair, the ranks left out).
 
-    A subset is searched only if the whole cluster's program would gain on it, with shares of its own;
-    its own best pair must then beat ``best``, the best pair on the whole cluster.
+FEW = 4
+"""Number of devices of one kind up to which each number is a candidate."""
+
+MOST = 4
+"""Candidates whose shares are balanced; the others are judged with shares in proportion to speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The best pair on some of the devices, and the synthesizer of that part of the cluster."""
+
+    synthesizer: Synthesizer
+    pair: Candidate
+    left: Ranks = ()
+    """Ranks that are left out."""
+
+    @property
+    def devices(self) -> int:
+        return self.synthesizer.cluster.world_size
+
+
+def select_devices(
+    whole: Synthesizer, best: Candidate, known: Sequence[Selection],
+    progress: Callable[[str], None] = lambda text: None,
+) -> Selection:  # fmt: skip
+    """The fastest selection of devices.
+
+    The candidates run the whole cluster's program, with shares of their own; the most promising one
+    is searched in full. A subset is skipped if it could not win without any loss.
+
+    Args:
+        best: the best pair on the whole cluster.
+        known: selections that are judged already, the fastest device alone among them.
     """
-    choice: tuple[Merit, Ranks] = (best.estimated_merit, ())
-    for kept in subsets(whole, best):
-        choice = min(
-            choice, (on_subset(whole, best, kept).estimated_merit, kept), key=lambda c: c[0]
-        )
-    kept = choice[1]
-    if kept:
-        left = tuple(r for r in range(whole.cluster.world_size) if r not in kept)
-        progress(f"searching without {len(left)} devices that cost more than they bring")
-        part = whole.on(whole.cluster.keep(kept))
-        found = fastest([part.best(progress), on_subset(whole, best, kept)])
-        if found.merit < best.merit:
-            return part, found, left
-    return whole, best, ()
+    found = [Selection(synthesizer=whole, pair=best), *known]
+    alone = min(found, key=lambda s: s.devices)
+    limit_s = min((s.pair.timeline.step_s for s in found if s.pair.fits), default=np.inf)
+    rough = [
+        on_subset(whole, best, kept)
+        for kept in subsets(whole, best)
+        if _least_s(whole, alone, kept) < limit_s
+    ]
+    rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
+    estimated = [balanced(s) for s in rough[:MOST]]
+    promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
+    if promising and promising.pair.estimated_merit < best.estimated_merit:
+        progress(f"searching without {len(promising.left)} devices that cost more than they bring")
+        pair = fastest([promising.synthesizer.best(progress), promising.pair])
+        found.append(replace(promising, pair=pair))
+    return _best(found, lambda pair: pair.merit)
+
+
+def _best(
+    found: Sequence[Selection], merit: Callable[[Candidate], tuple[float, float]]
+) -> Selection:
+    """The one with the fewest devices among those about as fast as the fastest."""
+    lacking, step_s = min(merit(s.pair) for s in found)
+    close = [
+        s for s in found
+        if merit(s.pair)[0] == lacking and merit(s.pair)[1] <= step_s * CLOSE
+    ]  # fmt: skip
+    return min(close, key=lambda s: (s.devices, merit(s.pair)))
 
 
 def subsets(whole: Synthesizer, best: Candidate) -> Iterator[Ranks]:
-    """Ranks of candidate subsets: without the slowest kinds, without those short of memory."""
+    """Ranks of candidate subsets, each once.
+
+    The fastest kinds together, and each kind alone, with each of :func:`_numbers` of the slowest of
+    them, machine by machine; one machine of each type; the devices that are not short of memory.
+    """
     speed = np.round(whole.machine.speed, 12)
-    for least in sorted(set(speed.tolist()))[1:]:
-        yield tuple(np.flatnonzero(speed >= least).tolist())
-    enough = tuple(np.flatnonzero(best.lacking_bytes == 0).tolist())
-    if 0 < len(enough) < len(speed):
-        yield enough
+    cluster, everyone = whole.cluster, tuple(range(whole.cluster.world_size))
+    found: dict[Ranks, None] = {}
+    faster: Ranks = ()
+    for value in sorted(set(speed.tolist()), reverse=True):
+        kind = tuple(np.flatnonzero(speed == value).tolist())
+        for others in (faster, ()):
+            near = {cluster.devices[r].node for r in others}
+            order = sorted(kind, key=lambda r: cluster.devices[r].node not in near)
+            for number in _numbers(len(order)):
+                found[tuple(sorted((*others, *order[:number])))] = None
+        faster = (*faster, *kind)
+    for ranks in cluster.machine_types():
+        found[ranks] = None
+    found[tuple(np.flatnonzero(best.lacking_bytes == 0).tolist())] = None
+    yield from (kept for kept in found if 1 < len(kept) < len(everyone))
 
 
-def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Candidate:
-    """The whole cluster's program on a subset, by the better of two sets of shares."""
+def _numbers(count: int) -> list[int]:
+    """Numbers of devices of a kind of ``count``: the small ones, and halves of halves of it."""
+    halves = [count >> k for k in range(count.bit_length())]
+    return sorted({*halves, *range(1, min(count, FEW) + 1)}, reverse=True)
+
+
+def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
+    """The whole cluster's program on a subset, with shares in proportion to speed."""
     part = whole.on(whole.cluster.keep(kept))
     shares = proportional_shares(part.space.axes, part.machine.speed)
     pair = part.judge(best.program, part.with_storage(best.program, shares))
-    return fastest([pair, part.judge(best.program, part.balance(pair))])
+    return Selection(synthesizer=part, pair=pair, left=_others(whole, kept))
+
+
+def balanced(selection: Selection) -> Selection:
+    """The same program and devices with the better of its shares and balanced ones."""
+    part, pair = selection.synthesizer, selection.pair
+    other = part.judge(pair.program, part.balance(pair))
+    return replace(selection, pair=fastest([pair, other]))
+
+
+def _overfull(selection: Selection) -> bool:
+    """Does the program exceed the memory of all devices together, whatever the shares?"""
+    room = sum(d.memory_bytes for d in selection.synthesizer.cluster.devices)
+    return float(selection.pair.serial.peak_bytes.sum()) > room
+
+
+def on_one_device(whole: Synthesizer) -> Selection:
+    """The fastest device alone."""
+    rank = int(np.argmax(whole.machine.speed))
+    part = whole.on(whole.cluster.only(rank))
+    pair = part.cheapest(next(part.starts()))
+    return Selection(synthesizer=part, pair=pair, left=_others(whole, (rank,)))
+
+
+def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:
+    """The whole cluster's program without its slowest device."""
+    slowest = int(np.argmin(whole.machine.speed))
+    return balanced(on_subset(whole, best, _others(whole, (slowest,))))
+
+
+def _others(whole: Synthesizer, ranks: Ranks) -> Ranks:
+    return tuple(r for r in range(whole.cluster.world_size) if r not in ranks)
+
+
+def _least_s(whole: Synthesizer, alone: Selection, kept: Ranks) -> float:
+    """Seconds of the fastest device's step, divided among a subset without any loss."""
+    speed = whole.machine.speed
+    return float(alone.pair.serial.compute_s.max() * speed.max() / speed[list(kept)].sum())

@@ -17,11 +17,17 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Prediction
 from hap.synthesizer.axis_roles import batch_axis
-from hap.synthesizer.baselines import METHODS, baselines, fewer_devices
+from hap.synthesizer.baselines import METHODS, baselines
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
-from hap.synthesizer.device_selection import Ranks, best_subset
+from hap.synthesizer.device_selection import (
+    Ranks,
+    Selection,
+    on_one_device,
+    select_devices,
+    without_slowest,
+)
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.search.engines import engine_named
@@ -128,13 +134,15 @@ def choose(
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
     known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
     best = min(known, key=lambda c: c.merit)
-    fewer = fewer_devices(synthesizer)
+    selections = _fewer_devices(synthesizer, best)
     left: Ranks = ()
     if not options.all_devices and not options.mesh:
         on_all = best
-        synthesizer, best, left = best_subset(synthesizer, best, progress)
+        chosen = select_devices(synthesizer, best, list(selections.values()), progress)
+        synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         if left:
             beside = {"all devices": on_all, **beside}
+    fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     if two := _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress):
         _must_fit(two.pair, two.cost)
@@ -154,6 +162,23 @@ def choose(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
+
+
+def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:
+    """The rows with fewer devices that every screen shows."""
+    found = {}
+    if whole.cluster.world_size > 2:
+        found["without the slowest device"] = without_slowest(whole, best)
+    if whole.cluster.world_size > 1:
+        found["the fastest device alone"] = on_one_device(whole)
+    return found
+
+
+def _named(cluster: Cluster, selection: Selection) -> str:
+    """``without old:1``, or ``only new:0``."""
+    if selection.devices == 1:
+        return f"only {selection.synthesizer.cluster.devices[0].name}"
+    return f"without {', '.join(cluster.devices[r].name for r in selection.left)}"
 
 
 def _on_two_axes(

@@ -7,10 +7,11 @@ out of memory, their bytes get the lowest price at which the program fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError, TooEntangledError
@@ -37,6 +38,9 @@ from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_s
 ROUNDS = 4
 """Alternations per start; the second rarely changes anything."""
 
+_SETTLED = 1e-3
+"""Relative gain of new shares below which no search under them follows."""
+
 SEARCHES = 3
 """Searches per lower bound; the second finds the weights, the third rarely helps."""
 
@@ -48,6 +52,33 @@ MOST_S = FORBIDDEN / PICOSECONDS / 4
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
 """Range of the price of a byte: powers of two of the step's time per byte of memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Short:
+    """The ranks that lack memory, and the price of their bytes.
+
+    ``unit_s``: seconds per byte at exponent 0. ``highest``: the highest exponent with which costs
+    stay below :data:`FORBIDDEN`.
+    """
+
+    ranks: npt.NDArray[np.bool_]
+    unit_s: float
+    highest: int
+
+    @classmethod
+    def of(cls, pair: Candidate, memory: PerRank) -> _Short:
+        """Return the ranks and the price of a program that lacks memory; ``memory``: bytes per rank."""
+        ranks = pair.serial_lacking_bytes > 0
+        unit_s, highest = pair.serial.step_s / float(memory.max()), HIGHEST_PRICE
+        held = float(pair.serial.peak_bytes[ranks].sum())
+        while highest > LOWEST_PRICE and held * unit_s * 2.0**highest > MOST_S:
+            highest -= 1
+        return cls(ranks, unit_s, highest)
+
+    def price(self, exponent: int) -> PerRank:
+        """Return the seconds per byte of each rank."""
+        return np.where(self.ranks, self.unit_s * 2.0**exponent, 0.0)
 
 
 class Synthesizer:
@@ -74,6 +105,7 @@ class Synthesizer:
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
+        self._short: _Short | None = None
         self._fixed: dict[object, Relaxation] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
@@ -108,7 +140,7 @@ class Synthesizer:
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
-                if fastest(found) not in found[-2:] or shares == pair.shares:
+                if fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
         for number, shares in enumerate(self.starts()):
@@ -122,9 +154,12 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        if self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE):
-            for shares in self.subset_starts():
-                alternate(shares, "a part of the cluster")
+        wide = self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE)
+        if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
+            pair = fastest(probes)
+            found += [pair, self.judge(pair.program, self.balance(pair))]
+            if fastest(found) in found[-2:]:
+                alternate(found[-1].shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
         for _ in range(ROUNDS):
@@ -144,11 +179,7 @@ class Synthesizer:
     def subset_starts(self) -> Iterator[Shares]:
         """Yield shares with everything on one type of devices, or one machine of each kind."""
         cluster = self.cluster
-        kinds: dict[object, tuple[int, ...]] = {}
-        for node in cluster.nodes:
-            ranks = cluster.ranks(node)
-            kinds.setdefault(tuple(cluster.devices[r].figures for r in ranks), ranks)
-        for ranks in dict.fromkeys([*cluster.types(), *kinds.values()]):
+        for ranks in dict.fromkeys([*cluster.types(), *cluster.machine_types()]):
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
@@ -186,27 +217,29 @@ class Synthesizer:
     def search(self, shares: Shares) -> Candidate:
         """Return the cheapest program under fixed shares that fits the memory, if there is one.
 
-        A price per byte on the ranks that lack memory trades time for memory.
+        A price per byte on the ranks that lack memory trades time for memory. After a search that
+        lacked memory, the next one starts from its ranks and its price.
         """
-        best = self.cheapest(shares)
-        if not best.serial_lacking_bytes.any():
-            return best
-        per_byte = best.serial.step_s / self._memory.max()
-        short = best.serial_lacking_bytes > 0
-        low, high = LOWEST_PRICE, HIGHEST_PRICE
-        held = float(best.serial.peak_bytes[short].sum())
-        while high > low and held * per_byte * 2.0**high > MOST_S:
-            high -= 1  # otherwise costs would reach FORBIDDEN
+        if self._short is None:
+            best = self.cheapest(shares)
+            if not best.serial_lacking_bytes.any():
+                return best
+            self._short = _Short.of(best, self._memory)
+        short, found = self._short, list[Candidate]()
 
         def fits(exponent: int) -> bool:
-            nonlocal best
-            tried = self.cheapest(shares, np.where(short, per_byte * 2.0**exponent, 0.0))
-            best = min(best, tried, key=lambda c: c.serial_merit)
-            return not tried.serial_lacking_bytes.any()
+            found.append(self.cheapest(shares, short.price(exponent)))
+            return not found[-1].serial_lacking_bytes.any()
 
-        found = lowest_fitting(fits, low, high, self.exponent)
-        self.exponent = self.exponent if found is None else found
-        return best
+        exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
+        self.exponent = self.exponent if exponent is None else exponent
+        return min(found, key=lambda c: c.serial_merit)
+
+    def probe(self, shares: Shares) -> Candidate:
+        """The cheapest program under fixed shares and the price of memory that was found last."""
+        if self._short is None or self.exponent is None:
+            return self.cheapest(shares)
+        return self.cheapest(shares, self._short.price(self.exponent))
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
@@ -347,6 +380,12 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
 def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
     """Return shares of every axis as nearly proportional to ``weights`` as its units allow."""
     return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
+
+
+def _moved(before: Candidate, after: Candidate) -> bool:
+    """Do the new shares of a program change its step, or whether it fits?"""
+    (lack, step_s), (new_lack, new_step_s) = before.serial_merit, after.serial_merit
+    return lack != new_lack or new_step_s < step_s * (1 - _SETTLED)
 
 
 def _whole(tensor: str, p: Placement, stored: bool) -> bool:

@@ -105,6 +105,14 @@ class Cluster:
             groups.setdefault(device.figures, []).append(rank)
         return tuple(map(tuple, groups.values()))
 
+    def machine_types(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of one machine of each type: machines with the same figures are of one type."""
+        found: dict[object, tuple[int, ...]] = {}
+        for node in self.nodes:
+            ranks = self.ranks(node)
+            found.setdefault(tuple(self.devices[r].figures for r in ranks), ranks)
+        return tuple(found.values())
+
     def without(self, rank: int) -> Self:
         """Return the cluster without one device; the ranks above it move down by one."""
         self._check_rank(rank)

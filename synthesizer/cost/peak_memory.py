@@ -9,6 +9,7 @@ largest buffers of those under way count.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +51,11 @@ def memory(
     """
     structure = structure_of(graph, program, cost)
     stored = _given(graph, structure, cost)
+    columns = _columns(structure, cost, buffers)
     alive, own, between = _moments(
-        graph, program, cost, buffers, structure, _live(structure, until)
+        graph, program, cost, buffers, structure, _live(structure, until), columns
     )
-    peak: PerRank = (alive + own + between).max(axis=0)
+    peak: PerRank = (alive + own + between).max(axis=0)[columns.of_rank]
     return stored["parameters"] + stored["optimizer states"], peak
 
 
@@ -62,8 +64,11 @@ def at_peak(
 ) -> dict[str, PerRank]:
     """Return kind -> the bytes that each rank holds at its peak."""
     structure = structure_of(graph, program, cost)
-    live = _live(structure, until)
-    alive, own, between = _moments(graph, program, cost, None, structure, live)
+    live, columns = _live(structure, until), _columns(structure, cost, None)
+    alive, own, between = (
+        nbytes[:, columns.of_rank]
+        for nbytes in _moments(graph, program, cost, None, structure, live, columns)
+    )
     moments = (alive + own + between).argmax(axis=0)
     fullest = moments - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
@@ -97,14 +102,14 @@ def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, Pe
 
 def _moments(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
-    live: LiveRanges,
+    live: LiveRanges, columns: _Columns,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return live bytes, workspace and buffers; dims moment, rank; moment 0 is before the step."""
-    end = len(structure.bounds)
-    change = np.zeros((end + 2, cost.machine.cluster.world_size))
-    change[0] = sum(_given(graph, structure, cost).values())
+    """Return live bytes, workspace and buffers; dims moment, column; moment 0: before the step."""
+    end, ranks = len(structure.bounds), columns.ranks
+    change = np.zeros((end + 2, len(ranks)))
+    change[0] = np.sum(list(_given(graph, structure, cost).values()), axis=0)[ranks]
     values = [storage.value for storage in structure.storages]
-    local = _local_bytes(graph, structure, cost, values, structure.part_of_storage)
+    local = _local_bytes(graph, structure, cost, values, structure.part_of_storage, ranks)
     both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
     np.add.at(change, live.changes, both)
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
@@ -114,25 +119,48 @@ def _moments(
         if moved < 0:
             for node, row in structure.nodes[at]:
                 if node.op in CHUNKS:
-                    own[at + 1] = workspace(node, row, cost)
+                    own[at + 1] = workspace(node, row, cost)[ranks]
             continue
         group = program.instructions[slice(*structure.bounds[at])]
         key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
-            known[key] = buffers(group) if buffers else communication_buffers(group, cost)
+            found = buffers(group) if buffers else communication_buffers(group, cost)
+            known[key] = found[ranks]
         under_way = slice(at + 1, live.until[at] + 2)
         between[under_way] = np.maximum(between[under_way], known[key])
     return alive, own, between
 
 
-def _local_bytes(
-    graph: Graph, structure: CostStructure, cost: Prices, values: Sequence[Value], part_of: Indices
-) -> Floats:
-    """Return local bytes with dims value, rank; ``part_of`` are classes in ``structure.parts``."""
+class _Columns(NamedTuple):
+    """Columns of the memory tables: one for all ranks with equal parts and equal buffers.
+
+    ``ranks``: a rank of each column. ``of_rank``: the column of each rank.
+    """
+
+    ranks: Indices
+    of_rank: Indices
+
+
+def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) -> _Columns:
+    world_size = cost.machine.cluster.world_size
+    if buffers or cost.parts.ring_size < world_size:  # buffers may differ despite equal parts
+        return _Columns(np.arange(world_size), np.arange(world_size))
     parts = [cost.parts.of(*v) for v in structure.parts.first]
+    _, ranks, of_rank = np.unique(
+        np.array([*parts, cost.machine.chunk]), axis=1, return_index=True, return_inverse=True
+    )
+    return _Columns(ranks, of_rank.reshape(-1))
+
+
+def _local_bytes(
+    graph: Graph, structure: CostStructure, cost: Prices, values: Sequence[Value], part_of: Indices,
+    ranks: Indices | slice = slice(None),
+) -> Floats:  # fmt: skip
+    """Return bytes with dims value, rank of ``ranks``; ``part_of``: classes in ``structure.parts``."""
+    parts = [cost.parts.of(*v)[ranks] for v in structure.parts.first]
     nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
     if not parts:
-        return np.zeros((0, cost.machine.cluster.world_size))
+        return np.zeros((0, len(cost.parts.one[ranks])))
     found: Floats = nbytes[:, None] * np.array(parts)[part_of]
     return found
 

@@ -1,4 +1,4 @@
-"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, solved by SCIP in the process."""
+"""The integer program of :mod:`hap.synthesizer.shares.share_solver`, solved in the process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from ortools.math_opt.python import mathopt
 
 from hap.synthesizer.shares.linearize import Floats, Plane, Tangents
 from hap.synthesizer.shares.share_task import Split, Task, proportional
+from hap.synthesizer.shares.solvers import solved
 
 SCALE = 1e4
 """The start's step time, and a device's memory, in the solver's units: its tolerance is 1e-7."""
 
 COARSE, FINE = 1e-3, 1e-5
 """Relative gaps of the solver: of rounds that add tangents, and of the last one."""
-
-_NODES = 20_000
-"""Limit on branch and bound: a count, so that it is repeatable."""
 
 _Variables = list[list[mathopt.Variable]]
 """Variables per group and type."""
@@ -86,11 +84,7 @@ class Model:
             problem.objective.set_linear_coefficient(variable, coefficient)
         problem.objective.is_maximize = False
         starts = [_hint(hint, task, n, m, z)] if hint and not relaxed else []
-        result = mathopt.solve(
-            problem, mathopt.SolverType.GSCIP,
-            params=mathopt.SolveParameters(relative_gap_tolerance=self.gap, node_limit=_NODES),
-            model_params=mathopt.ModelSolveParameters(solution_hints=starts),
-        )  # fmt: skip
+        result = solved(problem, self.gap, starts, relaxed=relaxed)
         if not result.has_primal_feasible_solution():
             return None
         values = result.variable_values()

@@ -1,0 +1,53 @@
+"""Solve an integer program in the process, by the first solver without numerical trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortools.math_opt.python import mathopt
+
+from hap.errors import HapError
+
+_NODES = 20_000
+"""Limit on branch and bound: a count, so that it is repeatable."""
+
+FAILURES = (RuntimeError, AttributeError)
+"""Errors of a solver that gives up. OR-Tools 9.15 raises ``AttributeError`` while it reports one."""
+
+
+def solved(
+    problem: mathopt.Model, gap: float, hints: list[mathopt.SolutionHint], *, relaxed: bool = False
+) -> mathopt.SolveResult:
+    """The result of the first solver that does not fail; equal problems have equal results.
+
+    Args:
+        gap: relative gap of the solution to the optimum.
+        relaxed: the problem has no integer variables.
+
+    Raises:
+        HapError: every solver failed.
+    """
+    for solver, parameters in _ways(gap, relaxed):
+        given = mathopt.ModelSolveParameters(
+            solution_hints=hints if solver != mathopt.SolverType.GLOP else []
+        )
+        try:
+            return mathopt.solve(problem, solver, params=parameters, model_params=given)
+        except FAILURES:
+            continue  # numerical trouble of this solver; the next has another method
+    raise HapError(
+        "every solver of the integer program of the shares failed",
+        hint="check the figures in the cluster file for values that are many orders apart",
+    )
+
+
+def _ways(
+    gap: float, relaxed: bool
+) -> Iterator[tuple[mathopt.SolverType, mathopt.SolveParameters]]:
+    types, off = mathopt.SolverType, mathopt.Emphasis.OFF
+    if relaxed:
+        yield types.GLOP, mathopt.SolveParameters()
+    limits = {"relative_gap_tolerance": gap, "node_limit": _NODES}
+    yield types.GSCIP, mathopt.SolveParameters(**limits)
+    yield types.GSCIP, mathopt.SolveParameters(**limits, presolve=off)
+    yield types.CP_SAT, mathopt.SolveParameters(relative_gap_tolerance=gap, threads=1)
