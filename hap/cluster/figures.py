@@ -165,7 +165,7 @@ FIGURES: Final = (
         key="efficiency", path="efficiency", by=(*PRODUCTS[1:], *ELEMENTWISE), default={},
         together=None,
         meaning="`{attention: 0.5, conv: 0.8}`: rate of other work relative to matrix products; "
-        "the kinds are listed [here](profiler.md#what-is-fitted)",
+        "the kinds are listed [here](profiler.md#the-fit)",
     ),
 )  # fmt: skip
 """The figures in the order of the written file."""
