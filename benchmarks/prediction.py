@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 import hap
 from benchmarks.one_rank import CASES, Case
+from benchmarks.racing.summary import rank_correlation
 from hap import api
 from hap.capture.tracing import capture, flatten
 from hap.cli.profiling import Settings
@@ -259,14 +260,6 @@ def summary(entries: Sequence[Entry]) -> dict[str, float]:
             [e.predicted_s for e in entries], [e.measured_s for e in entries]
         ),
     }  # fmt: skip
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's correlation: that of the ranks in both orders; 1 if they are equal."""
-    if len(a) < 2:
-        return 1.0
-    places = [[sorted(values).index(v) for v in values] for values in (a, b)]
-    return statistics.correlation(*places)
 
 
 def show(entries: Sequence[Entry]) -> None:

@@ -91,8 +91,8 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
 
     Products join an input axis to an output axis. Splitting every second axis makes each weight
     column-parallel or row-parallel, with whole tensors between such pairs. Each connected part of
-    the model has two such splits; the result is the one that splits more weights, or else the one
-    that begins with columns at the data. Axes of the batch, axes that some operator can't read in
+    the model has two such splits; the result splits more weights, or else begins with columns
+    at the data. Axes of the batch, axes that some operator can't read in
     shards, and the second of two axes that one product joins stay whole.
     """
     found = uses(space)

@@ -44,7 +44,7 @@ class Candidate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The fastest schedule that fits the memory; if none does, the one that lacks the fewest bytes."""
+        """The fastest schedule that fits the memory; if none fits, the one with the least excess."""
         cost = self.price()
         found = list(orders(cost.graph, self.serial, cost))
         first, tried = found[0], found if self.overlap else found[:1]

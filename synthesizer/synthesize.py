@@ -383,7 +383,7 @@ def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
 
 
 def _moved(before: Candidate, after: Candidate) -> bool:
-    """Do the new shares of a program change its step, or whether it fits?"""
+    """Return whether new shares of a program shorten its step, or change its excess of memory."""
     (lack, step_s), (new_lack, new_step_s) = before.serial_merit, after.serial_merit
     return lack != new_lack or new_step_s < step_s * (1 - _SETTLED)
 

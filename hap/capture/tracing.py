@@ -341,7 +341,7 @@ def _convert(
 
 
 def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
-    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    """Return a tensor that the trace keeps outside the graph: made in the forward from data."""
     value = getattr(joint.graph.owning_module, str(node.target))
     if torch_private.is_fake(value) or value.numel() > tensor_constants.LARGEST:
         raise tensor_constants.too_large(value.numel(), _source(node))
