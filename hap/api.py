@@ -198,14 +198,14 @@ def compile(
     Args:
         loss: the ``loss`` of :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
-        device: device of the shards; default: the current CUDA device under NCCL, else the CPU.
+        device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         check: capture the model again and compare it with the plan.
-        backend: ``eager``, or ``inductor`` to compile the code between collectives, in the
-            first step, which takes from seconds to minutes.
+        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
+            happens in the first step, and takes from seconds to minutes.
 
     Raises:
-        PlanError: the model or the world size differs from the plan's.
-        InputError: the backend is unknown, or its requirements are not installed.
+        PlanError: the model differs from the planned one, or the world size does.
+        InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
@@ -260,8 +260,8 @@ def verify(
         device: ``cpu`` or ``cuda``, for the ranks and for the reference.
 
     Raises:
-        InputError: the dtype is unknown, or this machine lacks the device.
-        PlanError: the model file differs from the planned one.
+        InputError: there is no such dtype, or no such device on this machine.
+        PlanError: the model file is not the one that was planned.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -291,7 +291,7 @@ def verify(
 
 
 def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
-    """Return the results of one real process of ``verify``."""
+    """Results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
@@ -349,7 +349,7 @@ class Trainer:
         self._scaler = GradScaler(self.module, enabled=half)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield global batches: the file's ``batches()`` in a loop, or ``batch()`` each time."""
+        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
         while True:
             yield from self._file.batches() if self._file.batches else (self._file.batch(),)
 
@@ -374,7 +374,7 @@ def train(
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
     Args:
-        backend: runs the rank's graphs, as in :func:`compile`.
+        backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
     trainer = Trainer(plan, file, backend=backend)

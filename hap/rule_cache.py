@@ -1,4 +1,4 @@
-"""Store discovered rules on disk, by operator, overload and torch version. (torch)
+"""Keep discovered rules on disk, by operator, overload and torch version. (torch)
 
 Only rules of torch's own operators are stored: another library's operator may change under the same
 name and version. Discovery is deterministic, so a plan is the same with and without the file.

@@ -47,8 +47,8 @@ class ModelFile:
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: The dtype of automatic mixed precision, or nothing.
         batches: Makes an iterator over global batches.
-        seed: Seed of torch's generators, set before anything random is made.
-        rules: Rules of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
+        seed: Of torch's generators, before anything random is made.
+        rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
     """
 
     path: str

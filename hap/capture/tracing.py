@@ -112,7 +112,7 @@ def capture(
             hint="change it outside of the forward, or make it a buffer",
         )
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
-    if recompute:  # a checkpoint inside of a block has no further effect
+    if recompute:  # a checkpoint inside of a block adds nothing
         own = chosen(graph, recompute)
         last = max((region.number for region in own.values()), default=-1)
         regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own

@@ -1,8 +1,8 @@
 """The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
 ``testbed``, ``rules``.
 
-Exit codes: 0; 1 the program differs from one device, or a rank failed;
-2 bad input; 3 nothing fits in memory. Heavy modules are loaded through ``hap`` on first use, so
+Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
+2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
 that ``hap --help`` is quick.
 """
 
@@ -168,7 +168,7 @@ def verify(
 def run(
     plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
 ) -> None:
-    """Train by PLAN; arguments after `--` become sys.argv of the model file.
+    """Train by PLAN; what follows `--` is sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.

@@ -55,7 +55,7 @@ def run_here(
 
 
 def train_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
-    """Train as a spawned rank; rank 0 reports ``(step, loss, seconds)`` to the parent."""
+    """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
     _train(Plan.load(path), steps, extra, lambda *step: report(step), backend)
 
 
@@ -70,7 +70,7 @@ def check_world_size(plan: Plan, size: int) -> None:
 def machine_lines(
     plan: Plan, path: str, steps: int, extra: tuple[str, ...], backend: str = "eager"
 ) -> str:
-    """Return the torchrun and srun lines that run a plan on its cluster's machines."""
+    """The torchrun and srun lines that run a plan on the machines of its cluster."""
     command = ["hap", "run", path, "--steps", str(steps)]
     command += ["--backend", backend] if backend != "eager" else []
     command += ["--", *extra] if extra else []
@@ -79,7 +79,7 @@ def machine_lines(
 
 
 def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep, backend: str) -> None:
-    sys.argv = [plan.source.path, *extra]  # the model file may read them
+    sys.argv = [plan.source.path, *extra]  # what the model file may read
     first = dist.get_rank() == 0
     told = on_step if first else _ignore
     api.train(plan, model_file_of(plan), steps=steps, on_step=told, backend=backend)
