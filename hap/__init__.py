@@ -4,9 +4,9 @@
     model = hap.compile(model, plan)                # this rank's part of it
     loss = model(batch); loss.backward()
 
-The names below are loaded on first use. ``hap`` is both the bottom of its packages, which all
-import :mod:`hap.errors` and the like, and their top, the face: an eager import of the top
-would be a circle, and ``hap --help`` would wait for torch.
+The names below are loaded on first use. ``hap`` contains both the modules that all packages
+import, such as :mod:`hap.errors`, and the public API, which imports those packages: an eager
+import would be circular, and ``hap --help`` would wait for torch.
 """
 
 from __future__ import annotations

@@ -68,29 +68,29 @@ def plan(
     source: Source = Source(),
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """The fastest program found for one training step of ``model`` on ``cluster``.
+    """Return the fastest program found for one training step of ``model`` on ``cluster``.
 
     Pure: needs no process group and allocates no weights.
 
     Args:
         model: the module, real or built under fake tensors, or a function that makes it.
         batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
-        cluster: a cluster, or what :func:`hap.load_cluster` reads.
+        cluster: a cluster, or an argument of :func:`hap.load_cluster`.
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory; see
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
-        rules: of operators that the table lacks, as lines: see docs/rules.md.
+        rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
 
     Raises:
-        InputError: there is no such engine, dtype or way to recompute.
+        InputError: the engine, dtype or way to recompute is unknown.
         ModelError, ClusterError: the input can't be used.
-        UnsupportedOpError: an operator has no rule, and gets none: it draws random numbers, for
-            example, or ``options.strict_rules`` is true.
-        InfeasibleError: no program fits; the message says which device lacks how much.
+        UnsupportedOpError: an operator has no rule, and none can be found: it draws random numbers,
+            for example, or ``options.strict_rules`` is true.
+        InfeasibleError: no program fits; the message names the devices and the lacking bytes.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     _check_batch(batch, cluster, options.allow_idle)
@@ -123,7 +123,7 @@ def plan(
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
-    """The program and its shares; on two mesh axes those between machines, and what is inside."""
+    """Return the program and its shares (on two mesh axes, between machines), and the inside."""
     program = chosen.pair.timeline.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:
@@ -139,7 +139,7 @@ def plan_file(
     options: PlanOptions = PlanOptions(),
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
+    """Return :func:`plan` of a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
@@ -151,12 +151,12 @@ def plan_file(
 
 
 def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
-    """Model and batch without data; for real where the file's code reads tensor values."""
+    """Return model and batch without data; with data if the file's code reads tensor values."""
     return without_data(lambda: (file.model(), file.batch()), progress)
 
 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
-    """Return the result of ``make``, without data; for real where it reads tensor values."""
+    """Return the result of ``make`` without data; with data if it reads tensor values."""
     try:
         with torch_private.building_without_data():
             return make()
@@ -189,23 +189,23 @@ def compile(
     check: bool = True,
     backend: str = "eager",
 ) -> HapModule:
-    """This rank's part of the model, to be trained like any module.
+    """Return this rank's part of the model, to be trained like any module.
 
-    Call it on every rank, inside an initialised process group (or for a plan of one rank,
+    Call it on every rank, inside an initialised process group (for a plan of one rank,
     without one). The model must be the one that was planned, with the same weights on all
     ranks; its tensors are cut into shards and not kept.
 
     Args:
-        loss: as given to :func:`plan`.
+        loss: the ``loss`` of :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
-        device: of the shards; default: the current CUDA device under NCCL, else the CPU.
+        device: device of the shards; default: the current CUDA device under NCCL, else the CPU.
         check: capture the model again and compare it with the plan.
-        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
-            happens in the first step, and takes from seconds to minutes.
+        backend: ``eager``, or ``inductor`` to compile the code between collectives, in the
+            first step, which takes from seconds to minutes.
 
     Raises:
-        PlanError: the model differs from the planned one, or the world size does.
-        InputError: there is no such backend, or what it needs is not installed.
+        PlanError: the model or the world size differs from the plan's.
+        InputError: the backend is unknown, or its requirements are not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
@@ -215,14 +215,14 @@ def compile(
 
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
-    """The graph of a model, captured as the plan's was."""
+    """Return the graph of a model, captured by the plan's recipe."""
     return capture(
         model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
     )
 
 
 def fake_batch(plan: Plan) -> Batch:
-    """A batch without data, of the shapes and the form that a plan was made for."""
+    """Return a batch without data, with the shapes and the form of a plan's batch."""
     with torch_private.fake_mode():
         entries = {
             i.target: torch.empty(
@@ -252,16 +252,16 @@ def verify(
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
     Args:
-        file: the model file; default: the one that the plan was made from.
+        file: the model file; default: that of the plan.
         processes: start a process per rank instead of emulating the ranks in one: gloo processes
             on the CPU, NCCL processes on CUDA, which share GPUs if there are fewer than ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
-        backend: what runs the ranks' graphs, as in :func:`compile`.
+        backend: runs the ranks' graphs, as in :func:`compile`.
         device: ``cpu`` or ``cuda``, for the ranks and for the reference.
 
     Raises:
-        InputError: there is no such dtype, or no such device on this machine.
-        PlanError: the model file is not the one that was planned.
+        InputError: the dtype is unknown, or this machine lacks the device.
+        PlanError: the model file differs from the planned one.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -291,7 +291,7 @@ def verify(
 
 
 def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
-    """Results of one real process of ``verify``."""
+    """Return the results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
     observer = Observer.make(
@@ -307,7 +307,7 @@ def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
 
 
 def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
-    """The model, unless it is on the meta device, which plans but does not run."""
+    """Return the model, or a new one with weights if it is on the meta device."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
             f"{file.function}() returns a model on the meta device, which has no weights",
@@ -324,10 +324,10 @@ def _spec(file: ModelFile) -> str:
 class Trainer:
     """One rank's training of a planned model file: module, optimizer and data.
 
-    Make it on every rank, inside a process group, or under torchrun or srun.
+    Create it on every rank, inside a process group, or under torchrun or srun.
 
     Raises:
-        PlanError: the model file is not the one that was planned, or the world size differs.
+        PlanError: the model file or the world size differs from the plan's.
     """
 
     def __init__(
@@ -349,12 +349,12 @@ class Trainer:
         self._scaler = GradScaler(self.module, enabled=half)
 
     def batches(self) -> Iterator[Batch]:
-        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
+        """Yield global batches: the file's ``batches()`` in a loop, or ``batch()`` each time."""
         while True:
             yield from self._file.batches() if self._file.batches else (self._file.batch(),)
 
     def step(self, batch: Batch) -> float:
-        """Train on this rank's part of a global batch; returns the global loss."""
+        """Train on this rank's part of a global batch; return the global loss."""
         self._optimizer.zero_grad()
         loss = call(self.module, self._plan.local_batch(batch, self._rank))
         self._scaler.scale(loss).backward()
@@ -371,10 +371,10 @@ def train(
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
     backend: str = "eager",
 ) -> list[float]:
-    """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
+    """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
     Args:
-        backend: what runs the rank's graphs, as in :func:`compile`.
+        backend: runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
     trainer = Trainer(plan, file, backend=backend)
@@ -387,6 +387,6 @@ def train(
 
 
 def code(plan: Plan, rank: int) -> str:
-    """The emitted Python of one rank's forward and backward."""
+    """Return the emitted Python of one rank's forward and backward."""
     emitted = emit(plan, rank, torch.device("cpu"))
     return f"# forward of rank {rank}\n{emitted.forward.code}\n# backward of rank {rank}\n{emitted.backward.code}"

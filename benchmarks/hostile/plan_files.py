@@ -21,7 +21,7 @@ COMMANDS = (("show",), ("verify",), ("simulate",), ("show", "--code"))
 
 
 def cases(plan: Path, count: int, seed: int = 0) -> Iterator[Case]:
-    """Damaged copies of a plan file; ``count`` of them have one entry of a wrong type."""
+    """Yield damaged copies of a plan file; ``count`` of them have one entry of a wrong type."""
     text = plan.read_text()
     data = json.loads(text)
     for name, content in {

@@ -1,6 +1,6 @@
 """A plain multilayer perceptron that learns to reproduce its input.
 
-The smallest complete model file, and the one that shows a loss kept outside of the module:
+The smallest complete model file, and an example of a loss outside of the module:
 ``forward`` returns an output and ``loss(output, batch)`` turns it into a scalar.
 """
 

@@ -1,8 +1,8 @@
 """The user's model file: Python functions that return a model, a batch and an optimizer. (torch)
 
 ``path.py`` takes ``model()``; ``path.py:tiny`` takes ``tiny()``, and with it ``tiny_batch``,
-``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... A mistake in the file
-reads as one: every error has the file's line.
+``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... Every error names
+the line of the file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ModelFile:
     """The contents of a model file.
 
     All the callables but ``loss`` (which is traced) raise :class:`ModelError` with the line in
-    the file, if the user's code raises or returns something else than it should.
+    the file, if the user's code raises or returns a value of a wrong type.
 
     Attributes:
         path: The file, as given.
-        function: Name of the function that is ``model``.
+        function: Name of the function for ``model``.
         model: Makes the ``nn.Module``.
         batch: Makes one global batch: a tensor, a tuple, or a dict.
         loss: ``loss(output, batch)`` -> scalar; None if the forward returns the loss.
@@ -47,8 +47,8 @@ class ModelFile:
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: The dtype of automatic mixed precision, or nothing.
         batches: Makes an iterator over global batches.
-        seed: Of torch's generators, before anything random is made.
-        rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
+        seed: Seed of torch's generators, set before anything random is made.
+        rules: Rules of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
     """
 
     path: str
@@ -63,11 +63,11 @@ class ModelFile:
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
-        return load_model_file, (f"{self.path}:{self.function}",)  # each process loads it anew
+        return load_model_file, (f"{self.path}:{self.function}",)  # each process loads the file
 
 
 def load_model_file(spec: str) -> ModelFile:
-    """Run the file of ``path.py`` or ``path.py:function`` and look up what it defines.
+    """Run the file of ``path.py`` or ``path.py:function`` and look up its definitions.
 
     Raises:
         ModelError: No such file, Python errors in it, or a name missing or of the wrong kind.
@@ -128,7 +128,7 @@ def _is_rule(entry: tuple[object, object]) -> bool:
 
 
 def _autocast(value: Any, path: str) -> str:
-    """``bfloat16`` or ``float16``, given as text or as a dtype; nothing for ``None``."""
+    """Return ``bfloat16`` or ``float16``, given as text or dtype; an empty text for ``None``."""
     name = str(value or "").removeprefix("torch.")
     if name and name not in AUTOCAST:
         raise ModelError(
@@ -138,10 +138,10 @@ def _autocast(value: Any, path: str) -> str:
 
 
 def model_file_of(plan: Plan) -> ModelFile:
-    """The model file that a plan was made from.
+    """Return the model file of a plan.
 
     Raises:
-        PlanError: The plan was made through the Python API, from no file.
+        PlanError: The plan was made through the Python API, without a file.
         ModelError: As :func:`load_model_file`.
     """
     if not plan.source.path:
@@ -168,7 +168,7 @@ def _execute(path: str) -> ModuleType:
     if found is None or found.loader is None:
         raise ModelError("not a Python file", where=path, hint="give a Python file: model.py")
     module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dynamo looks up the globals of the functions that it traces here
+    sys.modules[name] = module  # where dynamo looks up the globals of traced functions
     try:
         with _user_code(path, "the file"):
             found.loader.exec_module(module)
@@ -179,7 +179,7 @@ def _execute(path: str) -> ModuleType:
 
 
 def _guard(function: Callable[..., Any], name: str, returns: type, path: str) -> Any:
-    """``function`` with its errors told by line, and its result checked."""
+    """Return ``function`` with errors that name the line, and with a check of its result."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -196,7 +196,7 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
 
 @contextlib.contextmanager
 def _user_code(path: str, what: str) -> Iterator[None]:
-    """Run the file's code as ``python path`` would, with its folder first on ``sys.path``."""
+    """Run the file's code like ``python path``, with its folder first on ``sys.path``."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -215,12 +215,12 @@ def _user_code(path: str, what: str) -> Iterator[None]:
             hint="run the file with python to see the whole traceback, or repeat with -v",
         ) from error
     finally:
-        with contextlib.suppress(ValueError):  # the code may have taken it out itself
+        with contextlib.suppress(ValueError):  # the code may have removed it itself
             sys.path.remove(folder)
 
 
 def _line(error: BaseException, path: str) -> str:
-    """``path:line``, the deepest line of the file in the traceback; a syntax error's own line."""
+    """Return ``path:line``: the deepest line of the file in the traceback, or a syntax error's."""
     file = str(Path(path).resolve())
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{path}:{error.lineno}"
@@ -229,7 +229,7 @@ def _line(error: BaseException, path: str) -> str:
 
 
 def _near(name: str, module: ModuleType) -> str:
-    """Suggest functions of the file with a similar name."""
+    """Return a suggestion of similarly named functions of the file."""
     own = [
         key for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__

@@ -1,4 +1,4 @@
-"""The commands of ``hap`` and what they print. May import everything; nothing imports it.
+"""The commands of ``hap`` and their output. May import everything; nothing imports it.
 
 Its modules are loaded on first use, as ``cli.plan_screen``, so that ``hap --help`` is quick.
 """

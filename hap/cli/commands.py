@@ -1,8 +1,8 @@
 """The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
 ``testbed``, ``rules``.
 
-Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
-2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+Exit codes: 0; 1 the program differs from one device, or a rank failed;
+2 bad input; 3 nothing fits in memory. Heavy modules are loaded through ``hap`` on first use, so
 that ``hap --help`` is quick.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
 def _command(
     function: Callable[..., None], group: click.Group = main, name: str | None = None
 ) -> click.Command:
-    """A command of ``group`` that tells errors in two lines; with -v, their traceback too."""
+    """Register a command that prints errors in two lines, and their traceback with -v."""
 
     @functools.wraps(function)
     def told(*, verbose: bool, **given: Any) -> None:
@@ -63,22 +63,24 @@ def _command(
     default=None,
     help="Plan over two mesh axes, between nodes and inside them, or over one.  [default: better]",
 )
-@click.option("--compare", is_flag=True, help="Plan and show every baseline beside the plan.")
-@click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
+@click.option("--compare", is_flag=True, help="Also plan every baseline, and show all of them.")
+@click.option(
+    "--all-devices", is_flag=True, help="Keep all devices, even those that slow the step down."
+)
 @click.option(
     "--engine",
     default="exact",
     show_default=True,
     metavar="[exact|astar|cpsat|bounded]",
-    help="What searches for programs. exact: elimination; what is too entangled for it goes to "
-    "bounded. astar: the search of the HAP paper; it may stop early, and then says how far "
-    "from the cheapest it may be. cpsat: a general solver, to check the other two. bounded: exact "
-    "where its tables fit, else a short astar.",
+    help="The search engine. exact: elimination; graphs that are too entangled for it go to "
+    "bounded. astar: the search of the HAP paper; it may stop early, and then prints its largest "
+    "distance from the optimum. cpsat: a general solver, to check the other two. bounded: exact "
+    "if its tables fit, else a short astar.",
 )
 @click.option(
     "--recompute",
     type=click.Choice(["none", "cheap", "blocks"]),
-    help="What the backward makes again in place of keeping it.  [default: as memory needs it]",
+    help="Activations that the backward recomputes.  [default: none, unless memory requires it]",
 )
 @click.option(
     "--prove",
@@ -90,8 +92,8 @@ def _command(
 @click.option(
     "--strict-rules",
     is_flag=True,
-    help="Refuse operators without a rule instead of finding out by running them how they may be "
-    "split, or replicating them.",
+    help="Refuse operators without a rule, instead of discovering their rules by running them, "
+    "or replicating them.",
 )
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
@@ -127,9 +129,9 @@ _backend = click.option(
     type=click.Choice(["float64", "float32"]),
     default="float64",
     show_default=True,
-    help="What to compute in; float64 tells rounding from mistakes.",
+    help="Precision of the comparison; float64 distinguishes rounding from errors.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
+@click.option("--seed", default=0, show_default=True, help="Seed of parameters and data.")
 @_backend
 @click.option(
     "--device",
@@ -166,7 +168,7 @@ def verify(
 def run(
     plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
 ) -> None:
-    """Train by PLAN; what follows `--` is sys.argv of the model file.
+    """Train by PLAN; arguments after `--` become sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
@@ -188,13 +190,15 @@ def run(
     "--output",
     default="cluster.yaml",
     show_default=True,
-    help="The cluster file; samples are kept beside it.",
+    help="The cluster file; samples are stored in the same folder.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
-@click.option("--testbed", metavar="CLUSTER", help="Emulate this cluster here, and measure that.")
+@click.option(
+    "--testbed", metavar="CLUSTER", help="Emulate this cluster, and measure the emulation."
+)
 @click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
 @click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
-@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+@click.option("--resume", is_flag=True, help="Continue from the stored samples.")
 def profile(
     output: str, nproc: int | None, testbed: str | None, nodes: str | None, quick: bool,
     resume: bool,
@@ -228,7 +232,7 @@ def profile(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--rank", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--rank", type=click.IntRange(min=0), help="Show the shapes on this rank.")
 @click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
 @click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
 @click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
@@ -246,8 +250,8 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
-@click.option("--in-turn", is_flag=True, help="As if computing waited for each collective.")
+@click.option("--trace", help="Write the timeline to this file, for Perfetto or chrome://tracing.")
+@click.option("--in-turn", is_flag=True, help="Let computing wait for each collective.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
@@ -265,7 +269,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
 
 @main.group(no_args_is_help=True)
 def rules() -> None:
-    """The rules that say how operators may be split: list, show and discover them."""
+    """List, show and discover the rules by which operators are split."""
 
 
 @functools.partial(_command, group=rules, name="list")
@@ -288,8 +292,8 @@ def show_rule(op: str, model: str | None) -> None:
 def discover_rule(op: str, model: str | None) -> None:
     """Find the rows of OP by running it on split inputs.
 
-    Each input is replicated, cut along each dim, or a sum of terms; the rows that are kept made
-    up the whole result for all sizes, values and cuts that were tried.
+    Each input is replicated, cut along each dim, or a sum of terms. A row is kept if it gave the
+    whole result for all tried sizes, values and cuts.
     """
     click.echo(cli.rules_screen.discovered_text(op, model))
 
@@ -304,7 +308,7 @@ def discover_rule(op: str, model: str | None) -> None:
     metavar="[scaled|as-written|unlimited]",
     help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
 )
-@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.option("--clean", is_flag=True, help="Remove the leftovers of killed testbeds, and stop.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def testbed(
     cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
@@ -323,10 +327,10 @@ def testbed(
 
 
 def _started_as_rank() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Return whether torchrun or srun started this process as one of several."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def _note(text: str) -> None:
-    """Print to stderr text that differs from run to run; stdout is the same for the same inputs."""
+    """Print to stderr text that varies between runs; equal inputs give equal stdout."""
     click.echo(text, err=True)

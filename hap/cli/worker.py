@@ -36,7 +36,7 @@ def run_here(
     path: str, nproc: int, steps: int, extra: tuple[str, ...], on_step: OnStep,
     backend: str = "eager",
 ) -> None:  # fmt: skip
-    """Train with ``nproc`` ranks on this machine, on a GPU each if it has so many, else on CPUs.
+    """Train with ``nproc`` ranks on this machine, on a GPU each if possible, else on CPUs.
 
     Raises:
         PlanError: The plan is for another number of ranks, or names no model file.
@@ -45,7 +45,7 @@ def run_here(
     """
     plan = Plan.load(path)
     check_world_size(plan, nproc)
-    model_file_of(plan)  # a mistake in it is told here, once, and not by a rank
+    model_file_of(plan)  # reports a mistake in the file once, here, not once per rank
     group = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
 
     def heard(rank: int, step: Any) -> None:
@@ -55,7 +55,7 @@ def run_here(
 
 
 def train_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
-    """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
+    """Train as a spawned rank; rank 0 reports ``(step, loss, seconds)`` to the parent."""
     _train(Plan.load(path), steps, extra, lambda *step: report(step), backend)
 
 
@@ -70,7 +70,7 @@ def check_world_size(plan: Plan, size: int) -> None:
 def machine_lines(
     plan: Plan, path: str, steps: int, extra: tuple[str, ...], backend: str = "eager"
 ) -> str:
-    """The torchrun and srun lines that run a plan on the machines of its cluster."""
+    """Return the torchrun and srun lines that run a plan on its cluster's machines."""
     command = ["hap", "run", path, "--steps", str(steps)]
     command += ["--backend", backend] if backend != "eager" else []
     command += ["--", *extra] if extra else []
@@ -79,7 +79,7 @@ def machine_lines(
 
 
 def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep, backend: str) -> None:
-    sys.argv = [plan.source.path, *extra]  # what the model file may read
+    sys.argv = [plan.source.path, *extra]  # the model file may read them
     first = dist.get_rank() == 0
     told = on_step if first else _ignore
     api.train(plan, model_file_of(plan), steps=steps, on_step=told, backend=backend)
@@ -90,4 +90,4 @@ def _print_step(step: int, loss: float, seconds: float) -> None:
 
 
 def _ignore(step: int, loss: float, seconds: float) -> None:
-    """The loss is the same on all ranks: one is enough to hear of it."""
+    """Ignore a step's loss: it is the same on all ranks, and rank 0 reports it."""
