@@ -37,8 +37,8 @@ geometric mean:
 | vit, bert, vgg19 on `two_sites` | 1.52, 2.12, 1.50 s | 1.49, 1.65, 1.63x | **0.96, 0.91, 0.96x** |
 | vit on `paper` | 2.5 s | **0.91 to 0.96x** | 2.18x |
 
-A figure below 1x is a defeat, for two reasons: the planner does not try a smaller number of equal devices,
-and DDP's reducer overlaps better than this runtime.
+A figure below 1x is a defeat, for two reasons: the planner that was raced tried no smaller number of equal
+devices, and DDP's reducer overlaps better than this runtime.
 
 **Predictions differ from one profile to the next.** The original HAP's plan for gpt2 on `straggler` was
 predicted +4.6, +25.2 and -5.7 % off by three profiles; two profiles of a rank with a small fraction of a
