@@ -1,9 +1,10 @@
-"""Verify a program against one device: losses, gradients, parameters after training steps.
+"""Verify a program against one device: losses, gradients, parameters and buffers after training.
 
 The ranks run in one process (:mod:`hap.runtime.emulate`) or as real processes; the reference is
 the user's unmodified module. An error is relative to the largest entry of the reference tensor, or
 to a thousandth of the largest entry of its kind if that is more: a gradient that is zero in exact
-arithmetic (such as that of a key's bias in attention) is pure rounding error.
+arithmetic (such as that of a key's bias in attention) is pure rounding error. Integers and booleans,
+such as the number of batches that a batch norm has tracked, must be equal.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptim
         settle(module)
         updates.step()
     state = {n: _held(t) for n, t in module.named_parameters()}
-    state |= {n: _held(t) for n, t in module.named_buffers() if t.is_floating_point()}
+    state |= {n: _held(t) for n, t in module.named_buffers()}
     return {"loss": losses, "gradient": gradients, "parameter": state}
 
 
@@ -256,7 +257,8 @@ def compare(
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    """Return the largest magnitude; 0 for integers, which are compared exactly."""
+    return float(tensor.abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
 
 
 def _rounding(gradient: Tensor, largest: float) -> float:
@@ -271,8 +273,12 @@ def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> floa
     scale = max(_largest(reference), floor, 1e-300)
     worst = 0.0
     for whole in wholes:
-        if whole.shape != reference.shape:
+        if whole.shape != reference.shape or whole.dtype != reference.dtype:
             return float("inf")
+        if not reference.is_floating_point():
+            if not torch.equal(whole, reference):
+                return float("inf")
+            continue
         difference = (whole.double() - reference.double()).abs()
         error = float(difference.max()) / scale if difference.numel() else 0.0
         worst = max(worst, error if error == error else float("inf"))
