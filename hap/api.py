@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,8 +32,9 @@ from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.one_device import Observed
 from hap.runtime.shared_gpu import SharedGpus
-from hap.runtime.verify import Observed, Observer, Verdict
+from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
@@ -280,7 +282,7 @@ def verify(
         )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        args = (plan.to_json(), _spec(file), dtype, seed, backend, observer.draws)
         if device == "cpu":
             return spawn(_observe_rank, world_size, args=args)
         return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())
@@ -290,7 +292,9 @@ def verify(
     )
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
+def _observe_rank(
+    data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str, draws: bool
+) -> Observed:
     """Results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
@@ -298,7 +302,7 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
         Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend,
         rank_device(),
     )  # fmt: skip
-    return observer(ProcessGroupComm())
+    return replace(observer, draws=draws)(ProcessGroupComm())
 
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:

@@ -353,6 +353,25 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def in_backward() -> bool:
+    """Is autograd running a backward on this thread?"""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def generator_state(like: Any) -> int:
+    """The state of the generator that draws for a tensor, or by default on the CPU, as one number."""
+    cuda = isinstance(like, torch.Tensor) and like.is_cuda
+    state = torch.cuda.get_rng_state(like.device) if cuda else torch.get_rng_state()
+    return hash((cuda, state.numpy().tobytes()))
+
+
+def attention_by_products() -> Any:
+    """Inside, attention is products and a softmax, so that its dropout is an operator of its own."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
 
