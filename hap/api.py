@@ -28,6 +28,7 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
+from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
@@ -201,17 +202,20 @@ def compile(
         loss: as given to :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
-        check: capture the model again and compare it with the plan.
+        check: capture the model again and compare it with the plan, and the plan's rows with the
+            rules.
         backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
             happens in the first step, and takes from seconds to minutes.
 
     Raises:
-        PlanError: the model differs from the planned one, or the world size does.
+        PlanError: the model differs from the planned one, or the world size does, or no rule gives
+            an instruction of the plan.
         InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
     if check:
+        check_rows(plan)
         plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
     return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
 
@@ -263,7 +267,7 @@ def verify(
 
     Raises:
         InputError: there is no such dtype, or no such device on this machine.
-        PlanError: the model file is not the one that was planned.
+        PlanError: the model file is not the one that was planned, or no rule gives an instruction.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -271,6 +275,7 @@ def verify(
         raise InputError(f"device {device!r}", hint="verify on cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("this machine has no CUDA device", hint="verify with --device cpu")
+    check_rows(plan)
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
     plan.check_model(_captured_again(plan, model, batch, file.loss))
