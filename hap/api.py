@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +28,14 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
+from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.one_device import Observed
 from hap.runtime.shared_gpu import SharedGpus
-from hap.runtime.verify import Observed, Observer, Verdict
+from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
@@ -199,17 +202,20 @@ def compile(
         loss: the ``loss`` of :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
-        check: capture the model again and compare it with the plan.
+        check: capture the model again and compare it with the plan, and the plan's rows with the
+            rules.
         backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
             happens in the first step, and takes from seconds to minutes.
 
     Raises:
-        PlanError: the model differs from the planned one, or the world size does.
+        PlanError: the model differs from the planned one, or the world size does, or no rule gives
+            an instruction of the plan.
         InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
     if check:
+        check_rows(plan)
         plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
     return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
 
@@ -261,7 +267,7 @@ def verify(
 
     Raises:
         InputError: there is no such dtype, or no such device on this machine.
-        PlanError: the model file is not the one that was planned.
+        PlanError: the model file is not the one that was planned, or no rule gives an instruction.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -269,6 +275,7 @@ def verify(
         raise InputError(f"device {device!r}", hint="verify on cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("this machine has no CUDA device", hint="verify with --device cpu")
+    check_rows(plan)
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
     plan.check_model(_captured_again(plan, model, batch, file.loss))
@@ -280,7 +287,7 @@ def verify(
         )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        args = (plan.to_json(), _spec(file), dtype, seed, backend, observer.draws)
         if device == "cpu":
             return spawn(_observe_rank, world_size, args=args)
         return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())
@@ -290,7 +297,9 @@ def verify(
     )
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
+def _observe_rank(
+    data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str, draws: bool
+) -> Observed:
     """Results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
@@ -298,7 +307,7 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
         Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend,
         rank_device(),
     )  # fmt: skip
-    return observer(ProcessGroupComm())
+    return replace(observer, draws=draws)(ProcessGroupComm())
 
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:

@@ -1,7 +1,8 @@
 """Discover rules in a process of their own, which an operator may crash. (torch)
 
 On shards of inconsistent tensors, such as indices beyond a shard, a kernel may write out of
-bounds. The process is a fork, so that operators of the user's file are registered.
+bounds. The process is a fork, so that operators of the user's file are registered. Without forks,
+as on Windows, nothing is discovered: a spawned process would run the user's program again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
 
     Raises:
         UnsupportedOpError: as of :func:`hap.rule_discovery.discovered`.
-        NoSampleError: the operator runs on no sample, ends its process, or does not end.
+        NoSampleError: the operator runs on no sample, ends its process, or does not end; or this
+            platform has no forks.
     """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise NoSampleError(
+            f"operator {call.node.op}: this platform can't fork the process that its rows would be "
+            "discovered in",
+            where=call.node.source,
+            hint="write its rule in the model file: see docs/rules.md",
+        )
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_discover, args=(call, sender), daemon=True)

@@ -115,6 +115,11 @@ class HapModule(nn.Module):
         """Disable dropout from now on, to compare with a run on one device."""
         self._ctx.dropping = False
 
+    def record_draws(self) -> dict[str, Tensor]:
+        """Collect a copy of all random numbers from now on, by ``step/operator``."""
+        self._ctx.drawn = {}
+        return self._ctx.drawn
+
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Run each collective synchronously inside this context, to debug or trace.

@@ -17,8 +17,9 @@ from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from hap.runtime.collectives import Comm
+from hap.runtime.one_device import Observed, observe_reference
 from hap.runtime.shards import join
-from hap.runtime.verify import TOLERANCE, Observed, Observer, compare, observe_reference
+from hap.runtime.verify import TOLERANCE, Observer, compare
 
 PART = "verification"
 LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from hap.capture import torch_private
 from hap.capture.tracing import AUTOCAST
 from hap.capture.user_optimizer import MakeOptimizer
 from hap.errors import HapError, ModelError, PlanError, Terminated
+from hap.ir.batch import flatten
 from hap.ir.plan import Plan
 
 
@@ -111,7 +113,7 @@ def load_model_file(spec: str) -> ModelFile:
         loss=function(find("loss"), "loss"),
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
         autocast=_autocast(find("autocast"), path),
-        batches=guarded(find("batches"), "batches"),
+        batches=_iterated(function(find("batches"), "batches"), path),
         seed=seed,
         rules={
             op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
@@ -192,6 +194,50 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
         return result
 
     return call
+
+
+def _iterated(function: Callable[[], Any] | None, path: str) -> Callable[[], Iterator[Any]] | None:
+    """``batches`` with its errors told by line, and with a check of what it yields."""
+    if function is None:
+        return None
+    made, code = function, getattr(function, "__code__", None)
+    where = f"{path}:{code.co_firstlineno}" if code else path
+
+    @functools.wraps(made)
+    def call() -> Iterator[Any]:
+        with _user_code(path, "batches()"):
+            found = made()
+        if not hasattr(found, "__iter__"):
+            what = f"batches() returned a {type(found).__name__}, not an iterator over batches"
+            raise ModelError(
+                what, where=where, hint="yield global batches, as batch() returns them"
+            )
+        with _user_code(path, "batches()"):
+            entries = iter(found)
+        for number in itertools.count():
+            with _user_code(path, "batches()"):
+                batch = next(entries, _END)
+            if batch is _END and number:
+                return
+            if batch is _END or not _has_tensors(batch):
+                kind = "no batch" if batch is _END else f"a {type(batch).__name__} without tensors"
+                raise ModelError(
+                    f"batches() yields {kind}", where=where,
+                    hint="yield global batches, as batch() returns them; each call starts anew",
+                )  # fmt: skip
+            yield batch
+
+    return call
+
+
+_END = object()
+
+
+def _has_tensors(batch: Any) -> bool:
+    try:
+        return bool(flatten(batch))
+    except ModelError:
+        return False
 
 
 @contextlib.contextmanager

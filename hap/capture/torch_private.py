@@ -353,6 +353,25 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def in_backward() -> bool:
+    """Is autograd running a backward on this thread?"""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def generator_state(like: Any) -> int:
+    """The state of the generator that draws for a tensor, or by default on the CPU, as one number."""
+    cuda = isinstance(like, torch.Tensor) and like.is_cuda
+    state = torch.cuda.get_rng_state(like.device) if cuda else torch.get_rng_state()
+    return hash((cuda, state.numpy().tobytes()))
+
+
+def attention_by_products() -> Any:
+    """Inside, attention is products and a softmax, so that its dropout is an operator of its own."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
     """Return the number of the ``torch.utils.checkpoint`` of an operator in a joint graph.
 
@@ -377,3 +396,40 @@ class AgreeingGradScaler(torch.amp.GradScaler, ABC):
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         return {device: self.agreed(value) for device, value in found.items()}
+
+
+def parameter_hook(parameter: torch.Tensor) -> str:
+    """The method that registered a hook on a parameter, or nothing."""
+    if parameter._backward_hooks:
+        return "register_hook"
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return "register_post_accumulate_grad_hook" if after else ""
+
+
+def backward_hook(module: torch.nn.Module) -> str:
+    """The method that registered a backward hook on a module, or nothing."""
+    if module._backward_pre_hooks:
+        return "register_full_backward_pre_hook"
+    return "register_full_backward_hook" if module._backward_hooks else ""
+
+
+def global_hook() -> str:
+    """The function that registered a hook on all modules, or nothing."""
+    from torch.nn.modules import module
+
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    found = next((k for k in kinds if getattr(module, f"_global_{k}_hooks")), "")
+    names = {"backward_pre": "full_backward_pre", "backward": "full_backward"}
+    return found and f"register_module_{names.get(found, found)}_hook"
+
+
+def old_reparametrization(module: torch.nn.Module) -> str:
+    """The deprecated function that reparametrizes a module by a forward pre-hook, or nothing."""
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            name = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+            return f"torch.nn.utils.{name} writes {hook.name!r} before every forward"
+    return ""

@@ -21,7 +21,14 @@ from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
 from hap.capture.attention_kernels import KERNELS
-from hap.capture.checks import check_batch, check_loss, check_parameters
+from hap.capture.checks import (
+    check_batch,
+    check_hooks,
+    check_loss,
+    check_parameters,
+    check_state,
+    state_of,
+)
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.errors import InputError, ModelError
@@ -88,13 +95,19 @@ def capture(
     """
     check_recipe(autocast, recompute)
     check_parameters(module)
+    check_hooks(module)
     check_batch(flatten(batch))
     mode = torch_private.fake_mode()
-    step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
+    whole = Step(module, batch, loss, autocast)
+    step, tensors = _fake(whole, flatten(batch), mode)
+    tried, _ = _fake(whole, flatten(batch), mode)  # a forward may change attributes of the module
+    before = state_of(tried.module)
     with mode, gc_paused(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
-            check_loss(lambda: step(*tensors), _raised_at, skip)
+            check_loss(lambda: tried(*tensors), _raised_at, skip)
+        after = state_of(tried.module)
+        check_state(before, after, module.state_dict(keep_vars=True))
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             _name_logical(traced)
@@ -112,6 +125,9 @@ def capture(
             hint="change it outside of the forward, or make it a buffer",
         )
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    check_state(
+        before, after, {i.target for i in graph.role("buffer") if graph.consumers[i.tensor]}
+    )
     if recompute:  # a checkpoint inside of a block adds nothing
         own = chosen(graph, recompute)
         last = max((region.number for region in own.values()), default=-1)

@@ -156,7 +156,8 @@ def verify(
             f"{verdict.first_bad} is the first tensor that differs from one device's",
             hint="hap show tells what makes it; please report this with the plan file",
         )
-    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}")
+    random = f"; {verdict.random}" if verdict.random else ""
+    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}")
 
 
 @_command

@@ -22,6 +22,7 @@ from hap.files import write_whole
 from hap.ir.graph import Input
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
+from hap.plan_rows import check_rows
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
@@ -51,6 +52,7 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
     Raises:
         PlanError: the plan lacks the number of optimizer states, or has an unknown implementation.
     """
+    check_rows(plan)
     cost = plan_costs(plan)
     try:
         run = schedule(*plan.whole, cost, overlap=overlap)

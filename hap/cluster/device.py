@@ -177,8 +177,12 @@ class Device:
 
         Raises:
             ClusterError: a figure is out of its range.
-            TypeError: a figure is missing or unknown.
+            TypeError: a figure is missing or unknown, or a name is no text.
+            KeyError: a name is missing.
         """
+        for name in ("name", "kind", "node"):
+            if not isinstance(data[name], str):
+                raise TypeError(f"the {name} of a device is {data[name]!r}, not a text")
         paths = {figure.name: figure.path for figure in FIGURES}
         values = {paths[name]: value for name, value in data.items() if name in paths}
         return cls.with_figures(values, **{k: v for k, v in data.items() if k not in paths})

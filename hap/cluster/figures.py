@@ -68,13 +68,17 @@ class Figure:
         return device
 
     def possible(self, value: float) -> bool:
-        """Return whether a number is within the range; false for NaN."""
+        """Return whether a number is within the range; false for NaN and integers beyond 64 bits."""
+        if isinstance(value, int) and value >= 2**63:
+            return False
         above = value > self.least if "(" in self.open else value >= self.least
         below = value < self.most if ")" in self.open else value <= self.most
         return above and below
 
     def problem(self, value: Value) -> str:
         """Return the first impossible entry of a value, as ``drag is 0.5``; empty if none."""
+        if isinstance(value, Mapping) != bool(self.by):
+            return f"{self.name} is {value}"
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
         for entry, number in entries:
             if not self.possible(number) or (self.closed and entry not in self.by):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from hap.ir.plain_data import read_count, read_list, read_map, read_text
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -296,20 +298,60 @@ class Graph:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Graph:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: a field has another type than :meth:`to_json` writes.
+        """
+        fields = read_map(data, "the graph")
+        nodes = []
+        for k, entry in enumerate(read_list(fields["nodes"], "nodes")):
+            where = f"node {k} of the graph"
+            name, op, args, kwargs, outs, source, module = read_list(entry, where, 7)
+            named = [read_list(pair, f"keyword of {where}", 2) for pair in read_list(kwargs, where)]
+            nodes.append(
+                Node(
+                    name=read_text(name, where), op=read_text(op, where),
+                    args=tuple(_unpack(a) for a in read_list(args, where)),
+                    kwargs=tuple((read_text(key, where), _unpack(value)) for key, value in named),
+                    outputs=tuple(
+                        None if o is None else read_text(o, where) for o in read_list(outs, where)
+                    ),
+                    source=read_text(source, where), module=read_text(module, where),
+                )
+            )  # fmt: skip
+        tensors = {}
+        for name, entry in read_map(fields["tensors"], "the graph's tensors").items():
+            shape, dtype = read_list(entry, f"tensor {name}", 2)
+            sizes = tuple(
+                read_count(s, f"tensor {name}") for s in read_list(shape, f"tensor {name}")
+            )
+            tensors[name] = Tensor(name=name, shape=sizes, dtype=read_text(dtype, f"tensor {name}"))
+        rules = read_map(fields.get("rules", {}), "the graph's rules")
         return Graph(
-            inputs=tuple(Input(tensor=t, role=r, target=g) for t, r, g in data["inputs"]),
-            nodes=tuple(
-                Node(name=name, op=op, args=_unpack(args), kwargs=_unpack(kwargs),
-                     outputs=tuple(outs), source=source, module=module)
-                for name, op, args, kwargs, outs, source, module in data["nodes"]
+            inputs=tuple(
+                Input(tensor=t, role=r, target=g) for t, r, g in _ends(fields["inputs"], "inputs")
             ),
-            outputs=tuple(Output(tensor=t, role=r, target=g) for t, r, g in data["outputs"]),
-            tensors={
-                name: Tensor(name=name, shape=tuple(shape), dtype=dtype)
-                for name, (shape, dtype) in data["tensors"].items()
+            nodes=tuple(nodes),
+            outputs=tuple(
+                Output(tensor=t, role=r, target=g)
+                for t, r, g in _ends(fields["outputs"], "outputs")
+            ),
+            tensors=tensors,
+            rules={
+                key: tuple(
+                    read_text(line, f"rule {key}") for line in read_list(lines, f"rule {key}")
+                )
+                for key, lines in rules.items()
             },
-            rules={key: tuple(lines) for key, lines in data.get("rules", {}).items()},
-        )  # fmt: skip
+        )
+
+
+def _ends(data: Any, where: str) -> Iterator[tuple[str, str, str]]:
+    """Triples of text: tensor, role, target."""
+    for entry in read_list(data, where):
+        tensor, role, target = read_list(entry, where, 3)
+        yield read_text(tensor, where), read_text(role, where), read_text(target, where)
 
 
 def substitute(arg: Arg, tensor: Any) -> Arg:
@@ -384,5 +426,5 @@ def _pack(arg: Arg) -> Any:
 def _unpack(data: Any) -> Arg:
     if isinstance(data, dict):
         ((kind, value),) = data.items()
-        return {"t": Ref, "dtype": Dtype, "float": float}[kind](value)
+        return {"t": Ref, "dtype": Dtype, "float": float}[kind](read_text(value, "an argument"))
     return tuple(_unpack(a) for a in data) if isinstance(data, list) else data

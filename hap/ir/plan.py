@@ -21,6 +21,7 @@ from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
+from hap.ir.plain_data import read_list, read_map
 from hap.ir.plan_checks import check_programs
 from hap.ir.prediction import (
     Alternative,
@@ -343,8 +344,17 @@ class Plan:
         try:
             return Plan.from_json(data)
         except (PlanError, ClusterError) as error:
-            raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise PlanError(
+                error.what, where=error.where or where, hint=error.hint or "plan anew"
+            ) from None
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise PlanError(
                 f"the plan file is damaged ({type(error).__name__}: {error})",
                 where=where, hint="plan anew",
@@ -374,7 +384,7 @@ class Plan:
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=Program.from_json(data["program"]),
-            shares={name: tuple(units) for name, units in data["shares"].items()},
+            shares=_read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
@@ -412,7 +422,11 @@ def _pack_inside(inside: Inside) -> dict[str, Any]:
 
 
 def _unpack_inside(data: Mapping[str, Any]) -> Inside:
-    return Inside(
-        program=Program.from_json(data["program"]),
-        shares={name: tuple(units) for name, units in data["shares"].items()},
-    )
+    return Inside(program=Program.from_json(data["program"]), shares=_read_shares(data["shares"]))
+
+
+def _read_shares(data: Any) -> Shares:
+    return {
+        name: tuple(read_list(units, f"the shares of axis {name}"))
+        for name, units in read_map(data, "the shares").items()
+    }

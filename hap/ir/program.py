@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from hap.ir.axes import Axes, Axis, Shares, shard_sizes
 from hap.ir.graph import FREE, Graph
 from hap.ir.placement import LOCAL, Placement, R, conversion
+from hap.ir.plain_data import read_count, read_list, read_map, read_text
 
 
 class Value(NamedTuple):
@@ -265,11 +266,29 @@ class Program:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Program:
+        def placed(value: Any, where: str) -> Placement:
+            return Placement.parse(read_text(value, where))
+
+        fields = read_map(data, "a program")
+        axes = {}
+        for dim, entry in read_map(fields["axes"], "the program's axes").items():
+            name, units = read_list(entry, f"the axis of {dim}", 2)
+            axes[dim] = (
+                read_text(name, f"the axis of {dim}"),
+                read_count(units, f"the axis of {dim}"),
+            )
+        given = read_map(fields["inputs"], "the program's inputs")
         return Program(
-            inputs={k: Placement.parse(p) for k, p in data["inputs"].items()},
-            instructions=tuple(_unpack(i) for i in data["instructions"]),
-            outputs=tuple(Placement.parse(p) for p in data["outputs"]),
-            axes={k: (str(v[0]), int(v[1])) for k, v in data["axes"].items()},
+            inputs={k: placed(p, f"the input {k}") for k, p in given.items()},
+            instructions=tuple(
+                _unpack(read_list(i, f"instruction {k}"))
+                for k, i in enumerate(read_list(fields["instructions"], "the program"))
+            ),
+            outputs=tuple(
+                placed(p, "an output")
+                for p in read_list(fields["outputs"], "the program's outputs")
+            ),
+            axes=axes,
         )
 
 
