@@ -6,7 +6,6 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from hap.errors import CheckpointError, InputError
 from hap.runtime.checkpoint_folder import CheckpointFolder, newest
 from hap.runtime.checkpoint_layout import layout
-from hap.runtime.checkpoint_match import MODEL, match
+from hap.runtime.checkpoint_match import MODEL, Saved, match
 from hap.runtime.checkpoint_optimizer import take
 from hap.runtime.checkpoint_shard import ShardLoadPlanner, ShardSavePlanner, StoredShard
 from hap.runtime.checkpoint_storage import SafetensorsWriter
-from hap.runtime.checkpoint_values import decode, encode, random_states, set_random_states
-from hap.runtime.checkpoint_writing import raise_told, wait_for_saves, writing_of
+from hap.runtime.checkpoint_values import encode, random_states, set_random_states
+from hap.runtime.checkpoint_writing import join_all, raise_told, wait_for_saves, writing_of
 from hap.runtime.hap_module import HapModule
 
 __all__ = ["Saved", "load", "save", "wait_for_saves"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a checkpoint holds beside the states that :func:`load` restored.
-
-    Attributes:
-        step: the ``step`` given to :func:`save`.
-        extra: the ``extra`` given to :func:`save`.
-        path: the checkpoint's folder.
-        plan: a digest of the plan that saved it; empty for an ordinary module.
-        batch_size: rows of that plan's global batch; 0 for an ordinary module.
-        weights_only: it holds no optimizer, like those of ``hap import``.
-        skipped: newer checkpoints in the folder that are incomplete, and why.
-    """
-
-    step: int
-    extra: dict[str, Any] = field(default_factory=dict)
-    path: Path
-    plan: str = ""
-    batch_size: int = 0
-    weights_only: bool = False
-    skipped: tuple[str, ...] = ()
 
 
 def save(
@@ -159,11 +135,12 @@ def load(
     """
     writing = writing_of(model)
     writing.finish()
+    join_all()  # the checkpoint may be one that another module is writing
     path, skipped = writing.of_first(lambda: newest(Path(folder).absolute()))
     for line in skipped if writing.rank == 0 else ():
         warnings.warn(f"incomplete checkpoint skipped: {line}", stacklevel=2)
     given = {"scheduler": scheduler, "scaler": scaler}
-    found = writing.together(lambda: match(model, optimizer, given, path, writing))
+    found = writing.together(lambda: match(model, optimizer, given, path, skipped, writing))
     shards = {name: shard for name, (_, shard) in found.targets.items()} | found.states
     try:
         read_shards(
@@ -172,24 +149,18 @@ def load(
         )  # fmt: skip
     except BaseException as error:
         raise_told(error, f"{path} was not loaded")
-    index = found.entries
     with torch.no_grad():
         for target, shard in found.targets.values():
             target.tensor.copy_(shard.tensor)
     if optimizer is not None and found.optimizer is not None:
         optimizer.load_state_dict(found.optimizer)
-    for kind, one in given.items():
-        if one is not None and index.get(kind) is not None:
-            one.load_state_dict(decode(index[kind]))
-    drawn = index.get("module")
-    if isinstance(model, HapModule) and drawn:
-        model._ctx.seed, model._ctx.step = drawn["seed"], drawn["step"]
-    if "rng" in found.own:
-        set_random_states(found.own["rng"])
-    return Saved(
-        step=index["step"], extra=decode(index["extra"]), path=path, plan=index["plan"],
-        batch_size=index["batch_size"], weights_only=index["optimizer"] is None, skipped=tuple(skipped),
-    )  # fmt: skip
+    for kind, state in found.beside.items():
+        given[kind].load_state_dict(state)
+    if isinstance(model, HapModule) and found.drawn:
+        model._ctx.seed, model._ctx.step = found.drawn
+    if found.rng:
+        set_random_states(found.rng)
+    return found.saved
 
 
 def _taken(

@@ -119,9 +119,8 @@ def random_states() -> dict[str, Any]:
     return encoded
 
 
-def set_random_states(data: Mapping[str, Any]) -> None:
-    """Restore what :func:`random_states` returned."""
-    states = decode(dict(data))
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore what :func:`random_states` returned, decoded."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():

@@ -68,11 +68,15 @@ class Writing:
         self._thread = threading.Thread(target=run, name=f"hap {what}")
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for the save in flight; raise its error, or that of one that has ended."""
+    def join(self) -> None:
+        """Wait for the save in flight."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def finish(self) -> None:
+        """Wait for the save in flight; raise its error, or that of one that has ended."""
+        self.join()
         error, self._error = self._error, None
         if error is not None:
             raise_told(error, f"{self._what} was not saved")
@@ -110,6 +114,12 @@ def writing_of(module: nn.Module) -> Writing:
     if module not in _open:
         _open[module] = Writing(module)
     return _open[module]
+
+
+def join_all() -> None:
+    """Wait for the saves of all modules; their errors are kept for later."""
+    for writing in list(_open.values()):
+        writing.join()
 
 
 def wait_for_saves() -> None:

@@ -1,0 +1,87 @@
+"""Where and how often a run saves checkpoints, and the one that it resumes from."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hap.errors import InputError
+from hap.runtime.checkpoint import Saved
+from hap.runtime.checkpoint_folder import CheckpointFolder, newest, read_index
+
+
+class Resumable(Protocol):
+    """A training run that can load a checkpoint."""
+
+    rank: int
+
+    def load(self, folder: str) -> Saved: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Attributes:
+        folder: where they are saved.
+        every: steps between two.
+        keep: number of the newest that stay.
+        resume: ``auto`` for the newest complete one if there is any, ``no``, or one's folder.
+    """
+
+    folder: str
+    every: int = 100
+    keep: int | None = 3
+    resume: str = "no"
+
+    def check(self) -> None:
+        """Check the folder before the ranks start.
+
+        Raises:
+            InputError: a new run would mix with the checkpoints of an old one.
+            CheckpointError: the checkpoint to resume from is absent or incomplete.
+        """
+        steps = CheckpointFolder(self.folder).steps()
+        if self.resume == "no" and steps:
+            raise InputError(
+                f"there are checkpoints already, up to step {steps[-1]}", where=self.folder,
+                hint="continue from them with --resume auto, or give another folder",
+            )  # fmt: skip
+        self._found()
+
+    def options(self) -> list[str]:
+        """Return the options of ``hap run`` that give these checkpoints."""
+        keep = ["--keep", str(self.keep)] if self.keep is not None else []
+        words = ["--checkpoint", self.folder, "--every", str(self.every), *keep]
+        return [*words, "--resume", self.resume]
+
+    def _found(self) -> tuple[Path, list[str]] | None:
+        """Return the checkpoint to resume from, and what is wrong with newer ones."""
+        if self.resume == "no":
+            return None
+        if self.resume != "auto":
+            return newest(self.resume)
+        return newest(self.folder) if CheckpointFolder(self.folder).steps() else None
+
+    def resumed(self, run: Resumable, batches: Iterator[Any]) -> int:
+        """Load the checkpoint to resume from, and skip the batches that it was trained on.
+
+        The batches are drawn again, before the states of random generators are restored, so that
+        the data goes on as it would have. Returns the number of steps that are done.
+        """
+        found = self._found()
+        if found is None:
+            return 0
+        path, skipped = found
+        step: int = read_index(path)["step"]
+        for _ in itertools.islice(batches, step):
+            pass
+        run.load(str(path))
+        if run.rank == 0:
+            lines = [f"incomplete, skipped: {reason}" for reason in skipped]
+            print(*lines, f"resumed from {path}", sep="\n", file=sys.stderr, flush=True)
+        return step
