@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -350,10 +351,27 @@ class Trainer:
         half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
         self._scaler = GradScaler(self.module, enabled=half)
 
-    def batches(self) -> Iterator[Batch]:
-        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
+    @property
+    def seeks(self) -> bool:
+        """Can the model file begin with any batch: has its ``batches`` an argument ``start``?"""
+        make = self._file.batches
+        return make is not None and "start" in inspect.signature(make).parameters
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
+        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time.
+
+        Args:
+            start: the number of the first batch; other than 0 only if the file :attr:`seeks`.
+        """
         while True:
-            yield from self._file.batches() if self._file.batches else (self._file.batch(),)
+            made: Iterable[Batch]
+            if self._file.batches is None:
+                made = (self._file.batch(),)
+            else:
+                made = self._file.batches(*(start,) if self.seeks else ())
+            for batch in made:
+                yield batch
+                start += 1
 
     def save(self, folder: str, step: int, keep: int | None = None) -> None:
         """Save a checkpoint, as :func:`hap.save` does."""
@@ -391,8 +409,7 @@ def train(
         checkpoints: where and how often to save, and what to resume from.
     """
     trainer = Trainer(plan, file, backend=backend)
-    batches = trainer.batches()
-    done = checkpoints.resumed(trainer, batches) if checkpoints else 0
+    done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
     losses = []
     for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
         start = time.perf_counter()

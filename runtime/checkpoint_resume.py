@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,11 @@ class Resumable(Protocol):
     """A training run that can load a checkpoint."""
 
     rank: int
+
+    @property
+    def seeks(self) -> bool: ...
+
+    def batches(self, start: int = 0) -> Iterator[Any]: ...
 
     def load(self, folder: str) -> Saved: ...
 
@@ -67,21 +71,22 @@ class Checkpoints:
             return newest(self.resume)
         return newest(self.folder) if CheckpointFolder(self.folder).steps() else None
 
-    def resumed(self, run: Resumable, batches: Iterator[Any]) -> int:
-        """Load the checkpoint to resume from, and skip the batches that it was trained on.
+    def resumed(self, run: Resumable) -> tuple[int, Iterator[Any]]:
+        """Load the checkpoint to resume from; returns the steps that are done, and the next batches.
 
-        The batches are drawn again, before the states of random generators are restored, so that
-        the data goes on as it would have. Returns the number of steps that are done.
+        Unless the model file can begin with any batch, those of the steps that are done are drawn
+        again before the random generators are restored: so the data goes on as it would have.
         """
         found = self._found()
         if found is None:
-            return 0
+            return 0, run.batches()
         path, skipped = found
         step: int = read_index(path)["step"]
-        for _ in itertools.islice(batches, step):
-            pass
+        batches = run.batches(step if run.seeks else 0)
+        for _ in range(0 if run.seeks else step):
+            next(batches)
         run.load(str(path))
         if run.rank == 0:
             lines = [f"incomplete, skipped: {reason}" for reason in skipped]
             print(*lines, f"resumed from {path}", sep="\n", file=sys.stderr, flush=True)
-        return step
+        return step, batches

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import hap
+from hap.capture.model_file import load_model_file
 from hap.cli.commands import main
 from hap.errors import HapError, InputError
 from hap.ir.plan import Plan
 from hap.runtime.checkpoint_folder import CheckpointFolder
+from hap.runtime.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
@@ -188,3 +190,32 @@ def test_several_machines_get_the_options(tmp_path: Path, monkeypatch: pytest.Mo
     text = command("run", "plan.json", *words)
     assert f"--checkpoint {tmp_path}/saved --every 5 --keep 3 --resume auto\n" in text
     assert text.count("--resume auto") == 3
+
+
+SEEKING = """
+START = []
+
+def batches({argument}):
+    import torch
+    START.append({start})
+    for number in range({start}, 4 * ({start} // 4) + 4):  # epochs of four batches
+        yield torch.full((12, 20), 0.1 * number)
+"""
+
+
+@pytest.mark.parametrize("argument", ["", "start"])
+def test_data_goes_on_from_its_position(argument: str, tmp_path: Path) -> None:
+    """A file whose batches() has an argument is not asked for the batches that are done."""
+    text = SEEKING.format(argument=argument, start=argument or "0")
+    (tmp_path / "model.py").write_text(MODEL + text)
+    file = load_model_file(str(tmp_path / "model.py"))
+    plan = hap.api.plan_file(str(tmp_path / "model.py"), "local:1")
+    whole = hap.api.train(plan, file, steps=9)
+    settings = {"folder": str(tmp_path / "saved"), "every": 3}
+    first = hap.api.train(plan, file, steps=6, checkpoints=Checkpoints(**settings))
+    again = Checkpoints(**settings, resume="auto")
+    again.check()
+    assert first + hap.api.train(plan, file, steps=9, checkpoints=again) == whole
+    starts = file.batches.__wrapped__.__globals__["START"]
+    assert starts[-2:] == ([6, 8] if argument else [0, 0])
+    assert hap.api.train(plan, file, steps=9, checkpoints=again) == []
