@@ -341,6 +341,7 @@ class Trainer:
         self._file = file or model_file_of(plan)
         torch.manual_seed(self._file.seed)
         self._plan = plan
+        self.batch_size = plan.batch_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = _with_weights(self._file.model(), self._file)
         self.module = compile(

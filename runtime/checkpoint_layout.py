@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,21 +50,43 @@ def layout(module: nn.Module) -> Layout:
     )
 
 
-def _planned(module: HapModule) -> Layout:
-    plan, rank = module._plan, module._comm.rank
-    inputs = module._inputs
-    mine = written_by(plan, inputs.values(), rank)
+class _Block(NamedTuple):
+    """Where a rank's block of an input begins, and whether the rank writes it."""
 
-    def stored(name: str, tensor: Tensor) -> StoredShard:
-        value = inputs.get(name)
-        if value is None:  # the step does not use it: each rank holds the whole
-            return StoredShard.whole(tensor.detach(), written=rank == 0)
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    written: bool
+
+
+_blocks: weakref.WeakKeyDictionary[HapModule, dict[str, _Block]] = weakref.WeakKeyDictionary()
+
+
+def _blocks_of(module: HapModule) -> dict[str, _Block]:
+    """Return the block of each parameter and buffer that the step reads, computed once."""
+    if module in _blocks:
+        return _blocks[module]
+    plan, rank = module._plan, module._comm.rank
+    mine = written_by(plan, module._inputs.values(), rank)
+    found = {}
+    for name, value in module._inputs.items():
         shape = plan.graph.tensors[value].shape
         offsets = [0] * len(shape)
         for level in plan.levels(value, rank):
             if level:
                 offsets[level.dim] += level.start
-        return StoredShard(tensor.detach(), shape, offsets, written=value in mine)
+        found[name] = _Block(shape, tuple(offsets), value in mine)
+    _blocks[module] = found
+    return found
+
+
+def _planned(module: HapModule) -> Layout:
+    blocks = _blocks_of(module)
+
+    def stored(name: str, tensor: Tensor) -> StoredShard:
+        block = blocks.get(name)
+        if block is None:  # the step does not use it: each rank holds the whole
+            return StoredShard.whole(tensor.detach(), written=module._comm.rank == 0)
+        return StoredShard(tensor.detach(), block.shape, block.offsets, written=block.written)
 
     updated = set(module._code.buffers)
     kept = module._persistent

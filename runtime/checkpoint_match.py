@@ -90,7 +90,8 @@ def match(
         targets = _targets(held, index, path)
         stored = index["optimizer"]
         for kind, one in given.items():
-            if one is not None and stored is not None and index[kind] is None:
+            wanted = one is not None and one.state_dict()  # a disabled scaler has no state
+            if wanted and stored is not None and not index[kind]:
                 raise CheckpointError(
                     f"the checkpoint holds no state of a {kind}", where=str(path),
                     hint=f"load without the {kind}, or save with it",
@@ -108,7 +109,7 @@ def match(
             beside={
                 kind: decode(index[kind])
                 for kind, one in given.items()
-                if one is not None and index[kind] is not None
+                if one is not None and index[kind]
             },
             drawn=(drawn["seed"], drawn["step"]) if drawn else None,
             rng=decode(own["rng"]) if "rng" in own else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hap.errors import InputError
+from hap.errors import CheckpointError, InputError
 from hap.runtime.checkpoint import Saved
 from hap.runtime.checkpoint_folder import CheckpointFolder, newest, read_index
 
@@ -17,6 +17,7 @@ class Resumable(Protocol):
     """A training run that can load a checkpoint."""
 
     rank: int
+    batch_size: int
 
     @property
     def seeks(self) -> bool: ...
@@ -81,7 +82,15 @@ class Checkpoints:
         if found is None:
             return 0, run.batches()
         path, skipped = found
-        step: int = read_index(path)["step"]
+        index = read_index(path)
+        step, rows = int(index["step"]), int(index["batch_size"])
+        if rows not in (0, run.batch_size):
+            raise CheckpointError(
+                f"it was trained with batches of {rows} rows, this plan has {run.batch_size}",
+                where=str(path),
+                hint="plan for the same global batch; to change it, start from the weights alone, "
+                "with hap export and hap import",
+            )
         batches = run.batches(step if run.seeks else 0)
         for _ in range(0 if run.seeks else step):
             next(batches)

@@ -88,27 +88,35 @@ def import_(weights: str, to: str) -> int:
     with _disk(to):
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.begin(0)
-        for number, tensors in enumerate(_sources(Path(weights))):
-            name = file_of(number)
-            renamed = {MODEL + n: t.detach().contiguous().clone() for n, t in tensors.items()}
-            save_file(renamed, folder.part(0) / name, {"format": "pt"})
-            sync_file(folder.part(0) / name)
-            files[name] = (folder.part(0) / name).stat().st_size
-            for key, tensor in renamed.items():
-                if key in entries:
-                    raise InputError(f"two files hold {key.removeprefix(MODEL)}", where=weights)
-                entries[key] = {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                    "chunks": [[[0] * tensor.dim(), list(tensor.shape), name]],
-                }
-        state = dict.fromkeys(("module", "optimizer", "scheduler", "scaler"))
-        index = {
-            "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
-            "same": {}, "extra": {}, **state, "files": files, "tensors": entries,
-        }  # fmt: skip
-        folder.publish(0, index, None)
+        try:
+            for number, tensors in enumerate(_sources(Path(weights))):
+                part = folder.part(0) / file_of(number)
+                renamed = {MODEL + n: t.detach().contiguous().clone() for n, t in tensors.items()}
+                save_file(renamed, part, {"format": "pt"})
+                sync_file(part)
+                files[part.name] = part.stat().st_size
+                for key, tensor in renamed.items():
+                    if key in entries:
+                        what = f"two files hold {key.removeprefix(MODEL)}"
+                        raise InputError(what, where=weights, hint="remove one of them")
+                    entries[key] = _entry(tensor, part.name)
+            state = dict.fromkeys(("module", "optimizer", "scheduler", "scaler"))
+            index = {
+                "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
+                "same": {}, "extra": {}, **state, "files": files, "tensors": entries,
+            }  # fmt: skip
+            folder.publish(0, index, None)
+        except BaseException:
+            shutil.rmtree(folder.part(0), ignore_errors=True)
+            raise
     return len(entries)
+
+
+def _entry(tensor: torch.Tensor, file: str) -> dict[str, Any]:
+    """Return the entry of a whole tensor in an index."""
+    shape = list(tensor.shape)
+    chunks = [[[0] * tensor.dim(), shape, file]]
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape, "chunks": chunks}
 
 
 def _sources(weights: Path) -> Iterator[Mapping[str, torch.Tensor]]:

@@ -39,6 +39,8 @@ def test_four_ranks_three_two_axes_one_process_and_four_again(tmp_path: Path) ->
     four, three, again = (random_plan(case, n, seed) for n, seed in ((4, 1), (3, 2), (4, 5)))
     mesh = random_mesh_plan(case, 2, 2, 0)
     assert {"whole", "unlike", "empty", "dim 0", "dim 1"} <= uneven(four) | uneven(three)
+    stored = [n for plan in (four, three) for n in plan.program.used_axes() if "stored" in n]
+    assert stored, "no plan shards storage alone, as ZeRO does"
     reference = Run(None)
     folder = str(tmp_path / "checkpoints")
 

@@ -219,3 +219,7 @@ def test_data_goes_on_from_its_position(argument: str, tmp_path: Path) -> None:
     starts = file.batches.__wrapped__.__globals__["START"]
     assert starts[-2:] == ([6, 8] if argument else [0, 0])
     assert hap.api.train(plan, file, steps=9, checkpoints=again) == []
+    (tmp_path / "model.py").write_text(MODEL.replace("randn(12", "randn(24"))
+    larger = hap.api.plan_file(str(tmp_path / "model.py"), "local:1")
+    with refused("trained with batches of 12 rows, this plan has 24"):
+        hap.api.train(larger, steps=9, checkpoints=again)
