@@ -62,7 +62,8 @@ def save(
     Raises:
         CheckpointError: the *previous* checkpoint could not be written (with ``block``, also this
             one): a full disk, for example. Memory and older checkpoints are unchanged.
-        InputError: ``extra`` has a value without a JSON form, or ``keep`` is less than 1.
+        InputError: ``extra`` has a value without a JSON form, ``keep`` is less than 1, or the
+            folder has a complete checkpoint of a later step.
     """
     if keep is not None and keep < 1:
         raise InputError(f"keep is {keep}", hint="keep at least 1 checkpoint")
@@ -76,6 +77,7 @@ def save(
     def prepared() -> tuple[dict[str, StoredShard], dict[str, Any]]:
         if writing.rank == 0:
             _make(place, writing.folders)
+            place.check_newest(step)
         shards, state = _taken(model, optimizer, step)
         state |= {
             "world_size": writing.world_size,

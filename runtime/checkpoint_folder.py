@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hap.errors import CheckpointError
+from hap.errors import CheckpointError, InputError
 
 INDEX = "checkpoint.json"
 """The file of a checkpoint that names its tensors and files; it is written last."""
@@ -18,6 +18,7 @@ INDEX = "checkpoint.json"
 VERSION = 1
 
 LATEST = "latest"
+_OLD = ".old.tmp"
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -40,6 +41,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> None:
         """Make the empty folder of an unpublished checkpoint; remove what killed runs left."""
+        self.recover()
         for left in self.path.glob("step-*.tmp"):
             shutil.rmtree(left)
         self.part(step).mkdir()
@@ -49,21 +51,55 @@ class CheckpointFolder:
         part, final = self.part(step), self.at(step)
         _write_durably(part / INDEX, json.dumps(index, separators=(",", ":"), allow_nan=False))
         _sync_folder(part)
-        if final.exists():  # a run that began at an older step comes by again
-            self._remove(step)
+        again = final.exists()
+        if again:
+            self._aside(step)
         part.rename(final)
         _sync_folder(self.path)
+        if again:
+            shutil.rmtree(self._old(step))
         _write_durably(self.path / f"{LATEST}.tmp", f"{final.name}\n")
         os.replace(self.path / f"{LATEST}.tmp", self.path / LATEST)
         _sync_folder(self.path)
+        for other in self.steps():
+            if other > step:  # incomplete: see :meth:`check_newest`
+                self._remove(other)
         if keep is not None:
             for old in self.steps()[:-keep]:
                 self._remove(old)
 
     def _remove(self, step: int) -> None:
-        aside = self.path / f"step-{step}.old.tmp"
-        self.at(step).rename(aside)  # at once, so that no half of it looks like a checkpoint
-        shutil.rmtree(aside)
+        self._aside(step)
+        shutil.rmtree(self._old(step))
+
+    def _aside(self, step: int) -> None:
+        """Move a checkpoint out of the way at once, so that no half of it looks like one."""
+        shutil.rmtree(self._old(step), ignore_errors=True)
+        self.at(step).rename(self._old(step))
+
+    def _old(self, step: int) -> Path:
+        return self.path / f"step-{step}{_OLD}"
+
+    def recover(self) -> None:
+        """Put back a checkpoint whose replacement was interrupted between two renames."""
+        for old in self.path.glob(f"step-*{_OLD}"):
+            name = old.name.removesuffix(_OLD)
+            if _STEP.fullmatch(name) and not (self.path / name).exists():
+                with contextlib.suppress(OSError):  # another rank was first
+                    old.rename(self.path / name)
+
+    def check_newest(self, step: int) -> None:
+        """Check that no complete checkpoint is newer than the one to be saved.
+
+        Raises:
+            InputError: there is one, of a run that went further than this one.
+        """
+        for other in self.steps():
+            if other > step and _is_complete(self.at(other)):
+                raise InputError(
+                    f"there is a checkpoint of the later step {other}", where=str(self.path),
+                    hint=f"save step {step} into another folder, or remove the later checkpoints",
+                )  # fmt: skip
 
     def steps(self) -> list[int]:
         """Return the steps of the published checkpoints, in ascending order."""
@@ -71,6 +107,14 @@ class CheckpointFolder:
             return []
         found = (_STEP.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        read_index(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -143,6 +187,7 @@ def newest(path: str | Path) -> tuple[Path, list[str]]:
     if (folder.path / INDEX).exists() or (folder.path / ".metadata").exists():
         read_index(folder.path)
         return folder.path, []
+    folder.recover()
     for step in reversed(folder.steps()):
         try:
             read_index(folder.at(step))

@@ -47,7 +47,7 @@ class Checkpoints:
         """Check the folder before the ranks start.
 
         Raises:
-            InputError: a new run would mix with the checkpoints of an old one.
+            InputError: the run would mix with the checkpoints of another one.
             CheckpointError: the checkpoint to resume from is absent or incomplete.
         """
         steps = CheckpointFolder(self.folder).steps()
@@ -56,7 +56,9 @@ class Checkpoints:
                 f"there are checkpoints already, up to step {steps[-1]}", where=self.folder,
                 hint="continue from them with --resume auto, or give another folder",
             )  # fmt: skip
-        self._found()
+        found = self._found()
+        if found is not None:
+            CheckpointFolder(self.folder).check_newest(read_index(found[0])["step"])
 
     def options(self) -> list[str]:
         """Return the options of ``hap run`` that give these checkpoints."""

@@ -176,6 +176,24 @@ def test_what_killed_saves_left_is_never_loaded_and_is_removed(tmp_path: Path) -
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_an_interrupted_replacement_is_put_back(tmp_path: Path) -> None:
+    run = saved(tmp_path, 2)
+    (tmp_path / "step-2").rename(tmp_path / "step-2.old.tmp")
+    shutil.copytree(tmp_path / "step-2.old.tmp", tmp_path / "step-2.tmp")
+    assert run.load(tmp_path).step == 2
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-2", "step-2.tmp"]
+
+
+def test_a_run_that_went_further_is_not_overtaken(tmp_path: Path) -> None:
+    """Its checkpoints would count as newer, and be resumed."""
+    run = saved(tmp_path, 2, 9)
+    with pytest.raises(InputError, match="a checkpoint of the later step 9"):
+        run.save(tmp_path, 4)
+    (tmp_path / "step-9" / INDEX).unlink()
+    run.save(tmp_path, 4, keep=2, block=True)
+    assert CheckpointFolder(tmp_path).steps() == [2, 4]
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda step: (step / "shard-00000.safetensors").write_bytes(b"12345678"),
     "gone": lambda step: (step / "shard-00000.safetensors").unlink(),

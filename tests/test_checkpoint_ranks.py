@@ -171,7 +171,10 @@ def test_the_command_resumes_on_other_ranks(
     seen |= losses_of(command(*again, "--resume", "auto"))
     assert seen == pytest.approx(whole, rel=1e-4)
     assert CheckpointFolder("saved").steps() == [6, 8]
-    assert losses_of(command(*again, "--resume", "saved/step-6")).keys() == {7, 8}
+    older = ("--resume", "saved/step-6")
+    assert "a checkpoint of the later step 8" in command(*again, *older, code=2)
+    branch = ("run", "one.json", "--nproc", "1", "--steps", "8", "--checkpoint", "branch")
+    assert losses_of(command(*branch, *older)).keys() == {7, 8}
     assert "no such folder" in command(*again, "--resume", "saved/step-7", code=2)
     assert "--resume without --checkpoint" in command(
         "run", "one.json", "--nproc", "1", "--resume", "auto", code=2
