@@ -87,12 +87,18 @@ class Writing:
             return act()
         result: T | None = None
         failed: HapError | None = None
+        unexpected: Exception | None = None
         try:
             result = act()
         except HapError as error:
             failed = error
+        except Exception as error:  # the others must not wait for this rank
+            unexpected = error
+            failed = HapError(f"rank {self.rank}: {type(error).__name__}: {error}")
         errors: list[HapError | None] = [None] * self.world_size
         dist.all_gather_object(errors, failed, group=self.group)
+        if unexpected is not None:
+            raise unexpected
         raised = [error for error in errors if error is not None]
         if raised:
             raise raised[0]

@@ -40,6 +40,11 @@ def refused(message: str) -> Iterator[None]:
     assert "\n\n" not in str(error.value) and "Traceback" not in str(error.value)
 
 
+class Odd:
+    def state_dict(self) -> Any:
+        raise RuntimeError("odd")
+
+
 def faults(data: dict[str, Any], folder: str) -> list[float]:
     """Meet the faults one after the other; returns the losses of the steps around them."""
     run = Run(Plan.from_json(data), ProcessGroupComm())
@@ -60,6 +65,10 @@ def faults(data: dict[str, Any], folder: str) -> list[float]:
     beside = {"f": print} if rank == 2 else {}  # one rank has something that JSON cannot hold
     with refused("extra.f is a builtin_function_or_method"), unchanged(run):
         hap.save(run.module, run.optimizer, folder, step=3, extra=beside)
+
+    odd = Odd() if rank == 1 else run.scheduler  # one rank has an error of its own
+    with pytest.raises(RuntimeError if rank == 1 else HapError, match=r"rank 1: |^odd$"):
+        hap.save(run.module, run.optimizer, folder, step=3, scheduler=odd)
 
     elsewhere = f"{folder}-{rank}" if rank == 1 else folder  # one rank sees another disk
     if rank == 1:
