@@ -53,7 +53,7 @@ class CheckpointFolder:
         _sync_folder(part)
         again = final.exists()
         if again:
-            self._aside(step)
+            final.rename(self._old(step))
         part.rename(final)
         _sync_folder(self.path)
         if again:
@@ -69,13 +69,10 @@ class CheckpointFolder:
                 self._remove(old)
 
     def _remove(self, step: int) -> None:
-        self._aside(step)
-        shutil.rmtree(self._old(step))
-
-    def _aside(self, step: int) -> None:
-        """Move a checkpoint out of the way at once, so that no half of it looks like one."""
-        shutil.rmtree(self._old(step), ignore_errors=True)
-        self.at(step).rename(self._old(step))
+        """Remove a checkpoint; first rename it, so that no half of it looks like one."""
+        gone = self.path / f"step-{step}.gone.tmp"
+        self.at(step).rename(gone)
+        shutil.rmtree(gone)
 
     def _old(self, step: int) -> Path:
         return self.path / f"step-{step}{_OLD}"

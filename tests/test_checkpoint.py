@@ -25,8 +25,10 @@ from hap.runtime.batch_sampler import RankBatchSampler
 from hap.runtime.checkpoint_folder import INDEX, CheckpointFolder
 from hap.runtime.checkpoint_values import decode, encode, random_states, set_random_states
 from hap.runtime.checkpoint_weights import import_
+from hap.runtime.collectives import LocalComm
+from hap.runtime.hap_module import HapModule
 from tests.checkpoint_runs import Run, make_optimizer, net
-from tests.random_plans import random_plan
+from tests.random_plans import make_case, random_plan
 
 
 def saved(folder: Path, *steps: int, **options: Any) -> Run:
@@ -170,6 +172,7 @@ def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
 def test_what_killed_saves_left_is_never_loaded_and_is_removed(tmp_path: Path) -> None:
     run = saved(tmp_path, 2)
     shutil.copytree(tmp_path / "step-2", tmp_path / "step-5.tmp")
+    (tmp_path / "step-1.gone.tmp").mkdir()
     assert run.load(tmp_path).step == 2
     run.save(tmp_path, 3, block=True)
     assert CheckpointFolder(tmp_path).steps() == [2, 3]
@@ -423,3 +426,41 @@ def test_the_order_of_data_goes_on_under_any_plan() -> None:
     assert again == whole[per_epoch + 3 :]
     with pytest.raises(InputError, match="in 100 samples, this dataset has 99"):
         RankBatchSampler(random_plan(net(), 1, 0), 99, 0).load_state_dict(state)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(self.linear(x), 0.4, self.training)
+        return (h + torch.randn_like(h)).square().mean()
+
+
+def test_masks_and_noise_go_on_by_the_same_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = make_case(Noisy(), torch.randn(10, 8))
+    plan = random_plan(case, 1, 0)
+
+    def made(seed: int) -> tuple[HapModule, torch.optim.Optimizer]:
+        module = HapModule(plan, case.model, LocalComm(), torch.device("cpu"), seed=seed)
+        return module, torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train(module: HapModule, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = module(case.batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    first = made(seed=5)
+    before = train(*first)
+    hap.save(*first, tmp_path, step=3)
+    after = train(*first)
+    second = made(seed=6)
+    hap.load(*second, tmp_path)
+    assert train(*second) == after != before
