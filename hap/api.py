@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
+from hap.runtime.checkpoint import Saved, load, save, wait_for_saves
+from hap.runtime.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
@@ -347,7 +350,8 @@ class Trainer:
         self._file = file or model_file_of(plan)
         torch.manual_seed(self._file.seed)
         self._plan = plan
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.batch_size = plan.batch_size
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = _with_weights(self._file.model(), self._file)
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
@@ -357,15 +361,40 @@ class Trainer:
         half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
         self._scaler = GradScaler(self.module, enabled=half)
 
-    def batches(self) -> Iterator[Batch]:
-        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
+    @property
+    def seeks(self) -> bool:
+        """Can the model file begin with any batch: has its ``batches`` an argument ``start``?"""
+        make = self._file.batches
+        return make is not None and "start" in inspect.signature(make).parameters
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
+        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time.
+
+        Args:
+            start: the number of the first batch; other than 0 only if the file :attr:`seeks`.
+        """
         while True:
-            yield from self._file.batches() if self._file.batches else (self._file.batch(),)
+            made: Iterable[Batch]
+            if self._file.batches is None:
+                made = (self._file.batch(),)
+            else:
+                made = self._file.batches(*(start,) if self.seeks else ())
+            for batch in made:
+                yield batch
+                start += 1
+
+    def save(self, folder: str, step: int, keep: int | None = None) -> None:
+        """Save a checkpoint, as :func:`hap.save` does."""
+        save(self.module, self._optimizer, folder, step=step, scaler=self._scaler, keep=keep)
+
+    def load(self, folder: str) -> Saved:
+        """Load a checkpoint, as :func:`hap.load` does."""
+        return load(self.module, self._optimizer, folder, scaler=self._scaler)
 
     def step(self, batch: Batch) -> float:
         """Train on this rank's part of a global batch; return the global loss."""
         self._optimizer.zero_grad()
-        loss = call(self.module, self._plan.local_batch(batch, self._rank))
+        loss = call(self.module, self._plan.local_batch(batch, self.rank))
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -379,19 +408,27 @@ def train(
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
     backend: str = "eager",
+    checkpoints: Checkpoints | None = None,
 ) -> list[float]:
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
     Args:
+        steps: in all, with those of the checkpoint that training resumes from.
         backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
+        checkpoints: where and how often to save, and what to resume from.
     """
     trainer = Trainer(plan, file, backend=backend)
+    done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
     losses = []
-    for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
+    for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
         start = time.perf_counter()
         losses.append(trainer.step(batch))
         on_step(number, losses[-1], time.perf_counter() - start)
+        if checkpoints and (number % checkpoints.every == 0 or number == steps):
+            trainer.save(checkpoints.folder, number, checkpoints.keep)
+    if checkpoints:
+        wait_for_saves()
     return losses
 
 

@@ -53,6 +53,10 @@ class PlanError(InputError):
     """A plan file cannot be used here: damaged, of another model, or of another world size."""
 
 
+class CheckpointError(InputError):
+    """A checkpoint cannot be written or read: a full disk, a damaged file, or another model."""
+
+
 class InfeasibleError(HapError):
     """No program fits the devices' memory."""
 

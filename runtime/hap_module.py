@@ -62,7 +62,7 @@ class HapModule(nn.Module):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
-        self._plan, self._comm, self._device = plan, comm, device
+        self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
         self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
         self._comms = along_axes(plan, comm)
         lane = lane_of(comm, device)

@@ -48,7 +48,7 @@ class ModelFile:
         optimizer: Parameters -> ``torch.optim.Optimizer``; see
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: The dtype of automatic mixed precision, or nothing.
-        batches: Makes an iterator over global batches.
+        batches: Makes an iterator over global batches; with an argument ``start``, from that one on.
         seed: Of torch's generators, before anything random is made.
         rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
     """
@@ -60,7 +60,7 @@ class ModelFile:
     loss: Callable[[Any, Any], torch.Tensor] | None
     optimizer: MakeOptimizer | None
     autocast: str
-    batches: Callable[[], Iterator[Any]] | None
+    batches: Callable[..., Iterator[Any]] | None
     seed: int
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

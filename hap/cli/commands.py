@@ -1,5 +1,5 @@
-"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
-``testbed``, ``rules``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``export``, ``import``, ``show``, ``profile``,
+``simulate``, ``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -165,24 +165,67 @@ def verify(
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
 @_backend
+@click.option("--checkpoint", metavar="DIR", help="Save checkpoints into this folder.")
+@click.option(
+    "--every", type=click.IntRange(min=1), default=100, show_default=True,
+    help="Steps between two checkpoints; the last step is saved as well.",
+)  # fmt: skip
+@click.option(
+    "--keep", type=click.IntRange(min=1), default=3, show_default=True,
+    help="Number of checkpoints that stay, the newest.",
+)  # fmt: skip
+@click.option(
+    "--resume", default="no", show_default=True, metavar="[auto|no|DIR/step-N]",
+    help="auto: continue from the newest complete checkpoint, if there is one.",
+)  # fmt: skip
 @click.argument("extra", nargs=-1)
 def run(
-    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
-) -> None:
+    plan_file: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
+    every: int, keep: int, resume: str, extra: tuple[str, ...],
+) -> None:  # fmt: skip
     """Train by PLAN; what follows `--` is sys.argv of the model file.
+
+    --steps counts from the start of training, also when it resumes.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
-    if nproc is None and _started_as_rank():
-        cli.worker.run_as_rank(plan_file, steps, extra, backend)
+    as_rank = nproc is None and _started_as_rank()
+    saved = cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume)
+    if as_rank:
+        cli.worker.run_as_rank(plan_file, steps, extra, backend, saved)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend))
+        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend, saved))
         return
     with cli.terminal.training_progress(steps) as on_step:
-        cli.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
+        cli.worker.run_here(
+            plan_file, nproc or made.world_size, steps, extra, on_step, backend, saved
+        )
+
+
+@_command
+@click.argument("checkpoint", metavar="DIR")
+@click.option("--to", required=True, metavar="FOLDER", help="A new folder.")
+def export(checkpoint: str, to: str) -> None:
+    """Write the weights of DIR's newest checkpoint as ordinary safetensors.
+
+    DIR may also be one checkpoint, DIR/step-N. The tensors are whole and have the model's names.
+    """
+    click.echo(cli.checkpoint_commands.export_weights(checkpoint, to))
+
+
+@functools.partial(_command, name="import")
+@click.argument("weights")
+@click.option("--to", required=True, metavar="DIR", help="A folder without checkpoints.")
+def import_(weights: str, to: str) -> None:
+    """Make a checkpoint of WEIGHTS, from which `hap run --resume auto` starts.
+
+    WEIGHTS is a folder of safetensors, as save_pretrained writes it, a safetensors file, or a file
+    that torch.save wrote of a state_dict.
+    """
+    click.echo(cli.checkpoint_commands.import_weights(weights, to))
 
 
 @_command
