@@ -51,6 +51,7 @@ HELP = {
         "--version",
         "plan",
         "profile",
+        "report",
         "rules",
         "run",
         "show",
@@ -87,7 +88,8 @@ HELP = {
         "--verbose",
     ],
     "testbed": ["--clean", "--cores", "--help", "--links", "--verbose"],
-    "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
+    "show": ["--backward", "--code", "--forward", "--help", "--json", "--rank", "--verbose"],
+    "report": ["--help", "--log", "--output", "--verbose"],
 }
 
 

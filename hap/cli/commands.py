@@ -1,5 +1,5 @@
-"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
-``testbed``, ``rules``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``report``,
+``profile``, ``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
@@ -20,6 +20,7 @@ import click
 
 import hap
 from hap import cli
+from hap.cli import report_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -232,9 +233,14 @@ def profile(
 @click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
 @click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
 @click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
-def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the plan's figures as JSON instead.")
+def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json: bool) -> None:
     """Show the program of PLAN, one instruction to a line."""
     made = hap.Plan.load(plan_file)
+    if as_json:
+        figures = cli.report.figures_json.show_json(made)
+        click.echo(json.dumps(figures, indent=1, allow_nan=False))
+        return
     if rank is not None and rank >= made.world_size:
         raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
     if code:
@@ -261,6 +267,9 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
         click.echo(json.dumps(cli.simulation.simulation_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.simulation.simulation_screen(made))
+
+
+_command(report_command.report)
 
 
 @main.group(no_args_is_help=True)
