@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hap.cli.plan_screen import tensor_label
-from hap.ir.graph import Graph
+from hap.ir.graph import FREE, Graph
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
@@ -107,8 +107,15 @@ def _source(plan: Plan, tensor: str) -> str:
 
 
 def _reader(plan: Plan, value: Value, readers: dict[Value, Instruction]) -> str:
+    """The instruction that reads a value, past views of it, in words."""
     graph = plan.whole[0]
     step = readers.get(value)
+    while isinstance(step, Compute) and graph.by_name[step.node].op in FREE:
+        made = step.writes(graph)
+        further = readers.get(made[0]) if made else None
+        if further is None:
+            break
+        step = further
     if step is None:
         is_gradient = value.tensor in graph.gradients.values()
         return "the optimizer" if is_gradient else "the end of the step"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hap.cli.plan_screen import tensor_label
 from hap.cli.simulation import Simulation
 from hap.cli.terminal import runs
-from hap.ir.graph import Input
+from hap.ir.graph import FREE, Input
 from hap.ir.mesh import origin
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
@@ -18,7 +18,7 @@ from hap.ir.program import Compute, Convert, Instruction
 
 @dataclass(slots=True)
 class TreeModule:
-    """A module, its own parameters and operators, and the modules inside it.
+    """A module, its own parameters and instructions, and the modules inside it.
 
     ``seconds`` are of the slowest rank in each of its operators, those inside it included.
     """
@@ -26,32 +26,32 @@ class TreeModule:
     name: str
     parameters: list[tuple[str, str, str, str]] = field(default_factory=list)
     """(name, shape, placement, elements per rank of the split dim)"""
-    operators: list[tuple[str, str]] = field(default_factory=list)
-    """(forward or backward, what it computes in which placements)"""
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+    """(forward or backward, what is computed or converted in which placements)"""
     children: dict[str, TreeModule] = field(default_factory=dict)
     numel: int = 0
     seconds: float = 0.0
     placements: set[str] = field(default_factory=set)
 
     @property
-    def operator_count(self) -> int:
-        """The operators of this module and those inside it."""
-        return len(self.operators) + sum(c.operator_count for c in self.children.values())
+    def count(self) -> int:
+        """The instructions of this module and those inside it."""
+        return len(self.instructions) + sum(c.count for c in self.children.values())
 
 
 def module_tree(made: Simulation) -> TreeModule:
-    """The tree; operators that belong to no module are the root's own."""
+    """The tree; instructions that belong to no module are the root's own."""
     plan = made.plan
     root = TreeModule(name=plan.source.function if plan.source.path else "model")
-    seconds = _seconds(made)
+    seconds, owners = _seconds(made), _owners(plan)
     for at, i in enumerate(plan.graph.inputs):
         if i.role == "parameter":
             _add_parameter(plan, root, at, i)
     for number, step in enumerate(plan.whole[1].instructions):
-        for module in _path(root, _module_of(plan, step)):
+        for module in _path(root, _module_of(plan, step, owners)):
             module.seconds += seconds.get(number, 0.0)
         side = "backward" if step.backward else "forward"
-        module.operators.append((side, _line(plan, step)))
+        module.instructions.append((side, _line(plan, step)))
     return root
 
 
@@ -103,17 +103,24 @@ def _seconds(made: Simulation) -> dict[int, float]:
     return found
 
 
-def _module_of(plan: Plan, step: Instruction) -> str:
+def _module_of(plan: Plan, step: Instruction, owners: Mapping[str, str]) -> str:
+    """The module of an instruction; views of a parameter belong to the parameter's."""
     graph = plan.whole[0]
-    if isinstance(step, Compute):
-        return graph.by_name[step.node].module
-    node = graph.producer.get(step.tensor)
-    if node is not None and node.module:
-        return node.module
-    tensor = origin(step.tensor).tensor
-    owned = {i.tensor: i.target for i in plan.graph.inputs if i.role == "parameter"}
-    owned |= {gradient: target for target, gradient in plan.graph.gradients.items()}
-    return owned.get(tensor, "").rpartition(".")[0]
+    tensor = step.tensor if isinstance(step, Convert) else ""
+    node = graph.by_name[step.node] if isinstance(step, Compute) else graph.producer.get(tensor)
+    while node is not None and not node.module:
+        if node.op not in FREE:
+            return owners.get(origin(tensor).tensor, "")
+        tensor = node.inputs[0]
+        node = graph.producer.get(tensor)
+    return node.module if node is not None else owners.get(origin(tensor).tensor, "")
+
+
+def _owners(plan: Plan) -> dict[str, str]:
+    """Parameters and their gradients -> the module that owns them."""
+    targets = {i.tensor: i.target for i in plan.graph.role("parameter")}
+    targets |= {gradient: target for target, gradient in plan.graph.gradients.items()}
+    return {tensor: target.rpartition(".")[0] for tensor, target in targets.items()}
 
 
 def _line(plan: Plan, step: Instruction) -> str:

@@ -88,8 +88,6 @@ def figure(figures: dict[str, Any], key: str, form: str = "plain") -> Markup:
     value: Any = figures
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, list | tuple) else value[part]
-    if value is None:
-        return Markup("not measured")
     exact = json.dumps(value) if not isinstance(value, str) else value
     return Markup('<data value="{}" data-key="{}">{}</data>').format(
         exact, key, FORMATS[form](value)
