@@ -31,6 +31,7 @@ from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.run_logger import RunLogger
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observed, Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
@@ -370,19 +371,25 @@ def train(
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
     backend: str = "eager",
+    log: str = "",
 ) -> list[float]:
     """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
 
     Args:
+        log: a file to write each step to, as :mod:`hap.run_log` describes.
         backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
     """
     trainer = Trainer(plan, file, backend=backend)
+    logger = RunLogger(log, trainer.module) if log else None
     losses = []
     for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
         start = time.perf_counter()
         losses.append(trainer.step(batch))
-        on_step(number, losses[-1], time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if logger:
+            logger.step(number, losses[-1], seconds)
+        on_step(number, losses[-1], seconds)
     return losses
 
 

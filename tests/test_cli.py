@@ -75,7 +75,7 @@ HELP = {
         "--verbose",
     ],
     "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],
-    "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
+    "run": ["--backend", "--help", "--log", "--nproc", "--steps", "--verbose"],
     "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
     "profile": [
         "--help",

@@ -18,10 +18,10 @@ from click.testing import CliRunner, Result
 
 from hap.cli.commands import main
 from hap.cli.report import timeline_data as timeline_module
-from hap.cli.report.run_log import LoggedStep, RankFigures, read_log
 from hap.cli.report.timeline_data import TICKS, timeline_data
 from hap.cli.simulation import simulate_plan
 from hap.ir.plan import Plan
+from hap.run_log import LoggedStep, RankFigures, read_log
 from tests.small_plan import small_cluster, small_plan
 from tests.test_cli import CLUSTER, MODEL
 
@@ -376,6 +376,61 @@ def test_files_that_cannot_be_used(folder: Path) -> None:
     (folder / "broken.json").write_text("{")
     assert "damaged or cut off" in refused("report", "broken.json")
     assert not list(folder.glob("*.html"))
+
+
+WIDE = """\
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8))
+
+def batch():
+    return torch.randn(16, 64)
+
+def loss(output, batch):
+    return output.square().mean()
+"""
+
+
+SLOW = """\
+links: {between: {bandwidth: 1 GB/s, latency: 1 ns}}
+nodes:
+  - {name: slow, count: 2, gpus: 1, type: cpu, memory: 1 GiB, flops: 10 MFLOP/s,
+     memory_bandwidth: 10 MB/s, launch: 1 us}
+"""
+"""Devices so slow that any collective is worth its time."""
+
+
+@pytest.mark.gloo
+def test_a_real_run_writes_its_log(folder: Path) -> None:
+    """Every step and rank is there; computing and waiting fill a step, as in the prediction."""
+    (folder / "model.py").write_text(WIDE)
+    (folder / "slow.yaml").write_text(SLOW)
+    done("plan", "model.py", "--cluster", "slow.yaml", "--no-mesh")
+    assert Plan.load("plan.json").program.collectives
+    done("run", "plan.json", "--nproc", "2", "--steps", "4", "--log", "run.jsonl")
+    steps = read_log("run.jsonl", 2)
+    assert [s.step for s in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step.loss > 0
+        for rank in step.ranks:
+            assert rank.computing_s is not None
+            assert rank.waiting_s is not None
+            assert rank.communicating_s
+            assert rank.computing_s > 0
+        first = step.ranks[0]
+        assert first.computing_s is not None
+        assert first.waiting_s is not None
+        assert first.computing_s + first.waiting_s == pytest.approx(step.seconds)
+    page = page_of("plan.json", "--log", "run.jsonl")
+    assert {f"run.measured.{r}.waiting_s" for r in (0, 1)} <= {key for key, _ in page.figures}
+
+
+@pytest.mark.usefixtures("folder")
+def test_logs_that_cannot_be_written() -> None:
+    assert "there is no folder" in refused("run", "small.json", "--log", "absent/run.jsonl")
+    assert "own inputs" in refused("run", "small.json", "--log", "small.json")
 
 
 PROBE = """

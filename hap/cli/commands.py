@@ -160,27 +160,31 @@ def verify(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
+@report_command.log_option
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
 @_backend
 @click.argument("extra", nargs=-1)
 def run(
-    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
+    plan_file: str, log: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
 ) -> None:
     """Train by PLAN; what follows `--` is sys.argv of the model file.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
+    report_command.check_log(log, plan_file)
     if nproc is None and _started_as_rank():
-        cli.worker.run_as_rank(plan_file, steps, extra, backend)
+        cli.worker.run_as_rank(plan_file, steps, extra, backend, log)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend))
+        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend, log))
         return
     with cli.terminal.training_progress(steps) as on_step:
-        cli.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
+        cli.worker.run_here(
+            plan_file, nproc or made.world_size, steps, extra, on_step, backend, log
+        )
 
 
 @_command

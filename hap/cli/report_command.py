@@ -1,12 +1,31 @@
-"""The options of ``hap report``."""
+"""The options of ``hap report``, and the option of ``hap run`` that writes its log."""
 
 from __future__ import annotations
+
+import os
 
 import click
 
 from hap import cli
 from hap.errors import InputError
 from hap.files import check_output, write_whole
+
+log_option = click.option(
+    "--log", default="", metavar="FILE",
+    help="Write each step's loss and times as a line of JSON, for `hap report --log`.",
+)  # fmt: skip
+"""The option of ``hap run``."""
+
+
+def check_log(path: str, plan_file: str) -> None:
+    """Check that ``hap run`` can write its log, unless another rank writes it.
+
+    Raises:
+        InputError: the reason why not.
+    """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if path and rank == "0":
+        check_output(path, plan_file, hint="change --log")
 
 
 @click.argument("plan_file", metavar="PLAN")

@@ -16,7 +16,9 @@ from hap.ir.plan import Plan
 from hap.runtime.launch import init_from_env, launch_lines, report, spawn
 
 
-def run_as_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
+def run_as_rank(
+    path: str, steps: int, extra: tuple[str, ...], backend: str = "eager", log: str = ""
+) -> None:
     """Train as the rank that the environment names; rank 0 prints the steps.
 
     Raises:
@@ -27,14 +29,14 @@ def run_as_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "e
     world = init_from_env()
     try:
         check_world_size(plan, world.size)
-        _train(plan, steps, extra, _print_step, backend)
+        _train(plan, steps, extra, _print_step, backend, log)
     finally:
         dist.destroy_process_group()
 
 
 def run_here(
     path: str, nproc: int, steps: int, extra: tuple[str, ...], on_step: OnStep,
-    backend: str = "eager",
+    backend: str = "eager", log: str = "",
 ) -> None:  # fmt: skip
     """Train with ``nproc`` ranks on this machine, on a GPU each if it has so many, else on CPUs.
 
@@ -51,12 +53,15 @@ def run_here(
     def heard(rank: int, step: Any) -> None:
         on_step(*step)
 
-    spawn(train_rank, nproc, args=(path, steps, extra, backend), backend=group, on_report=heard)
+    args = (path, steps, extra, backend, log)
+    spawn(train_rank, nproc, args=args, backend=group, on_report=heard)
 
 
-def train_rank(path: str, steps: int, extra: tuple[str, ...], backend: str = "eager") -> None:
+def train_rank(
+    path: str, steps: int, extra: tuple[str, ...], backend: str = "eager", log: str = ""
+) -> None:
     """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
-    _train(Plan.load(path), steps, extra, lambda *step: report(step), backend)
+    _train(Plan.load(path), steps, extra, lambda *step: report(step), backend, log)
 
 
 def check_world_size(plan: Plan, size: int) -> None:
@@ -68,21 +73,25 @@ def check_world_size(plan: Plan, size: int) -> None:
 
 
 def machine_lines(
-    plan: Plan, path: str, steps: int, extra: tuple[str, ...], backend: str = "eager"
-) -> str:
+    plan: Plan, path: str, steps: int, extra: tuple[str, ...], backend: str = "eager",
+    log: str = "",
+) -> str:  # fmt: skip
     """The torchrun and srun lines that run a plan on the machines of its cluster."""
     command = ["hap", "run", path, "--steps", str(steps)]
     command += ["--backend", backend] if backend != "eager" else []
+    command += ["--log", log] if log else []
     command += ["--", *extra] if extra else []
     nodes = [(node, len(plan.cluster.ranks(node))) for node in plan.cluster.nodes]
     return launch_lines(command, nodes)
 
 
-def _train(plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep, backend: str) -> None:
+def _train(
+    plan: Plan, steps: int, extra: tuple[str, ...], on_step: OnStep, backend: str, log: str
+) -> None:
     sys.argv = [plan.source.path, *extra]  # what the model file may read
     first = dist.get_rank() == 0
     told = on_step if first else _ignore
-    api.train(plan, model_file_of(plan), steps=steps, on_step=told, backend=backend)
+    api.train(plan, model_file_of(plan), steps=steps, on_step=told, backend=backend, log=log)
 
 
 def _print_step(step: int, loss: float, seconds: float) -> None:

@@ -12,6 +12,7 @@ from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction, Value
+from hap.ir.regather import ALIAS
 
 _HAS = {
     "R": "is whole on every rank",
@@ -103,6 +104,8 @@ def _source(plan: Plan, tensor: str) -> str:
         return f"the {role}"
     if tensor in plan.whole[0].gradients.values():
         return "the gradient"
+    if node and node.op == ALIAS:
+        return "the parameter"
     return f"the result of {_operator(node.op)}" if node else "it"
 
 

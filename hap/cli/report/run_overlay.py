@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hap.cli.report.run_log import LoggedStep, RankFigures, counted, medians
 from hap.cli.simulation import Simulation, rank_uses
+from hap.run_log import LoggedStep, RankFigures, counted, medians
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION
 
 WIDTH, HEIGHT = 600, 120

@@ -25,10 +25,10 @@ from hap.synthesizer.schedule.memory_timeline import Curve
 TICKS = 1_000_000
 """Of one step."""
 
-EVENTS = 40_000
+EVENTS = 120_000
 """Blocks on the page, at most about."""
 
-POINTS = 24_000
+POINTS = 50_000
 """Points of all memory curves, at most about."""
 
 COARSEST = 100
