@@ -1,9 +1,10 @@
-"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``report``,
-``profile``, ``testbed``, ``rules``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
+``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
-that ``hap --help`` is quick.
+that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
+by ``_command``.
 """
 
 from __future__ import annotations
