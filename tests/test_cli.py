@@ -58,6 +58,7 @@ HELP = {
         "simulate",
         "testbed",
         "verify",
+        "what-if",
     ],
     "plan": [
         "--all-devices",
@@ -89,6 +90,18 @@ HELP = {
     ],
     "testbed": ["--clean", "--cores", "--help", "--links", "--verbose"],
     "show": ["--backward", "--code", "--forward", "--help", "--json", "--rank", "--verbose"],
+    "what-if": [
+        "--add",
+        "--all-devices",
+        "--allow-idle",
+        "--cluster",
+        "--help",
+        "--json",
+        "--link",
+        "--rows",
+        "--verbose",
+        "--without",
+    ],
     "report": ["--help", "--log", "--output", "--verbose"],
 }
 
@@ -126,7 +139,7 @@ def refused(code: int, *words: str) -> str:
 @pytest.mark.parametrize("command", HELP)
 def test_the_commands_and_options_are_these(command: str) -> None:
     text = hap(*filter(None, [command]), "--help").stdout
-    found = re.findall(r"^  (?:-\w, )?(--[a-z-]+|[a-z]+)", text.partition("Options:")[2], re.M)
+    found = re.findall(r"^  (?:-\w, )?(--[a-z-]+|[a-z][a-z-]*)", text.partition("Options:")[2], re.M)
     assert sorted(found) == HELP[command]
 
 

@@ -21,7 +21,7 @@ import click
 
 import hap
 from hap import cli
-from hap.cli import report_command
+from hap.cli import report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -275,6 +275,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
 
 
 _command(report_command.report)
+_command(what_if_command.what_if, name="what-if")
 
 
 @main.group(no_args_is_help=True)
