@@ -37,6 +37,7 @@ from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
 from hap.runtime.one_device import Observed
+from hap.runtime.run_logger import RunLogger
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
@@ -409,22 +410,28 @@ def train(
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
     backend: str = "eager",
     checkpoints: Checkpoints | None = None,
+    log: str = "",
 ) -> list[float]:
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
     Args:
         steps: in all, with those of the checkpoint that training resumes from.
+        log: a file to write each step to, as :mod:`hap.run_log` describes.
         backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
         checkpoints: where and how often to save, and what to resume from.
     """
     trainer = Trainer(plan, file, backend=backend)
     done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
+    logger = RunLogger(log, trainer.module) if log else None
     losses = []
     for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
         start = time.perf_counter()
         losses.append(trainer.step(batch))
-        on_step(number, losses[-1], time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if logger:
+            logger.step(number, losses[-1], seconds)
+        on_step(number, losses[-1], seconds)
         if checkpoints and (number % checkpoints.every == 0 or number == steps):
             trainer.save(checkpoints.folder, number, checkpoints.keep)
     if checkpoints:

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOMES = {"profiler", "synthesizer", "runtime"}
 
-BASE = {"hap.errors", "hap.files", "hap.gc_pause", "hap.units"}
+BASE = {"hap.errors", "hap.files", "hap.gc_pause", "hap.run_log", "hap.units"}
 """Modules of ``hap`` that import nothing of the product but each other."""
 
 FOLDERS = {

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen
     from hap.cli import profiling as profiling
+    from hap.cli import report as report
     from hap.cli import rules_screen as rules_screen
     from hap.cli import simulation as simulation
     from hap.cli import terminal as terminal
     from hap.cli import testbed_command as testbed_command
+    from hap.cli import what_if as what_if
     from hap.cli import worker as worker
 
 

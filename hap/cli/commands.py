@@ -3,7 +3,8 @@
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
-that ``hap --help`` is quick.
+that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
+by ``_command``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import click
 
 import hap
 from hap import cli
+from hap.cli import report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -162,6 +164,7 @@ def verify(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
+@report_command.log_option
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
 @_backend
@@ -180,7 +183,7 @@ def verify(
 )  # fmt: skip
 @click.argument("extra", nargs=-1)
 def run(
-    plan_file: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
+    plan_file: str, log: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
     every: int, keep: int, resume: str, extra: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train by PLAN; what follows `--` is sys.argv of the model file.
@@ -190,19 +193,20 @@ def run(
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
-    as_rank = nproc is None and _started_as_rank()
-    saved = cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume)
-    if as_rank:
-        cli.worker.run_as_rank(plan_file, steps, extra, backend, saved)
+    report_command.check_log(log, plan_file)
+    job = cli.worker.Job(
+        path=plan_file, steps=steps, extra=extra, backend=backend, log=log,
+        checkpoints=cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume),
+    )  # fmt: skip
+    if nproc is None and _started_as_rank():
+        cli.worker.run_as_rank(job)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend, saved))
+        click.echo(cli.worker.machine_lines(made, job))
         return
     with cli.terminal.training_progress(steps) as on_step:
-        cli.worker.run_here(
-            plan_file, nproc or made.world_size, steps, extra, on_step, backend, saved
-        )
+        cli.worker.run_here(job, nproc or made.world_size, on_step)
 
 
 @_command
@@ -280,9 +284,14 @@ def profile(
 @click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
 @click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
 @click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
-def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the plan's figures as JSON instead.")
+def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json: bool) -> None:
     """Show the program of PLAN, one instruction to a line."""
     made = hap.Plan.load(plan_file)
+    if as_json:
+        figures = cli.report.figures_json.show_json(made)
+        click.echo(json.dumps(figures, indent=1, allow_nan=False))
+        return
     if rank is not None and rank >= made.world_size:
         raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
     if code:
@@ -309,6 +318,10 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
         click.echo(json.dumps(cli.simulation.simulation_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.simulation.simulation_screen(made))
+
+
+_command(report_command.report)
+_command(what_if_command.what_if, name="what-if")
 
 
 @main.group(no_args_is_help=True)

@@ -23,6 +23,7 @@ from hap.ir.placement import R
 from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
+from hap.ir.regather import ALIAS
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -315,6 +316,8 @@ def tensor_label(plan: Plan, tensor: str) -> str:
             return f"grad {target}"
     node = plan.graph.producer.get(tensor)
     if node is None or not node.module:
+        if node is not None and node.op == ALIAS:  # a parameter's alias for the backward
+            return f"{tensor_label(plan, node.inputs[0])}, again"
         return tensor
     return f"{node.module} {node.op.split('.')[1]}"
 
