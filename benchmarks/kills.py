@@ -28,7 +28,7 @@ from pathlib import Path
 from hap.api import plan_file
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import CheckpointError
-from hap.runtime.checkpoint_folder import CheckpointFolder, read_index
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, read_index
 from hap.synthesizer.plan_options import PlanOptions
 
 HERE = Path(__file__).parent

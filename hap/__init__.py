@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from hap.ir.plan import Plan
     from hap.runtime.batch_sampler import RankBatchSampler
-    from hap.runtime.checkpoint import load, save, wait_for_saves
+    from hap.runtime.checkpoints.checkpoint import load, save, wait_for_saves
     from hap.synthesizer.plan_options import PlanOptions
 
 __all__ = [
@@ -67,7 +67,7 @@ _NAMES: Final = {
     "cluster.topology": ("Cluster",),
     "cluster.cluster_file": ("load_cluster",),
     "runtime.batch_sampler": ("RankBatchSampler",),
-    "runtime.checkpoint": ("load", "save", "wait_for_saves"),
+    "runtime.checkpoints.checkpoint": ("load", "save", "wait_for_saves"),
     "synthesizer.plan_options": ("PlanOptions",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }

@@ -31,8 +31,8 @@ from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
-from hap.runtime.checkpoint import Saved, load, save, wait_for_saves
-from hap.runtime.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn

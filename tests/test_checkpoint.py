@@ -22,9 +22,14 @@ from torch import Tensor, nn
 import hap
 from hap.errors import CheckpointError, HapError, InputError
 from hap.runtime.batch_sampler import RankBatchSampler
-from hap.runtime.checkpoint_folder import INDEX, CheckpointFolder
-from hap.runtime.checkpoint_values import decode, encode, random_states, set_random_states
-from hap.runtime.checkpoint_weights import import_
+from hap.runtime.checkpoints.checkpoint_folder import INDEX, CheckpointFolder
+from hap.runtime.checkpoints.checkpoint_values import (
+    decode,
+    encode,
+    random_states,
+    set_random_states,
+)
+from hap.runtime.checkpoints.checkpoint_weights import import_
 from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule
 from tests.checkpoint_runs import Run, make_optimizer, net

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hap.ir.plan import Plan
-from hap.runtime.checkpoint_folder import CheckpointFolder, read_index
-from hap.runtime.checkpoint_layout import written_by
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, read_index
+from hap.runtime.checkpoints.checkpoint_layout import written_by
 from hap.runtime.launch import spawn
 from tests.checkpoint_runs import Run, data, net, stage
 from tests.random_plans import random_plan

@@ -19,8 +19,8 @@ from hap.capture.model_file import load_model_file
 from hap.cli.commands import main
 from hap.errors import HapError, InputError
 from hap.ir.plan import Plan
-from hap.runtime.checkpoint_folder import CheckpointFolder
-from hap.runtime.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn

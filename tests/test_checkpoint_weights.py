@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 import hap
 from hap.errors import InputError
-from hap.runtime import checkpoint_weights
-from hap.runtime.checkpoint_weights import export, import_
+from hap.runtime.checkpoints import checkpoint_weights
+from hap.runtime.checkpoints.checkpoint_weights import export, import_
 from hap.runtime.launch import spawn
 from tests.checkpoint_runs import Run, net, stage
 from tests.random_plans import random_plan

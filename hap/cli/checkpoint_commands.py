@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hap.errors import InputError
-from hap.runtime.checkpoint_resume import Checkpoints
-from hap.runtime.checkpoint_weights import export, import_
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.checkpoint_weights import export, import_
 
 __all__ = ["checkpoints", "export_weights", "import_weights"]
 

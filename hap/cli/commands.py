@@ -194,7 +194,7 @@ def run(
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
     report_command.check_log(log, plan_file)
-    job = cli.worker.Job(
+    job = cli.worker.RunJob(
         path=plan_file, steps=steps, extra=extra, backend=backend, log=log,
         checkpoints=cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume),
     )  # fmt: skip

@@ -14,12 +14,12 @@ from hap.capture.model_file import model_file_of
 from hap.cli.terminal import OnStep, step_line
 from hap.errors import PlanError
 from hap.ir.plan import Plan
-from hap.runtime.checkpoint_resume import Checkpoints
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.launch import init_from_env, launch_lines, report, spawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunJob:
     """The arguments of ``hap run``.
 
     Attributes:
@@ -39,7 +39,7 @@ class Job:
     log: str = ""
 
 
-def run_as_rank(job: Job) -> None:
+def run_as_rank(job: RunJob) -> None:
     """Train as the rank that the environment names; rank 0 prints the steps.
 
     Raises:
@@ -55,7 +55,7 @@ def run_as_rank(job: Job) -> None:
         dist.destroy_process_group()
 
 
-def run_here(job: Job, nproc: int, on_step: OnStep) -> None:
+def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
     """Train with ``nproc`` ranks on this machine, on a GPU each if possible, else on CPUs.
 
     Raises:
@@ -74,7 +74,7 @@ def run_here(job: Job, nproc: int, on_step: OnStep) -> None:
     spawn(train_rank, nproc, args=(job,), backend=group, on_report=heard)
 
 
-def train_rank(job: Job) -> None:
+def train_rank(job: RunJob) -> None:
     """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
     _train(Plan.load(job.path), job, lambda *step: report(step))
 
@@ -87,7 +87,7 @@ def check_world_size(plan: Plan, size: int) -> None:
         )
 
 
-def machine_lines(plan: Plan, job: Job) -> str:
+def machine_lines(plan: Plan, job: RunJob) -> str:
     """The torchrun and srun lines that run a plan on the machines of its cluster."""
     command = ["hap", "run", job.path, "--steps", str(job.steps)]
     command += ["--backend", job.backend] if job.backend != "eager" else []
@@ -98,7 +98,7 @@ def machine_lines(plan: Plan, job: Job) -> str:
     return launch_lines(command, nodes)
 
 
-def _train(plan: Plan, job: Job, on_step: OnStep) -> None:
+def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
     sys.argv = [plan.source.path, *job.extra]  # what the model file may read
     first = dist.get_rank() == 0
     api.train(

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from hap.errors import CheckpointError
-from hap.runtime.checkpoint_folder import damaged, read_index
-from hap.runtime.checkpoint_layout import Layout, fresh, layout
-from hap.runtime.checkpoint_optimizer import blank
-from hap.runtime.checkpoint_shard import StoredShard
-from hap.runtime.checkpoint_storage import SafetensorsReader, own_state
-from hap.runtime.checkpoint_values import decode
-from hap.runtime.checkpoint_writing import Writing
+from hap.runtime.checkpoints.checkpoint_folder import damaged, read_index
+from hap.runtime.checkpoints.checkpoint_layout import Layout, fresh, layout
+from hap.runtime.checkpoints.checkpoint_optimizer import blank
+from hap.runtime.checkpoints.checkpoint_shard import StoredShard
+from hap.runtime.checkpoints.checkpoint_storage import SafetensorsReader, own_state
+from hap.runtime.checkpoints.checkpoint_values import decode
+from hap.runtime.checkpoints.checkpoint_writing import Writing
 
 MODEL = "model/"
 """Begins the names of the model's tensors in a checkpoint."""

@@ -26,7 +26,7 @@ class StoredShard:
 
     Args:
         written: whether this rank writes the block. Exactly one of the ranks that hold the same
-            elements does; see :func:`hap.runtime.checkpoint_layout.written_by`.
+            elements does; see :func:`hap.runtime.checkpoints.checkpoint_layout.written_by`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.ir.plan import Plan
-from hap.runtime.checkpoint_shard import StoredShard
+from hap.runtime.checkpoints.checkpoint_shard import StoredShard
 from hap.runtime.hap_module import HapModule
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from hap.errors import CheckpointError
-from hap.runtime.checkpoint_folder import VERSION, CheckpointFolder, damaged, sync_file
+from hap.runtime.checkpoints.checkpoint_folder import VERSION, CheckpointFolder, damaged, sync_file
 
 _FILE = MetadataIndex("")  # the result that stands for a whole file
 

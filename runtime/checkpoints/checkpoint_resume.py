@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hap.errors import CheckpointError, InputError
-from hap.runtime.checkpoint import Saved
-from hap.runtime.checkpoint_folder import CheckpointFolder, newest, read_index
+from hap.runtime.checkpoints.checkpoint import Saved
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, read_index
 
 
 class Resumable(Protocol):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hap.errors import CheckpointError, InputError
-from hap.runtime.checkpoint_folder import (
+from hap.runtime.checkpoints.checkpoint_folder import (
     VERSION,
     CheckpointFolder,
     damaged,
@@ -25,8 +25,8 @@ from hap.runtime.checkpoint_folder import (
     read_index,
     sync_file,
 )
-from hap.runtime.checkpoint_match import MODEL
-from hap.runtime.checkpoint_storage import file_of, metadata_of, opened
+from hap.runtime.checkpoints.checkpoint_match import MODEL
+from hap.runtime.checkpoints.checkpoint_storage import file_of, metadata_of, opened
 
 LARGEST_FILE_BYTES = 4 * 2**30
 """One file is in memory at a time."""

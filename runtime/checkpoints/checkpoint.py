@@ -16,14 +16,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from hap.errors import CheckpointError, InputError
-from hap.runtime.checkpoint_folder import CheckpointFolder, newest
-from hap.runtime.checkpoint_layout import layout
-from hap.runtime.checkpoint_match import MODEL, Saved, match
-from hap.runtime.checkpoint_optimizer import take
-from hap.runtime.checkpoint_shard import ShardLoadPlanner, ShardSavePlanner, StoredShard
-from hap.runtime.checkpoint_storage import SafetensorsWriter
-from hap.runtime.checkpoint_values import encode, random_states, set_random_states
-from hap.runtime.checkpoint_writing import join_all, raise_told, wait_for_saves, writing_of
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest
+from hap.runtime.checkpoints.checkpoint_layout import layout
+from hap.runtime.checkpoints.checkpoint_match import MODEL, Saved, match
+from hap.runtime.checkpoints.checkpoint_optimizer import take
+from hap.runtime.checkpoints.checkpoint_shard import ShardLoadPlanner, ShardSavePlanner, StoredShard
+from hap.runtime.checkpoints.checkpoint_storage import SafetensorsWriter
+from hap.runtime.checkpoints.checkpoint_values import encode, random_states, set_random_states
+from hap.runtime.checkpoints.checkpoint_writing import (
+    join_all,
+    raise_told,
+    wait_for_saves,
+    writing_of,
+)
 from hap.runtime.hap_module import HapModule
 
 __all__ = ["Saved", "load", "save", "wait_for_saves"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hap.errors import InputError
-from hap.runtime.checkpoint_layout import fresh
-from hap.runtime.checkpoint_shard import StoredShard
-from hap.runtime.checkpoint_values import decode, encode
+from hap.runtime.checkpoints.checkpoint_layout import fresh
+from hap.runtime.checkpoints.checkpoint_shard import StoredShard
+from hap.runtime.checkpoints.checkpoint_values import decode, encode
 
 SHARD = "$shard"
 """Marks a state that is cut as its parameter is; the value is the dtype."""
