@@ -139,7 +139,9 @@ def refused(code: int, *words: str) -> str:
 @pytest.mark.parametrize("command", HELP)
 def test_the_commands_and_options_are_these(command: str) -> None:
     text = hap(*filter(None, [command]), "--help").stdout
-    found = re.findall(r"^  (?:-\w, )?(--[a-z-]+|[a-z][a-z-]*)", text.partition("Options:")[2], re.M)
+    found = re.findall(
+        r"^  (?:-\w, )?(--[a-z-]+|[a-z][a-z-]*)", text.partition("Options:")[2], re.M
+    )
     assert sorted(found) == HELP[command]
 
 

@@ -19,6 +19,7 @@ from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
+from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plan_checks import check_programs
@@ -342,7 +343,7 @@ class Plan:
             return Plan.from_json(data)
         except (PlanError, ClusterError) as error:
             raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise PlanError(
                 f"the plan file is damaged ({type(error).__name__}: {error})",
                 where=where, hint="plan anew",
@@ -380,6 +381,7 @@ class Plan:
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+        check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
         return plan
 
