@@ -17,7 +17,9 @@ VALUES: dict[str, Any] = {
     "an empty list": [], "a mapping": {"x": 1},
 }  # fmt: skip
 
-COMMANDS = (("show",), ("verify",), ("simulate",), ("show", "--code"))
+COMMANDS = (
+    ("show",), ("verify",), ("simulate",), ("show", "--code"), ("show", "--json"), ("report",),
+)  # fmt: skip
 
 
 def cases(plan: Path, count: int, seed: int = 0) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
+from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plain_data import read_list, read_map
@@ -392,6 +393,7 @@ class Plan:
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+        check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
         return plan
 

@@ -18,6 +18,7 @@ from hap.cli.report.run_overlay import FIGURES, HEIGHT, WIDTH, bars, plot, run_j
 from hap.cli.report.timeline_data import timeline_data
 from hap.cli.simulation import simulate_plan, simulation_json
 from hap.cli.terminal import alike, runs
+from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.run_log import LoggedStep, read_log
 from hap.synthesizer.cost.peak_memory import KINDS
@@ -40,6 +41,11 @@ def page_of_files(plan_file: str, log_file: str | None = None) -> str:
         InputError: the log cannot be used, or is of another number of ranks.
     """
     plan = Plan.load(plan_file)
+    if len(plan.prediction.ranks) != plan.world_size:
+        raise PlanError(
+            f"the plan predicts {len(plan.prediction.ranks)} of {plan.world_size} ranks",
+            where=plan_file, hint="plan anew",
+        )  # fmt: skip
     steps = read_log(log_file, plan.world_size) if log_file is not None else None
     return report_page(plan, name=plan_file, steps=steps)
 
