@@ -3,11 +3,11 @@
     python -m benchmarks.ablation [--cluster FILE] [--models bert vgg19 ...] [--size race]
     python -m benchmarks.ablation --cluster MEASURED --race FILE [--rounds 5]
 
-Every row is the step of the best that is left, over that of the whole planner: 1.00 is a part that
-brings nothing there. No device is left out, so that all rows have the same devices, and one mesh
-axis is used. Give a cluster that was measured (``hap profile``) for figures that mean something.
-With ``--race`` all rows take turns on the emulated cluster of that file, of which the measured one is
-the profile, and predicted ratios are followed by measured ones.
+Every row is the step of the best remaining plan over that of the whole planner: 1.00 means that a
+part has no effect there. No device is left out, so that all rows have the same devices, and one mesh
+axis is used. Meaningful figures need a measured cluster (``hap profile``).
+With ``--race`` all rows take turns on the emulated cluster of that file, with the measured cluster as
+its profile, and predicted ratios are followed by measured ones.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ SIMPLE = {
 
 
 def even_shares(s: Synthesizer) -> Candidate:
-    """Every axis in equal parts, but for rounding."""
+    """Split every axis into equal parts, except for rounding."""
     return s.cheapest(proportional_shares(s.space.axes, np.ones_like(s.machine.speed)))
 
 
 def shares_by_speed(s: Synthesizer) -> Candidate:
-    """In proportion to the speed of products, without the integer program."""
+    """Split axes in proportion to the speed of products, without the integer program."""
     return s.cheapest(proportional_shares(s.space.axes, s.machine.speed))
 
 
 def batch_only(s: Synthesizer) -> Candidate:
-    """Data parallel: the batch is split, parameters are whole; the shares are searched for."""
+    """Data parallel: split the batch, keep parameters whole, and search for shares."""
     allowed = data_parallel(s.space)
     return Synthesizer(s.space, s.cluster, s._states, allowed).best()
 
 
 def no_factors(s: Synthesizer) -> Candidate:
-    """No gradient of a weight is computed whole from gathered factors (SFB)."""
+    """Never compute the gradient of a weight whole from gathered factors (SFB)."""
     return Synthesizer(without_factors(s.space), s.cluster, s._states).best()
 
 
 def without_factors(space: Space) -> Space:
-    """The space without rows that make a gradient's product from two whole operands."""
+    """Return the space without rows that make a gradient's product from two whole operands."""
     rows = dict(space.rows)
     for gradient in space.graph.gradients.values():
         node = space.graph.producer[gradient]
@@ -99,20 +99,20 @@ SEARCHED: dict[str, Callable[[Synthesizer], Candidate]] = {
 
 
 def in_turn(s: Synthesizer, best: Candidate) -> Variant:
-    """The best program with nothing overlapped."""
+    """Return the best program without overlap."""
     first, *_ = orders(s.space.graph, best.serial, s.cost(best))
     return Variant(best, first.program, best.serial.step_s)
 
 
 def one_bucket(s: Synthesizer, best: Candidate) -> Variant:
-    """Overlapped, but what is reduced or gathered together stays together."""
+    """Return the best program with overlap, and all reductions or gathers in one bucket."""
     found = list(orders(s.space.graph, best.serial, s.cost(best)))
     order = min(found[:2], key=lambda o: o.step_s)
     return Variant(best, order.program, order.step_s)
 
 
 def plain_collectives(s: Synthesizer, best: Candidate) -> Variant:
-    """One implementation of each collective, whatever the sizes, in the order of the best."""
+    """Return the best program in its order, with one fixed implementation per collective."""
 
     def plain(program: Program) -> Program:
         return replace(program, instructions=tuple(
@@ -145,7 +145,7 @@ class Variant(NamedTuple):
 
 
 def variants(synthesizer: Synthesizer) -> dict[str, Variant | str]:
-    """Row -> what is left, or why nothing is."""
+    """Return row -> the remaining best plan, or the reason why there is none."""
 
     def as_it_is(found: Candidate) -> Variant:
         return Variant(found, found.timeline.program, found.timeline.step_s)
@@ -174,7 +174,7 @@ def raced(
     found: Mapping[str, Variant | str],
     rounds: int,
 ) -> dict[str, Entry]:
-    """Row -> its steps, all rows in turn."""
+    """Return row -> its steps, all rows in turn."""
     file, cluster = load_model_file(spec), synthesizer.cluster
     optimizer = str(examine(file.optimizer or default_optimizer))
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +199,7 @@ def raced(
 
 
 def shown(row: str, found: Mapping[str, Variant | str], entries: Mapping[str, Entry] | None) -> str:
-    """Predicted over that of the whole, and measured over it where it was raced."""
+    """Return the predicted ratio to the whole planner, and the measured one if raced."""
     variant, whole = found[row], found[WHOLE]
     if isinstance(variant, str) or isinstance(whole, str):
         return "-"

@@ -3,12 +3,12 @@
     python -m benchmarks.calibration            the score: every row, then median and worst
     python -m benchmarks.calibration --refit    fit again, and print the figures for hap/cluster/gpus.yaml
 
-Each row of ``data/gpu_layer_latency.csv`` is a straight line over the batch sizes 1 to 4 that
-were run. It is read at batch 4: the largest size that is not an extrapolation, and the one at
-which the noisy constants (some of them negative) weigh least. ``--batch 8`` extrapolates.
+Each row of ``data/gpu_layer_latency.csv`` is a straight line over the measured batch sizes 1 to 4.
+It is evaluated at batch 4: the largest size without extrapolation, at which
+the noisy constants (some of them negative) weigh least. ``--batch 8`` extrapolates.
 
-The table holds sums of kernel times, without the gaps between kernels; so the model is asked
-for kernel times too (``launch_s = 0``).
+The table holds sums of kernel times, without the gaps between kernels, so the model
+predicts kernel times too (``launch_s = 0``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Point:
 
 
 def points(batch: int = BATCH, table: Path = TABLE) -> list[Point]:
-    """Two points per row of a table: forward and backward."""
+    """Return two points per row of a table: forward and backward."""
     found = []
     with table.open() as file:
         for row in csv.DictReader(file):
@@ -79,13 +79,13 @@ def points(batch: int = BATCH, table: Path = TABLE) -> list[Point]:
 
 
 def device(kind: str, fitted: Mapping[str, Mapping[str, float]] | None = None) -> Device:
-    """A device of the catalogue, or of the catalogue with other fitted figures; no launches."""
+    """Return a device of the catalogue, or one with other fitted figures; no launches."""
     entry = catalogue()[kind] if fitted is None else build(kind, fitted)
     return replace(entry.device, launch_s=0.0)
 
 
 def refit(measured: Iterable[Point]) -> Figures:
-    """Fits every measured kind; those that are like another one after it, with it as prior."""
+    """Fit every measured kind; kinds that are like another one follow it, with it as prior."""
     by_kind: dict[str, list[Point]] = {}
     for point in measured:
         by_kind.setdefault(point.kind, []).append(point)
@@ -100,7 +100,7 @@ def refit(measured: Iterable[Point]) -> Figures:
 
 
 def errors(measured: Iterable[Point], fitted: Figures | None = None) -> list[tuple[float, Point]]:
-    """Predicted / measured - 1 of each point."""
+    """Return predicted / measured - 1 of each point."""
     devices: dict[str, Device] = {}
     found = []
     for point in measured:
@@ -111,7 +111,7 @@ def errors(measured: Iterable[Point], fitted: Figures | None = None) -> list[tup
 
 
 def leave_one_model_out(measured: list[Point]) -> list[tuple[float, Point]]:
-    """Each model scored with figures that were fitted to the other models only."""
+    """Score each model with figures that were fitted to the other models only."""
     found = []
     for model in dict.fromkeys(point.model for point in measured):
         fitted = refit(point for point in measured if point.model != model)
@@ -130,7 +130,7 @@ def summary(found: list[tuple[float, Point]]) -> str:
 
 
 def fitted_block(fitted: Figures) -> str:
-    """The figures as lines for the catalogue, and the shares of the peak that they reach."""
+    """Return the figures as lines for the catalogue, with their fractions of the peak."""
     lines, shares = [], {}
     for kind, figures in fitted.items():
         peak = catalogue()[kind].peak

@@ -6,8 +6,8 @@
 
 A BERT of 4 layers fills in hidden words of ``benchmarks/data/text.txt``, once in plain PyTorch
 and once by a plan for four unlike devices as four gloo processes. Weights, batches and optimizer
-are the same, in float32 and without dropout; then the two curves differ by rounding alone, which
-training makes larger step by step.
+are the same, in float32 and without dropout, so the two curves differ only by rounding, which
+training amplifies step by step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hap.runtime.launch import report, spawn
 HERE = Path(__file__).parent
 TARGET = 1e-3
 VOCAB, SEQ, ROWS = 2048, 64, 32
-UNKNOWN = 1  # stands for the words that are too rare to have a number
+UNKNOWN = 1  # the number of all rare words
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def model() -> nn.Module:
-    """The same weights in every process."""
+    """Return the model, with the same weights in every process."""
     torch.manual_seed(0)
     return bert.build(
         layers=4, hidden=128, heads=4, ffn=512, vocab=VOCAB, seq=SEQ, dropout=0.0
@@ -91,7 +91,7 @@ def model() -> nn.Module:
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
-    """Random windows of the text, endlessly, the same ones in every process."""
+    """Yield random windows of the text, endlessly, the same ones in every process."""
     text = (HERE / "data" / "text.txt").read_text(encoding="utf-8").lower()
     words = re.findall(r"\w+|[^\w\s]", text)
     common = [word for word, _ in Counter(words).most_common(VOCAB - 2)]
@@ -105,7 +105,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 
 def one_device(steps: int, stepped: Any) -> list[float]:
-    """The losses of the model in plain PyTorch."""
+    """Return the losses of the model in plain PyTorch."""
     module = model()
     optimizer = bert.optimizer(module.parameters())
     losses = []
@@ -120,7 +120,7 @@ def one_device(steps: int, stepped: Any) -> list[float]:
 
 
 def train_rank(data: dict[str, Any], steps: int, backend: str) -> None:
-    """One rank of the plan; the first reports the global losses."""
+    """Train one rank of the plan; the first one reports the global losses."""
     plan, rank = hap.Plan.from_json(data), dist.get_rank()
     module = hap.compile(model(), plan, backend=backend)
     optimizer = bert.optimizer(module.parameters())
@@ -136,7 +136,7 @@ def train_rank(data: dict[str, Any], steps: int, backend: str) -> None:
 def draw(
     alone: list[float], ours: list[float], differences: list[float], name: str, path: Path
 ) -> None:
-    """Both curves, and their relative difference below."""
+    """Plot both curves, and their relative difference below."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
 """`make demo`: plan a BERT for four unlike devices, then train it beside plain DDP.
 
 The four devices are processes on this machine, limited to 80, 80, 20 and 20 % of a core.
-Both contenders take turns, step by step, in the same processes, so that whatever else the
-machine does hits both: the ratio is what to look at.
+Both contenders take turns, step by step, in the same processes, so that other work on the
+machine slows both: read the ratio.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def race(plan: Path, steps: int, out: Console) -> tuple[list[float], list[float]]:
-    """Seconds per step of (the plan, DDP), warm-up left out, with a progress bar."""
+    """Return seconds per step of (the plan, DDP) after the warm-up, with a progress bar."""
     seconds: tuple[list[float], list[float]] = ([], [])
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn())
     with cpu_quotas(FRACTIONS) as quotas, Progress(*columns, console=out) as progress:
@@ -101,7 +101,7 @@ def _rank(path: str, steps: int) -> None:
 
 
 def _timed(step: Callable[[], float]) -> tuple[float, float]:
-    """(loss, seconds until the last rank is done)."""
+    """Return (loss, seconds until the last rank is done)."""
     dist.barrier()
     start = time.perf_counter()
     loss = step()

@@ -1,11 +1,11 @@
 """Gaps between plans and their lower bounds.
 
     python -m benchmarks.gaps            the real models on three clusters
-    python -m benchmarks.gaps --quick    tiny ones: does it run at all?
+    python -m benchmarks.gaps --quick    tiny models, to test the benchmark
     python -m benchmarks.gaps --prove 20 with more searches for each proof
 
-Each row is one plan, made as ``hap plan`` makes it: its predicted step and, of each lower bound
-that the plan file carries, the gap. A gap is a part of the predicted step: nothing that the
+Each row is one plan, made like ``hap plan``: its predicted step, and the gap to each lower bound
+of the plan file. A gap is a part of the predicted step: no program that the
 bound covers is predicted to be faster by more than that.
 """
 
@@ -42,7 +42,7 @@ QUICK = (("mlp:tiny", "vit:tiny"), ("unlike8",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One plan and what is proved of it; ``cpu_s`` is the time of searching and proving."""
+    """One plan and its bounds; ``cpu_s`` is the time of searching and proving."""
 
     model: str
     cluster: str
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _space(model: str) -> tuple[Space, int]:
-    """A model's space, captured without weights, and the states of its optimizer."""
+    """Return a model's space, captured without weights, and its optimizer's number of states."""
     file, _, function = model.partition(":")
     loaded = load_model_file(f"{HERE / 'models' / file}.py:{function or 'model'}")
     with torch_private.fake_mode():
@@ -98,7 +98,7 @@ def gaps(model: str, space: Space, states: int, cluster: str, prove: int) -> Row
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line per plan, and the medians."""
+    """Return a line per plan, and the medians."""
     shown = Table(box=None)
     heads = [f"gap: {b.covers}" for b in rows[0].bounds]
     for name in ("model", "cluster", "step", *heads, "searches", "processor"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hap.cluster.work import Work
 
-HEADS = {  # not in the table: as in the published scripts that measured it
+HEADS = {  # missing in the table: from the published scripts that measured it
     "llama_tiny": 32,
     "llama_3b": 32,
     "llama_7b": 32,
@@ -53,7 +53,7 @@ class Layer:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of each matrix."""
+        """Return (inputs, outputs) of each matrix."""
         h, f = self.hidden, self.ffn
         if self.family == "llama":
             return [(h, h)] * 4 + [(h, f)] * 2 + [(f, h)]
@@ -66,7 +66,7 @@ class Layer:
         return works + self._attention(1) + self._elementwise(*self._forward_bytes())
 
     def backward(self) -> list[Work]:
-        """Both gradients of each product, and the sum into the stored float32 gradients."""
+        """Return both gradients of each product, and the sum into the stored float32 gradients."""
         works = [self._matmul(self.tokens, n, k) for k, n in self.linears]
         works += [self._matmul(k, self.tokens, n) for k, n in self.linears]
         # A weight's gradient: cast to float32 under autocast, then read, read, write.
@@ -82,10 +82,10 @@ class Layer:
         return Work("memory", "float32", 0.0, count)
 
     def _attention(self, times: int) -> list[Work]:
-        """Products of attention; the backward pass has two for each of the forward's."""
+        """Return products of attention; the backward has two for each of the forward's."""
         s, d, count = self.seq, self.hidden // self.heads, self.batch * self.heads
         if self.family == "llama" and self.fused_attention:
-            # Dense count (the causal half is not taken off); recomputation makes it 5 : 2.
+            # Dense count (including the masked half); recomputation makes it 5 : 2.
             flops = 4.0 * count * s * s * d * (2.5 if times == 2 else 1)
             return [
                 Work(
@@ -95,7 +95,7 @@ class Layer:
         return [self._matmul(s, d, s, count), self._matmul(s, s, d, count)] * times
 
     def _elementwise(self, hidden: list[int], ffn: list[int], scores: list[int]) -> list[Work]:
-        """One memory-bound operator per entry, of that many bytes per element."""
+        """Return one memory-bound operator per entry, with that number of bytes per element."""
         sizes = (
             (hidden, self.tokens * self.hidden),
             (ffn, self.tokens * self.ffn),
@@ -104,7 +104,7 @@ class Layer:
         return [self._memory(count * n) for each, n in sizes for count in each]
 
     def _forward_bytes(self) -> tuple[list[int], list[int], list[int]]:
-        """Bytes per element of the (hidden, ffn, scores) sized operators."""
+        """Return bytes per element of the (hidden, ffn, scores) sized operators."""
         e, cast = self.e, [6] * self.amp
         if self.family == "llama":
             # to float32, pow, mean, scale, back, weight

@@ -2,8 +2,8 @@
 
     python -m benchmarks.messages --ranks 4 --rate "200 Mbit/s"
 
-Ranks on an emulated cluster of equal devices, each with a link of the rate, take turns with both,
-and print the median seconds of each over what the link needs for the bytes that a rank sends.
+Ranks on an emulated cluster of equal devices, each with a link of the given rate, take turns with
+both, and print the median seconds of each over the link's time for the bytes that a rank sends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 
 def ways(count: int) -> dict[str, tuple[Call, Call]]:
-    """Collective -> a call of gloo's, and one of the runtime's.
+    """Return collective -> (a call of gloo's, a call of the runtime's).
 
     Args:
         count: elements for each other rank.
@@ -62,7 +62,7 @@ def ways(count: int) -> dict[str, tuple[Call, Call]]:
 
 
 def measure(sizes: Sequence[int], rounds: int) -> list[tuple[str, int, float, float]]:
-    """(collective, bytes that a rank sends, median seconds by gloo, and by messages)."""
+    """Return (collective, bytes that a rank sends, median seconds by gloo, and by messages)."""
     found = []
     for nbytes in sizes:
         for name, both in ways(max(1, nbytes // (dist.get_world_size() - 1) // 4)).items():
@@ -73,7 +73,7 @@ def measure(sizes: Sequence[int], rounds: int) -> list[tuple[str, int, float, fl
                     begun = time.monotonic()
                     call()
                     dist.barrier()
-                    if number:  # the first makes connections
+                    if number:  # the first one makes connections
                         taken.append(time.monotonic() - begun)
             found.append((name, nbytes, *map(statistics.median, seconds)))
     return found

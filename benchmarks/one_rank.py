@@ -2,17 +2,17 @@
 
     python -m benchmarks.one_rank                      --rounds 9 by default
     python -m benchmarks.one_rank --backend inductor   compiled ranks against torch.compile
-    python -m benchmarks.one_rank --quick              tiny models: does it run at all?
+    python -m benchmarks.one_rank --quick              tiny models, to test the benchmark
 
-A cluster of one device leaves nothing to exchange, so all that differs from eager PyTorch is
-what capturing and emitting did to the step. The contenders take turns in one process, each
+With one device there is no communication, so all differences from eager PyTorch come from
+capturing and emitting. The contenders take turns in one process, each
 going first in every other round; a step is forward, backward and optimizer, on one thread. The
 seconds are processor time, which other programs on the machine disturb less than wall time; the
 ratio is the median of the ratios within one round. ``--backend`` may be given twice.
 
-Each case has a process of its own, whose allocator keeps freed memory, as the one for GPUs
-does. By glibc's default each block of 32 MiB or more is returned and mapped anew, page by page,
-in every step: which of the two is hit harder by that is a matter of luck (``--default-malloc``).
+Each case has its own process, whose allocator keeps freed memory, as the allocator for GPUs
+does. By default glibc returns each block of 32 MiB or more and maps it anew, page by page,
+in every step; which contender loses more time to that is random (``--default-malloc``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hap.units import format_seconds
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 TARGET = 1.03
 PAIRS = {"eager": ("planned", "eager"), "inductor": ("planned, inductor", "torch.compile")}
-"""Per backend: what a planned step is called, and what it is compared with."""
+"""Backend -> (name of the planned step, name of its reference)."""
 
 SHORTEST_S = 0.05
 WARM_UP = 2
@@ -54,7 +54,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model of a size whose step takes 0.1 to 1 s on one core."""
+    """A model with steps of 0.1 to 1 s on one core."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Per contender: the processor seconds per step of each round, and the first step's loss."""
+    """Per contender, the processor seconds per step of each round, and the first step's loss."""
 
     name: str
     seconds: dict[str, list[float]]
@@ -76,7 +76,7 @@ class Result:
         return [backend for backend, pair in PAIRS.items() if pair[0] in self.seconds]
 
     def ratios(self, backend: str) -> list[float]:
-        """Planned over plain, in each round."""
+        """Return planned over plain, in each round."""
         ours, theirs = (self.seconds[name] for name in PAIRS[backend])
         return [a / b for a, b in zip(ours, theirs, strict=True)]
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", action="append", choices=list(PAIRS))
     parser.add_argument("--only", action="append", help="this model, not all; may be repeated")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # race this one, print its figures
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # race this case, print its figures
     options = parser.parse_args(arguments)
     cases = QUICK if options.quick else CASES
     pairs = options.backend or ["eager"]
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def in_process(flags: list[str], environment: dict[str, str]) -> Result:
-    """The result of this module run with some flags, in a new process."""
+    """Run this module with some flags in a new process, and return its result."""
     words = [sys.executable, "-m", "benchmarks.one_rank", *flags]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
@@ -162,7 +162,7 @@ def in_process(flags: list[str], environment: dict[str, str]) -> Result:
 
 
 def race(case: Case, rounds: int, pairs: Sequence[str]) -> Result:
-    """All contenders from the same weights on the same batch, taking turns."""
+    """Race all contenders from the same weights on the same batch, taking turns."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     steps = contenders(case, pairs)
@@ -179,7 +179,7 @@ def race(case: Case, rounds: int, pairs: Sequence[str]) -> Result:
 
 
 def contenders(case: Case, pairs: Sequence[str]) -> dict[str, Callable[[], float]]:
-    """The training steps to compare, by name: of each pair the planned and the plain one."""
+    """Return the training steps to compare, by name: the planned and the plain one of each pair."""
     model, batch = case.model(), case.batch()
     plan = hap.plan(model, batch, "local:1", loss=case.loss, optimizer=case.optimizer)
     mine = plan.local_batch(batch, 0)
@@ -204,7 +204,7 @@ def contenders(case: Case, pairs: Sequence[str]) -> dict[str, Callable[[], float
 def trainer(
     module: nn.Module, loss_of: Callable[[], torch.Tensor], make: MakeOptimizer
 ) -> Callable[[], float]:
-    """A training step of a module; returns the loss."""
+    """Return a training step of a module, which returns the loss."""
     optimizer = make(module.parameters())
 
     def step() -> float:
@@ -218,7 +218,7 @@ def trainer(
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Medians and ratios against the target, a line for each pair."""
+    """Return medians and ratios against the target, a line for each pair."""
     out = Table(box=None, title="one training step on one rank", title_justify="left")
     for name in ("model", "backend", "planned", "plain", "ratio", "lowest", "highest"):
         out.add_column(name, justify="left" if name in ("model", "backend") else "right")

@@ -1,13 +1,13 @@
 """The testbed of the HAP paper in simulation: every baseline and the plan, on 8 to 64 GPUs.
 
-    python -m benchmarks.paper_cluster                 all cells; those that are done are kept
-    python -m benchmarks.paper_cluster --only vgg19/8  cells whose name holds this text
+    python -m benchmarks.paper_cluster                 all cells; finished ones are kept
+    python -m benchmarks.paper_cluster --only vgg19/8  cells with this text in their name
     python -m benchmarks.paper_cluster --write-docs    also docs/paper-testbed.md and its plot
 
-A cell is a model on a cluster, planned as ``hap plan --compare`` does. Nothing is
-trained: all times are predictions of the planner's own simulator. Each cell is written to the
-results file when it is done, so that an interrupted run goes on where it was; ``--fresh``
-forgets what is there. The machines are the paper's (EuroSys'24): two with V100s and six with
+A cell is a model on a cluster, planned as by ``hap plan --compare``. Nothing is
+trained: all times are predictions of the planner's own simulator. Each finished cell is written to
+the results file, so that an interrupted run can continue; ``--fresh``
+discards the file. The machines are the paper's (EuroSys'24): two with V100s and six with
 P100s, 1, 2, 4 or 8 GPUs of each in use.
 """
 
@@ -41,12 +41,12 @@ from hap.synthesizer.plan_options import PlanOptions
 
 HERE = Path(__file__).parent
 SAMPLES = 32
-"""Per GPU."""
+"""Samples per GPU."""
 
 COMMAND = "python -m benchmarks.paper_cluster --write-docs"
 
 UNTIED = "bert_untied"
-"""Planned last."""
+"""The model that is planned last."""
 
 MODELS: Mapping[str, Callable[[int], tuple[Any, Any]]] = {
     "vgg19": lambda gpus: (vgg19.build(), vgg19.inputs(SAMPLES * gpus)),
@@ -55,10 +55,10 @@ MODELS: Mapping[str, Callable[[int], tuple[Any, Any]]] = {
     UNTIED: lambda gpus: (bert.build(tied=False), bert.inputs(SAMPLES * gpus)),
     "bert_moe": lambda gpus: (bert_moe.build(experts=2 * gpus), bert_moe.inputs(SAMPLES * gpus)),
 }
-"""Name -> model and global batch for so many GPUs: the weak scaling of the paper.
+"""Name -> model and global batch for a number of GPUs: the weak scaling of the paper.
 
-The published code of the paper has a BERT whose output layer is not tied to its word embedding:
-``bert_untied``. The usual one is ``bert``.
+In the paper's published code, BERT's output layer is not tied to its word embedding:
+``bert_untied``. The usual model is ``bert``.
 """
 
 MACHINES = """\
@@ -70,7 +70,7 @@ nodes:
   - {{name: p100, count: 6, gpus: {gpus}, type: P100{p100}}}
 """
 
-# The paper's planner knows a rate per device and nothing of launches or memory traffic. Its
+# The paper's planner has a rate per device and ignores launches and memory traffic. Its
 # rates per collective, of whole tensors, are those of rings of 0.71 to 0.83 GB/s among 8 ranks.
 FREE = ", memory_bandwidth: 1000 TB/s, launch: 0 s"
 CONSTANTS = {
@@ -96,7 +96,7 @@ CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan the cells that are missing, print the tables, write what is asked for."""
+    """Plan the missing cells, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -131,9 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cell(model: str, cluster: Cluster) -> dict[str, Any]:
-    """Plan one cell as ``hap plan --compare`` does: the rows, the plan first, as plain data.
+    """Plan one cell as by ``hap plan --compare``: the rows, the plan first, as plain data.
 
-    Where the plan leaves devices out, the one that must not is planned, too.
+    If the plan leaves devices out, a plan for all devices is made as well.
     """
     start = time.process_time()
     with torch_private.fake_mode():
@@ -150,7 +150,7 @@ def cell(model: str, cluster: Cluster) -> dict[str, Any]:
         return {"infeasible": str(error), "rows": [], "cpu_s": time.process_time() - start}
     rows = [_own(PLAN, plan)]
     if plan.left_out:
-        with contextlib.suppress(InfeasibleError):  # the plan then has them out for memory
+        with contextlib.suppress(InfeasibleError):  # devices may be left out for lack of memory
             rows.append(_own(EVERYONE, planned(all_devices=True)))
     rows += [_row(other) for other in plan.prediction.alternatives]
     return {"rows": rows, "cpu_s": time.process_time() - start}

@@ -28,13 +28,13 @@ _ORDER = (*SIZES, CONSTANTS)
 _BOUNDS = ("lower bound, any shares", "lower bound, its shares")
 
 _HIDDEN = {"all devices", "the fastest device alone"}
-"""Rows of the comparison that the tables leave out: shown otherwise, or no way to train."""
+"""Rows of the comparison that the tables omit: shown elsewhere, or useless for training."""
 
 COARSE = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
 FINE = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2)
 
 FLOOR = 0.45
-"""The plot ends here: what is slower matters to nobody."""
+"""Lower end of the plot; slower methods are irrelevant."""
 
 _STYLES = {
     PLAN: ("silver", "o", "-"),
@@ -46,11 +46,11 @@ _STYLES = {
     "tensor parallel, even": ("tab:purple", "P", "-"),
     "expert parallel, even": ("tab:orange", "X", "-"),
 }
-"""Colour, marker and line of what the plot shows."""
+"""Method -> colour, marker and line in the plot."""
 
 
 def tables(done: Results) -> str:
-    """A Markdown table per model: methods down, clusters across; seconds, and times DP-CP."""
+    """Return a Markdown table per model, methods by clusters: seconds, and times DP-CP."""
     return "".join(_table(model, _of_model(done, model)) for model in CLAIMS)
 
 
@@ -95,7 +95,7 @@ def _bound(row: Mapping[str, Any] | None, k: int) -> str:
 
 
 def plans(done: Results) -> str:
-    """Per plan: devices, axes, computing, and communicating by kind of collective."""
+    """Return a table of each plan's devices, axes, computing, and time by kind of collective."""
     body = []
     for model in CLAIMS:
         for cluster, rows in _of_model(done, model).items():
@@ -120,7 +120,7 @@ def _spent(row: Mapping[str, Any]) -> str:
 
 
 def _best_other(rows: Mapping[str, Any]) -> str:
-    """Speed-up over the best method that a user could run instead."""
+    """Return the speed-up over the best method that a user could run instead."""
     found = [
         row for name, row in rows.items()
         if name in _STYLES.keys() - {PLAN, EVERYONE} | {BASE}
@@ -133,7 +133,7 @@ def _best_other(rows: Mapping[str, Any]) -> str:
 
 
 def _kinds(plan: Mapping[str, Any]) -> str:
-    """Seconds by kind of collective, the most first; what is below a percent is left out."""
+    """Return seconds by kind of collective, the largest first, without those below a percent."""
     total: dict[str, float] = {}
     for c in plan["collectives"]:
         total[c["kind"]] = total.get(c["kind"], 0.0) + c["seconds"]
@@ -143,13 +143,13 @@ def _kinds(plan: Mapping[str, Any]) -> str:
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table in Markdown, and a blank line after it."""
+    """Return a table in Markdown, and a blank line after it."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *body)) + "\n"
 
 
 def plot(done: Results, path: Path) -> None:
-    """Speed over DP-CP by cluster, a panel per model; the same results give the same file."""
+    """Plot speed over DP-CP by cluster, a panel per model; equal results give equal files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,7 +212,7 @@ def _shown(rows: Mapping[str, Any], name: str) -> bool:
 
 
 def write_document(path: Path, text: str, command: str) -> None:
-    """Put what a command prints between its two marks; all else on the page is written by hand.
+    """Replace the text between a command's two marks; the rest of the page is written by hand.
 
     Raises:
         ValueError: the page lacks the marks.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pauses --fractions 0.1 0.4
 
-A rank with a fraction of a core spins and looks at the clock; gaps of more than half a millisecond
+A rank with a fraction of a core spins and reads the clock; gaps of more than half a millisecond
 are pauses.
 """
 
@@ -35,7 +35,7 @@ while last < end:
 
 
 def spin(fraction: float, *, beat: bool) -> tuple[list[float], list[float]]:
-    """Seconds of each run and of each pause of a rank."""
+    """Return the seconds of each run and of each pause of a rank."""
     without = patch.object(quotas, "beat", lambda core: nullcontext())
     with nullcontext() if beat else without, quotas.cpu_quotas([fraction]) as made:
         pipe = subprocess.PIPE

@@ -4,7 +4,7 @@
     python -m benchmarks.plan_digests --against before.json     after a change
 
 Plans ten models on catalogue clusters, over one mesh axis and over two, and prints a digest of each
-plan's program, shares and prediction. A digest is of what the plan says, not of its file's format.
+plan's program, shares and prediction. A digest does not depend on the format of the plan file.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def digests(case: Case) -> tuple[dict[str, str], float]:
-    """(digest of the program, of the shares and of the prediction; the predicted step)."""
+    """Return (digest of the program, of the shares and of the prediction; the predicted step)."""
     models, clusters = HERE / "models", HERE / "clusters"
     cluster = str(clusters / f"{case.cluster}.yaml")
     plan = plan_file(str(models / case.model), cluster, options=PlanOptions(**case.options))

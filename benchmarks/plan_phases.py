@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan_phases benchmarks/models/bert.py benchmarks/clusters/unlike8.yaml
 
-Steps of ``hap plan``: capture, rules, then all the searches as the planner runs them, or with
-``--search`` one of them from the first start, table by table, three times. For
+Steps of ``hap plan``: capture, rules, then all the searches of the planner, or with
+``--search`` one search from the first start, table by table, three times. Used by
 :mod:`benchmarks.plan_time`.
 """
 
@@ -43,7 +43,7 @@ PLANNING = ("capture", "rules", "searches")
 """The phases between a model and its plan."""
 
 
-@gc_paused()  # as hap plan does
+@gc_paused()  # like hap plan
 def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None:
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
@@ -106,13 +106,13 @@ def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and of those that it has started and seen end."""
+    """Return processor seconds of this process and of its children that have ended."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def peak_bytes() -> int:
-    """Largest resident memory of this process."""
+    """Return the largest resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -2,16 +2,16 @@
 
     python -m benchmarks.plan_time                 the real models, all tables
     python -m benchmarks.plan_time --only whole    one table: whole, alone, search
-    python -m benchmarks.plan_time --model t5      rows whose model's name holds this text
-    python -m benchmarks.plan_time --quick         tiny ones: does it run at all?
+    python -m benchmarks.plan_time --model t5      rows with this text in the model's name
+    python -m benchmarks.plan_time --quick         tiny models, to test the benchmark
 
-*whole*: the command ``hap plan`` in a process of its own, as the kernel counts it. *alone*: from
+*whole*: the command ``hap plan`` in its own process, by the kernel's accounts. *alone*: from
 the model to the plan inside one process, without imports and without writing anything.
 *search*: one exact search of the joint graph (tables, elimination, program), the median of three.
 
-Targets are compared with wall time, which on a shared machine is the larger by what else it was
-doing; the processor seconds of all processes that take part are shown beside it. That no program
-fits the devices is an outcome like any other.
+Targets are compared with wall time, which other work on a shared machine increases;
+processor seconds of all processes of a case are shown as well. A case whose programs do not
+fit the devices counts like any other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row: a model on a cluster, and the seconds and bytes that it may take.
+    """One row: a model on a cluster, and its limits of seconds and bytes.
 
     ``mesh``: planned over two axes, between machines and inside them; for *alone*.
     """
@@ -75,7 +75,7 @@ CASES = (
     Case("search", "bert_moe.py", "unlike8", 1),
     Case("search", "llama.py:llama_7b", "lab_mixed", 3),
     Case("search", "t5.py", "unlike8", 5),
-    # Alike devices: what planners that know no others are measured on.
+    # Equal devices: the setting in which planners for equal devices are measured.
     Case("alone", "gpt2.py", "even8", 6),
     Case("alone", "bert.py:batch_64", "even8", 7),
     Case("alone", "vit.py:batch_64", "even8", 6),
@@ -91,12 +91,12 @@ RATIOS = (
     ("four times the layers, one search", CASES[15], CASES[17], 4.5),
     ("8 -> 1,024 devices, the whole command", CASES[4], CASES[5], 1.5),
 )
-"""(what grows, from, to, the factor that the seconds may grow by)."""
+"""(growing quantity, from, to, largest factor of the seconds)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Cost of a case: seconds, bytes, and for some kinds the seconds of each phase."""
+    """Costs of a case: seconds, bytes, and for some kinds the seconds of each phase."""
 
     case: Case
     wall_s: float
@@ -108,7 +108,7 @@ class Seen:
 
     @property
     def verdicts(self) -> str:
-        """The targets, met or missed."""
+        """Return the targets, met or missed."""
         found = []
         if self.case.limit_s is not None:
             met = self.wall_s <= self.case.limit_s
@@ -157,7 +157,7 @@ def _paths(case: Case) -> tuple[str, str]:
 
 
 def whole(case: Case) -> Seen:
-    """``hap plan`` in a process of its own: wall and processor seconds, peak resident bytes."""
+    """Run ``hap plan`` in its own process: wall and processor seconds, peak resident bytes."""
     spec, path = _paths(case)
     with tempfile.TemporaryDirectory() as folder:
         output = str(Path(folder) / "plan.json")
@@ -166,7 +166,7 @@ def whole(case: Case) -> Seen:
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
             assert child.stderr is not None
             said = child.stderr.read().decode()
-            _, status, used = os.wait4(child.pid, 0)  # of this child and those that it waited for
+            _, status, used = os.wait4(child.pid, 0)  # includes the children that it waited for
             child.returncode = os.waitstatus_to_exitcode(status)
         wall_s = time.perf_counter() - start
     if child.returncode not in (0, InfeasibleError.exit_code):
@@ -179,7 +179,7 @@ def whole(case: Case) -> Seen:
 
 
 def phases(case: Case) -> Seen:
-    """The output of :mod:`benchmarks.plan_phases`, run in a process of its own."""
+    """Return the output of :mod:`benchmarks.plan_phases`, run in its own process."""
     from benchmarks.plan_phases import PLANNING, SEARCH
 
     words = [sys.executable, "-m", "benchmarks.plan_phases", *_paths(case)]
@@ -207,7 +207,7 @@ TITLES = {
 
 
 def table(title: str, rows: Sequence[Seen]) -> Table:
-    """The rows of one kind against their targets; phases are processor seconds."""
+    """Return the rows of one kind against their targets; phases are processor seconds."""
     table = Table(box=None, title=title, title_justify="left")
     parts = list(rows[0].phases_cpu_s)
     for name in ("model", "cluster", "processor", "wall", "peak memory", *parts):
@@ -229,7 +229,7 @@ def table(title: str, rows: Sequence[Seen]) -> Table:
 
 
 def ratios(seen: Sequence[Seen]) -> Table | None:
-    """How the seconds grow with the model and with the cluster."""
+    """Return the growth of the seconds with the model and with the cluster."""
     wall = {row.case: row.wall_s for row in seen}
     table = Table(box=None, title="\ngrowth", title_justify="left")
     for name in ("what grows", "seconds", "factor", "target"):

@@ -4,15 +4,15 @@
     python -m benchmarks.prediction --profile c.yaml   with a profile of this testbed
     python -m benchmarks.prediction --quick            two models, a quick profile
 
-Brings up an emulated cluster, profiles it as any cluster, and plans each model for what was
-measured: the plan, and the usual baselines as programs of the same kind. Each then trains on the
-emulated cluster. Printed are predicted and measured seconds of a step and bytes at the peak, and
-over all of them the median and worst error and the rank correlation. Nothing is fitted to the
-models. The profile is only as good as the machine is quiet, and so are the steps.
+Starts an emulated cluster, profiles it like any cluster, and plans each model by the profile:
+the plan, and the usual baselines as programs of the same kind. Each then trains on the
+emulated cluster. The output is predicted and measured seconds of a step and bytes at the peak,
+with the median and worst error and the rank correlation. Nothing is fitted to the
+models. The profile and the steps need a quiet machine.
 
-Memory is what the C library's allocator has given out at the fullest moment of a step, as a
-thread sees it that looks every two milliseconds, less what is no tensor before the first step:
-that leaves tensors, and what kernels and gloo take beside them.
+Memory is the largest amount that the C library's allocator holds during a step, sampled every
+two milliseconds by a thread, less the memory besides tensors before the first step:
+the rest is tensors and the memory of kernels and gloo.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 import hap
 from benchmarks.one_rank import CASES, Case
+from benchmarks.racing.summary import rank_correlation
 from hap import api
 from hap.capture.tracing import capture, flatten
 from hap.cli.profiling import Settings
@@ -57,7 +58,7 @@ QUICK = ("mlp, dropout", "bert")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One program of one model: predicted, and what was measured of each step."""
+    """One program of one model: its prediction, and its measured steps."""
 
     model: str
     program: str
@@ -80,7 +81,7 @@ class Entry:
 
     @property
     def memory_errors(self) -> list[float]:
-        """The same of the peaks, per rank."""
+        """Predicted over measured peak, minus one, per rank."""
         pairs = zip(self.predicted_bytes, self.peak_bytes, strict=True)
         return [predicted / measured - 1 for predicted, measured in pairs]
 
@@ -134,14 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def profiled(bed: Testbed, output: str, quick: bool) -> str:
-    """The testbed's cluster file, measured by its ranks."""
+    """Return the testbed's cluster file, measured by its ranks."""
     with profiling_progress() as progress:
         profile_hosts(bed, Settings(output=output, quick=quick), progress)
     return output
 
 
 def programs(case: Case, cluster: Cluster) -> Iterator[tuple[str, Plan, dict[str, Any]]]:
-    """(name, plan, what is predicted) of the plan and of the usual baselines."""
+    """Yield (name, plan, predictions) of the plan and of the usual baselines."""
     torch.manual_seed(0)
     model, batch = case.model(), case.batch()
     made = hap.plan(
@@ -178,7 +179,7 @@ def _predicted(found: Candidate) -> dict[str, Any]:
 
 
 def train(plan_json: dict[str, Any], name: str, steps: int) -> tuple[list[float], int]:
-    """One rank: (seconds per step until the last rank is done, bytes at the peak)."""
+    """Train one rank: (seconds per step until the last rank is done, bytes at the peak)."""
     plan = Plan.from_json(plan_json)
     case = next(c for c in CASES if c.name == name)
     torch.manual_seed(0)
@@ -202,7 +203,7 @@ def train(plan_json: dict[str, Any], name: str, steps: int) -> tuple[list[float]
 
 
 class Peak:
-    """The most that was allocated while it was entered."""
+    """The peak of allocated bytes within the context."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -249,7 +250,7 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def summary(entries: Sequence[Entry]) -> dict[str, float]:
-    """Over all entries: errors of the step and of the peak, and whether the order is right."""
+    """Return errors of the step and of the peak over all entries, and the rank correlation."""
     errors = [abs(e.error) for e in entries]
     memory = [abs(x) for e in entries for x in e.memory_errors]
     return {
@@ -261,16 +262,8 @@ def summary(entries: Sequence[Entry]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: the correlation of the places in the two orders; 1 if they are the same."""
-    if len(a) < 2:
-        return 1.0
-    places = [[sorted(values).index(v) for v in values] for values in (a, b)]
-    return statistics.correlation(*places)
-
-
 def show(entries: Sequence[Entry]) -> None:
-    """The table and the summary."""
+    """Print the table and the summary."""
     rows = [
         (
             e.model, e.program, format_seconds(e.predicted_s), format_seconds(e.measured_s),

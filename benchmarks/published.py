@@ -3,14 +3,14 @@
     python -m benchmarks.published                 8 GPUs, all models
     python -m benchmarks.published --write-docs    also into docs/paper-testbed.md
 
-The published code counts differently from us (its ``hap.rs``), so that the gains it claims are
-not ours to reach or to miss. Here the same alternation runs over the same space under its prices:
+The published code (its ``hap.rs``) counts differently from us, so its claimed gains do not hold
+under our cost model. This command runs the same alternation over the same space under its prices:
 
 * three operations per multiplication and addition of a product, where we count two;
 * a convolution as if its kernel were 1x1;
 * attention without its four projections;
-* collectives at the rates of :data:`RATES`, of whole tensors, the largest shard padded to;
-* a parameter that is stored whole has its gradient reduced, even where all ranks compute the same;
+* collectives at the rates of :data:`RATES`, of whole tensors, padded to the largest shard;
+* the gradient of a parameter that is stored whole is reduced, even if all ranks compute the same;
 * nothing for elementwise operators, launches, memory traffic and the optimizer. (It does count
   operations of elementwise operators; they are below a percent.)
 """
@@ -52,10 +52,10 @@ RATES = {
     "all_reduce": 0.477e9,
     "all_to_all": 7.50e9,
 }
-"""Bytes per second, of whole float32 tensors: what the published code was run with."""
+"""Bytes per second, of whole float32 tensors: the rates of the published code."""
 
 ADAM = 2
-"""States of the optimizer."""
+"""Number of the optimizer's states."""
 
 Pair = tuple[float, float]
 
@@ -66,7 +66,7 @@ class Published(UnfusedPrices):
     """The prices of the published code.
 
     Args:
-        prepaid: tensors whose all-reduce :func:`reduced_s` counts.
+        prepaid: tensors with an all-reduce that :func:`reduced_s` counts.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Published(UnfusedPrices):
         self._prepaid = prepaid
 
     def compute(self, node: Node, row: rules.Row) -> PerRank:
-        # Not by what looks alike: the count depends on the layer, too.
+        # Not by the node's key: the count also depends on the layer.
         seconds: PerRank = self._count(node) * self.parts.of_work(node, row) / self.rate
         return seconds
 
@@ -103,23 +103,23 @@ class Published(UnfusedPrices):
         return [Quote("padded", float(parts.max()) * len(parts) * tensor.nbytes / RATES[kind])]
 
     def seconds(self, step: Convert) -> float:
-        """Seconds of a conversion; each collective has one implementation."""
+        """Return the seconds of a conversion; each collective has one implementation."""
         return self.convert(self.graph.tensors[step.tensor], step.src, step.dst)[0].seconds
 
 
 def of_ratios(graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> Published:
-    """The published prices under one vector of ratios for all axes."""
+    """Return the published prices under one vector of ratios for all axes."""
     return Published(graph, machine, one_ratio(axes, ratios))
 
 
 def of_shares(graph: Graph, axes: Axes, machine: Machine, shares: Shares) -> Published:
-    """The published prices of a finished pair, whose axes may have shares of their own."""
+    """Return the published prices of a finished pair, with separate shares per axis."""
     parts = AxisParts(axes, machine.cluster.world_size, vectors_of(shares))
     return Published(graph, machine, parts, prepaid=frozenset(graph.gradients.values()))
 
 
 def reduced_s(graph: Graph, program: Program) -> float:
-    """All that is stored whole has its gradient reduced, also if all ranks have made it."""
+    """Return seconds that reduce the gradients of all parameters stored whole, even equal ones."""
     return sum(
         graph.tensors[i.tensor].nbytes / RATES["all_reduce"]
         for i in graph.role("parameter")
@@ -128,7 +128,7 @@ def reduced_s(graph: Graph, program: Program) -> float:
 
 
 def reduced(space: Space) -> Space:
-    """The space in which nobody makes a gradient whole: it is made of terms, or in shards."""
+    """Return the space in which every gradient is made of terms, or in shards."""
     rows = dict(space.rows)
     for gradient in space.graph.gradients.values():
         node = space.graph.producer[gradient]
@@ -139,17 +139,17 @@ def reduced(space: Space) -> Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Of DP-CP, the original's program and our plan: what computes and what communicates."""
+    """Computing and communicating of DP-CP, the original's program and our plan."""
 
     model: str
     theirs: tuple[Pair, ...]
-    """By the published prices."""
+    """Seconds by the published prices."""
     ours: tuple[Pair, ...]
-    """By our simulator."""
+    """Seconds by our simulator."""
 
 
 def compare(model: str) -> Row:
-    """Plan one model as the published code would and as we do, on 8 GPUs; judge both twice."""
+    """Plan one model by the published code and by ours, on 8 GPUs; judge both by both."""
     cluster = CLUSTERS[CONSTANTS]()
     with torch_private.fake_mode():
         module, batch = MODELS[model](cluster.world_size)
@@ -177,7 +177,7 @@ def _pair(found: Sequence[Superstep]) -> Pair:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Seconds of computing + communicating, and times DP-CP."""
+    """Return seconds of computing + communicating, and times DP-CP."""
     head = ["8 GPUs, the paper's constants", "claimed", "its prices: DP-CP", "its program",
             "our plan", "our prices: DP-CP", "its program", "our plan"]  # fmt: skip
     body = []
@@ -194,7 +194,7 @@ def _shown(pair: Pair) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table; write it where it is asked for."""
+    """Print the table, and write it on request."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

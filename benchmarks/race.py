@@ -2,10 +2,10 @@
 
     python -m benchmarks.race             all models on all clusters; hours
     python -m benchmarks.race --quick     a part of it in about ten minutes
-    python -m benchmarks.race --resume    go on from where a run ended
+    python -m benchmarks.race --resume    continue an interrupted run
 
 Each cell is one model on one emulated cluster. All contenders live in the same processes and
-take turns, a step each per round; ratios are within a round. docs/race.md says how to read it.
+take turns, a step each per round; ratios are within a round. docs/race.md explains the results.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from hap.units import format_seconds
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 KEPT = HERE / "data" / "race.jsonl"
-"""Every step of the race that docs/ tells of; as results.jsonl of OUT, ``--resume`` goes on from it."""
+"""Every step of the race in docs/; copied to results.jsonl of OUT, ``--resume`` continues it."""
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("vgg19", "bert", "wide_mlp"), ("4411",)
 MEASURED = ("quick", "rounds", "warm_up", "budget", "sit_out", "cores", "size", "trust_cluster")
-"""Options that change what is measured in a cell."""
+"""Options that affect the measurements of a cell."""
 TOLERANCE = 1e-4
 PATIENCE_S = 300.0
 UNBOUNDED = 2 << 30
-"""Memory limits are judged by tensor bytes, not enforced: contenders share ranks."""
+"""Memory of a rank: limits are judged by tensor bytes, not enforced, as contenders share ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Race cell by cell; write the tables anew after each."""
+    """Race cell by cell; rewrite the tables after each."""
     options = _options(arguments)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and stop else
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs each start and stop
     console = Console(highlight=False)
     options.out.mkdir(parents=True, exist_ok=True)
     lines = options.out / "results.jsonl"
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.resume:
         lines.unlink(missing_ok=True)
         shutil.rmtree(options.out / "plans", ignore_errors=True)
-    options.code = _code()  # now: it may move while cells are raced
+    options.code = _code()  # now, since the commit may change during the race
     done = {(cell.model, cell.cluster) for cell in read(lines)}
     todo = [(m, c) for c in options.clusters for m in options.models if (m, c) not in done]
     console.print(
@@ -166,7 +166,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _said(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
-    """The options that change what is measured in a cell, where they are not the defaults."""
+    """Yield the options that affect measurements and differ from their defaults."""
     for name in MEASURED:
         value = getattr(options, name)
         if value != parser.get_default(name):
@@ -228,7 +228,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
 
 
 def _code() -> str:
-    """The commit of this checkout; empty if there is no git to tell it."""
+    """Return the commit of this checkout; empty if git does not know it."""
     if shutil.which("git") is None:
         return ""
     asked = ["git", "describe", "--always", "--dirty=+"]
@@ -242,7 +242,7 @@ def _reference(spec: str, steps: int) -> list[float]:
 
 
 def _prove(cell: Cell, options: argparse.Namespace) -> None:
-    """Anew, of a cell that had floors and whose cluster's profile is kept."""
+    """Compute the floors again, for a cell with floors and a stored profile."""
     path, spec = _profile_path(cell.cluster, options), _spec(cell.model, options)
     if path.exists() and cell.arithmetic_s:
         graph = plans.graph_of(load_model_file(spec))
@@ -259,7 +259,7 @@ def _spec(model: str, options: argparse.Namespace) -> str:
 
 
 def _core_flops_per_s(path: Path) -> float:
-    """Measured once for all cells of a race: their quotas come from it, and the profiles."""
+    """Return a core's speed, measured once for all cells: the base of quotas and profiles."""
     if not path.exists():
         write_whole(path, [json.dumps(core_flops_per_s())])
     return float(json.loads(path.read_text()))
@@ -301,7 +301,7 @@ def _plans(
     options: argparse.Namespace,
     told: plans.Progress,
 ) -> tuple[dict[str, tuple[Path, Plan]], dict[str, str]]:
-    """(contender -> its plan, contender -> why it has none)."""
+    """Return (contender -> its plan, contender -> the reason why it has none)."""
     wanted = {PAPER: plans.PAPER_METHOD} if PAPER in options.contenders else {}
     if options.plans:
         wanted |= {PLAN + m.name: m.name for m in METHODS if m.name != plans.PAPER_METHOD}
@@ -332,7 +332,7 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
 
 
 def roomy(cluster: Cluster) -> Cluster:
-    """The cluster with memory for all contenders, which share their processes."""
+    """Return the cluster with memory for all contenders, which share their processes."""
     devices = tuple(
         replace(d, memory_bytes=max(d.memory_bytes, UNBOUNDED)) for d in cluster.devices
     )
@@ -340,7 +340,7 @@ def roomy(cluster: Cluster) -> Cluster:
 
 
 def _with_memory(cluster: Cluster, written: Cluster) -> Cluster:
-    """The measured cluster with the memory that the file gives its devices."""
+    """Return the measured cluster with the memory of the file's devices."""
     pairs = zip(cluster.devices, written.devices, strict=True)
     devices = tuple(replace(d, memory_bytes=w.memory_bytes) for d, w in pairs)
     return replace(cluster, devices=devices)
@@ -351,7 +351,7 @@ def _unlike(cluster: Cluster) -> bool:
 
 
 def _estimate_s(cells: int, options: argparse.Namespace, done: Sequence[Cell]) -> float:
-    """By the cells that are done, or else by what a cell has been seen to take."""
+    """Estimate by the finished cells, or else by the usual seconds of a cell."""
     seen = [cell.took_s for cell in done if cell.took_s]
     each = sum(seen) / len(seen) if seen else 60 + min(options.budget, options.rounds * 30)
     return cells * each

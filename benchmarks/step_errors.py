@@ -4,13 +4,13 @@
     python -m benchmarks.step_errors ... --in-turn     nothing overlaps: prices alone
     python -m benchmarks.step_errors ... --shapes      a line per shape
 
-Measures the emulated cluster, if there is no ``--profile`` yet, plans for it, or takes ``--plan``,
-trains on it with a clock read after each operator, and prints beside the simulated step: each rank's
-computing, waiting and updating; operators by the seconds that the prediction is off, for the rank
-that computes longest; and collectives, from when the last rank began to when the last one ended,
-first by kind and then as the step goes by. Beside
-wall seconds stand processor seconds over the rank's fraction of a core: where these are less, the
-rank was kept waiting by the kernel, or by what ran beside it.
+Measures the emulated cluster, unless ``--profile`` exists, plans for it, or takes ``--plan``, and
+trains on it with a clock read after each operator. Prints, next to the simulated step: each rank's
+computing, waiting and updating; operators by the error of their prediction, for the rank
+that computes longest; and collectives, from the last rank's start to the last rank's end,
+first by kind and then in order. Wall seconds
+stand next to processor seconds over the rank's fraction of a core: if the latter are less, the
+kernel or other work kept the rank waiting.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from hap.units import format_bytes, format_seconds
 WARM_UP = 2
 UPDATE = "(update)"
 SHOWN = 24
-"""Operators."""
+"""Number of operators in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One step of one rank, by what it was spent on, after one without a watch.
+    """One watched step of one rank, by use of its time, after one without a watch.
 
-    Beginnings and ends are of the machine's clock, which all ranks read. ``others_s`` are processor
+    Starts and ends are by the machine's clock, which all ranks share. ``others_s``: processor
     seconds of the threads that do not compute.
     """
 
@@ -72,7 +72,7 @@ class Ran:
 def train(
     plan_json: dict[str, Any], ranks: Sequence[int], file: ModelFile, steps: int, in_turn: bool
 ) -> list[Ran]:
-    """One rank's counted steps: first as they are, then watched. Only ``ranks`` take part."""
+    """Return one rank's counted steps: first unwatched, then watched. Only ``ranks`` take part."""
     plan, group = Plan.from_json(plan_json), dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
         return []
@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """One rank's step by operator: predicted, on the wall, and of the processor.
+    """One rank's step by operator: predicted, wall and processor seconds.
 
-    Those of the processor are over the rank's fraction of a core, to be compared. ``others`` are
+    Processor seconds are divided by the rank's fraction of a core. ``others`` are
     those of the threads that communicate.
     """
 
@@ -165,7 +165,7 @@ class Seconds:
 def report(
     plan: Plan, ran: list[list[Ran]], fractions: Sequence[float], *, overlap: bool, shapes: bool
 ) -> None:
-    """The step, and three tables of it: ranks, operators of the busiest, collectives."""
+    """Print the step and three tables: ranks, operators of the busiest rank, collectives."""
     graph, run = plan.whole[0], simulate_plan(plan, overlap=overlap).run
     plain_s = statistics.fmean(_lasted([r.plain for r in step]) for step in zip(*ran, strict=True))
     step_s = statistics.fmean(_lasted([r.watched for r in step]) for step in zip(*ran, strict=True))
@@ -201,7 +201,7 @@ def report(
 
 
 def _lasted(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds of a step: from when the last rank was ready until the last one had ended."""
+    """Return the seconds from the time when all ranks were ready to the last rank's end."""
     return max(ended for _, ended in spans) - max(begun for begun, _ in spans)
 
 
@@ -238,7 +238,7 @@ def _show_operators(rank: Seconds, calls: Mapping[str, int], step_s: float) -> N
 
 
 def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: float) -> None:
-    """Collectives by kind and size, from when the last rank had begun until the last one had ended."""
+    """Print collectives by kind and size, from the last rank's start to the last rank's end."""
     seen: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for span, begun, ended in _collectives(run, ran):
         planned_s = float((span.end_s - span.start_s).max())
@@ -256,7 +256,7 @@ def _show_collectives(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s:
 
 
 def _show_course(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: float) -> None:
-    """Collectives in their order, by seconds since the step began: where a delay comes in."""
+    """Print collectives in order, by seconds since the start of the step, to locate a delay."""
     rows = [
         (
             *_kind(graph, span), span.part, format_seconds(float(span.start_s.max())),
@@ -271,7 +271,7 @@ def _show_course(graph: Graph, run: Schedule, ran: list[list[Ran]], step_s: floa
 
 
 def _collectives(run: Schedule, ran: list[list[Ran]]) -> Iterator[tuple[Span, float, float]]:
-    """Each collective, and when the last rank began and ended it, in seconds of the step."""
+    """Yield each collective with the last rank's start and end, in seconds of the step."""
     for at, span in enumerate(s for s in run.spans if s.stream == COMMUNICATION):
         begun, ended = [], []
         for step in zip(*ran, strict=True):
@@ -282,7 +282,7 @@ def _collectives(run: Schedule, ran: list[list[Ran]]) -> Iterator[tuple[Span, fl
 
 
 def _kind(graph: Graph, span: Span) -> tuple[str, str]:
-    """(what runs, bytes) of a collective."""
+    """Return (operation, bytes) of a collective."""
     assert not isinstance(span.what, Input)
     converts = [s for s in span.what if isinstance(s, Convert)]
     nbytes = sum(graph.tensors[s.tensor].nbytes for s in converts)
@@ -306,7 +306,7 @@ def _name(graph: Graph, name: str, shapes: bool) -> str:
 
 
 def _means(graph: Graph, steps: list[dict[str, float]], shapes: bool) -> dict[str, float]:
-    """Means over steps, by operator: a rank's pauses fall on other operators in each step."""
+    """Return means over steps by operator: pauses of a rank hit other operators in each step."""
     found: dict[str, float] = defaultdict(float)
     for tensor in steps[0]:
         node = graph.producer.get(tensor)

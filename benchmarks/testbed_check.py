@@ -2,10 +2,10 @@
 
     python -m benchmarks.testbed_check [CLUSTER] [--cores 1.8] [--seconds 3]
 
-Prints measured over asked for. Speed is the float32 rate of matrix products on all ranks at
-once; a link's rate is what one stream gets from each rank to the next, alone and then with all
-others round the ring; the last is an all-reduce against 2 (n-1)/n bytes over the slowest link on the way. Latency is
-not emulated, and shown as it is.
+Prints measured over requested figures. Speed is the float32 rate of matrix products on all ranks
+at once; a link's rate is that of one stream from each rank to the next, alone and then with all
+others round the ring; the last is an all-reduce against 2 (n-1)/n bytes over the slowest link on the
+way. Latency is not emulated, and shown as measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def path_bytes_per_s(one: Host, other: Host) -> float:
-    """The slowest link between two hosts."""
+    """Return the rate of the slowest link between two hosts."""
     uplinks = (one.uplink_bytes_per_s, other.uplink_bytes_per_s)
     on_way = () if one.node == other.node else uplinks
     rates = (one.link_bytes_per_s, other.link_bytes_per_s, *on_way)
@@ -117,7 +117,7 @@ def _matmul_rate(seconds: float) -> float:
 
 
 def _streams(pairs: Sequence[tuple[int, int]], loads: Sequence[torch.Tensor]) -> list[float]:
-    """Seconds that each stream takes, with all begun at once; the same on all ranks."""
+    """Return the seconds of each stream, all started at once; the same on all ranks."""
     me, jobs = dist.get_rank(), []
     took_s = torch.zeros(len(pairs), dtype=torch.float64)
     dist.barrier()
@@ -147,7 +147,7 @@ def _there_and_back(a: int, b: int, x: torch.Tensor) -> None:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Seconds until the last rank is done; the same on all ranks."""
+    """Return the seconds until the last rank is done; the same on all ranks."""
     dist.barrier()
     start_s = time.perf_counter()
     work()

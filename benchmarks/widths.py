@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def layer(rows: int, width: int, out: int) -> list[float]:
-    """Seconds of the forward, of the input's gradient and of the weight's."""
+    """Return the seconds of the forward, of the input's gradient and of the weight's."""
     x, weight, grad = torch.randn(rows, width), torch.randn(out, width), torch.randn(rows, out)
     bias = torch.randn(out)
     calls = (

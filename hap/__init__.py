@@ -4,9 +4,9 @@
     model = hap.compile(model, plan)                # this rank's part of it
     loss = model(batch); loss.backward()
 
-The names below are loaded on first use. ``hap`` is both the bottom of its packages, which all
-import :mod:`hap.errors` and the like, and their top, the face: an eager import of the top
-would be a circle, and ``hap --help`` would wait for torch.
+The names below are loaded on first use. ``hap`` contains both the modules that all packages
+import, such as :mod:`hap.errors`, and the public API, which imports those packages: an eager
+import would be circular, and ``hap --help`` would wait for torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hap.cluster.cluster_file import load_cluster
     from hap.cluster.topology import Cluster
     from hap.errors import (
+        CheckpointError,
         ClusterError,
         HapError,
         InfeasibleError,
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     )
     from hap.ir.plan import Plan
     from hap.runtime.batch_sampler import RankBatchSampler
+    from hap.runtime.checkpoints.checkpoint import load, save, wait_for_saves
     from hap.synthesizer.plan_options import PlanOptions
 
 __all__ = [
+    "CheckpointError",
     "Cluster",
     "ClusterError",
     "GradScaler",
@@ -50,9 +53,12 @@ __all__ = [
     "VerifyError",
     "clip_grad_norm_",
     "compile",
+    "load",
     "load_cluster",
     "plan",
+    "save",
     "verify",
+    "wait_for_saves",
 ]
 
 _NAMES: Final = {
@@ -61,6 +67,7 @@ _NAMES: Final = {
     "cluster.topology": ("Cluster",),
     "cluster.cluster_file": ("load_cluster",),
     "runtime.batch_sampler": ("RankBatchSampler",),
+    "runtime.checkpoints.checkpoint": ("load", "save", "wait_for_saves"),
     "synthesizer.plan_options": ("PlanOptions",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }

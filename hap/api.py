@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +29,17 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
+from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
+from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.one_device import Observed
+from hap.runtime.run_logger import RunLogger
 from hap.runtime.shared_gpu import SharedGpus
-from hap.runtime.verify import Observed, Observer, Verdict
+from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
@@ -68,29 +75,29 @@ def plan(
     source: Source = Source(),
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """The fastest program found for one training step of ``model`` on ``cluster``.
+    """Return the fastest program found for one training step of ``model`` on ``cluster``.
 
     Pure: needs no process group and allocates no weights.
 
     Args:
         model: the module, real or built under fake tensors, or a function that makes it.
         batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
-        cluster: a cluster, or what :func:`hap.load_cluster` reads.
+        cluster: a cluster, or an argument of :func:`hap.load_cluster`.
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory; see
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
-        rules: of operators that the table lacks, as lines: see docs/rules.md.
+        rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
 
     Raises:
-        InputError: there is no such engine, dtype or way to recompute.
+        InputError: the engine, dtype or way to recompute is unknown.
         ModelError, ClusterError: the input can't be used.
-        UnsupportedOpError: an operator has no rule, and gets none: it draws random numbers, for
-            example, or ``options.strict_rules`` is true.
-        InfeasibleError: no program fits; the message says which device lacks how much.
+        UnsupportedOpError: an operator has no rule, and none can be found: it draws random numbers,
+            for example, or ``options.strict_rules`` is true.
+        InfeasibleError: no program fits; the message names the devices and the lacking bytes.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     _check_batch(batch, cluster, options.allow_idle)
@@ -123,7 +130,7 @@ def plan(
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
-    """The program and its shares; on two mesh axes those between machines, and what is inside."""
+    """Return the program and its shares (on two mesh axes, between machines), and the inside."""
     program = chosen.pair.timeline.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:
@@ -139,7 +146,7 @@ def plan_file(
     options: PlanOptions = PlanOptions(),
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """:func:`plan` for a model file, ``path.py`` or ``path.py:function``."""
+    """Return :func:`plan` of a model file, ``path.py`` or ``path.py:function``."""
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
@@ -151,12 +158,12 @@ def plan_file(
 
 
 def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
-    """Model and batch without data; for real where the file's code reads tensor values."""
+    """Return model and batch without data; with data if the file's code reads tensor values."""
     return without_data(lambda: (file.model(), file.batch()), progress)
 
 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
-    """Return the result of ``make``, without data; for real where it reads tensor values."""
+    """Return the result of ``make`` without data; with data if it reads tensor values."""
     try:
         with torch_private.building_without_data():
             return make()
@@ -189,40 +196,43 @@ def compile(
     check: bool = True,
     backend: str = "eager",
 ) -> HapModule:
-    """This rank's part of the model, to be trained like any module.
+    """Return this rank's part of the model, to be trained like any module.
 
-    Call it on every rank, inside an initialised process group (or for a plan of one rank,
+    Call it on every rank, inside an initialised process group (for a plan of one rank,
     without one). The model must be the one that was planned, with the same weights on all
     ranks; its tensors are cut into shards and not kept.
 
     Args:
-        loss: as given to :func:`plan`.
+        loss: the ``loss`` of :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
-        check: capture the model again and compare it with the plan.
+        check: capture the model again and compare it with the plan, and the plan's rows with the
+            rules.
         backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
             happens in the first step, and takes from seconds to minutes.
 
     Raises:
-        PlanError: the model differs from the planned one, or the world size does.
+        PlanError: the model differs from the planned one, or the world size does, or no rule gives
+            an instruction of the plan.
         InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
     if check:
+        check_rows(plan)
         plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
     return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
 
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
-    """The graph of a model, captured as the plan's was."""
+    """Return the graph of a model, captured by the plan's recipe."""
     return capture(
         model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
     )
 
 
 def fake_batch(plan: Plan) -> Batch:
-    """A batch without data, of the shapes and the form that a plan was made for."""
+    """Return a batch without data, with the shapes and the form of a plan's batch."""
     with torch_private.fake_mode():
         entries = {
             i.target: torch.empty(
@@ -252,16 +262,16 @@ def verify(
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
     Args:
-        file: the model file; default: the one that the plan was made from.
+        file: the model file; default: that of the plan.
         processes: start a process per rank instead of emulating the ranks in one: gloo processes
             on the CPU, NCCL processes on CUDA, which share GPUs if there are fewer than ranks.
         dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
-        backend: what runs the ranks' graphs, as in :func:`compile`.
+        backend: runs the ranks' graphs, as in :func:`compile`.
         device: ``cpu`` or ``cuda``, for the ranks and for the reference.
 
     Raises:
         InputError: there is no such dtype, or no such device on this machine.
-        PlanError: the model file is not the one that was planned.
+        PlanError: the model file is not the one that was planned, or no rule gives an instruction.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")
@@ -269,6 +279,7 @@ def verify(
         raise InputError(f"device {device!r}", hint="verify on cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("this machine has no CUDA device", hint="verify with --device cpu")
+    check_rows(plan)
     file = file or model_file_of(plan)
     model, batch = _real_build(file, seed)
     plan.check_model(_captured_again(plan, model, batch, file.loss))
@@ -280,7 +291,7 @@ def verify(
         )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        args = (plan.to_json(), _spec(file), dtype, seed, backend)
+        args = (plan.to_json(), _spec(file), dtype, seed, backend, observer.draws)
         if device == "cpu":
             return spawn(_observe_rank, world_size, args=args)
         return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())
@@ -290,7 +301,9 @@ def verify(
     )
 
 
-def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str) -> Observed:
+def _observe_rank(
+    data: dict[str, Any], spec: str, dtype: str, seed: int, backend: str, draws: bool
+) -> Observed:
     """Results of one real process of ``verify``."""
     file = load_model_file(spec)
     model, batch = _real_build(file, seed)
@@ -298,7 +311,7 @@ def _observe_rank(data: dict[str, Any], spec: str, dtype: str, seed: int, backen
         Plan.from_json(data), model, batch, file.optimizer or default_optimizer, dtype, backend,
         rank_device(),
     )  # fmt: skip
-    return observer(ProcessGroupComm())
+    return replace(observer, draws=draws)(ProcessGroupComm())
 
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
@@ -307,7 +320,7 @@ def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
 
 
 def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
-    """The model, unless it is on the meta device, which plans but does not run."""
+    """Return the model, or a new one with weights if it is on the meta device."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
             f"{file.function}() returns a model on the meta device, which has no weights",
@@ -324,10 +337,10 @@ def _spec(file: ModelFile) -> str:
 class Trainer:
     """One rank's training of a planned model file: module, optimizer and data.
 
-    Make it on every rank, inside a process group, or under torchrun or srun.
+    Create it on every rank, inside a process group, or under torchrun or srun.
 
     Raises:
-        PlanError: the model file is not the one that was planned, or the world size differs.
+        PlanError: the model file or the world size differs from the plan's.
     """
 
     def __init__(
@@ -338,7 +351,8 @@ class Trainer:
         self._file = file or model_file_of(plan)
         torch.manual_seed(self._file.seed)
         self._plan = plan
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.batch_size = plan.batch_size
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = _with_weights(self._file.model(), self._file)
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
@@ -348,15 +362,40 @@ class Trainer:
         half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
         self._scaler = GradScaler(self.module, enabled=half)
 
-    def batches(self) -> Iterator[Batch]:
-        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time."""
+    @property
+    def seeks(self) -> bool:
+        """Can the model file begin with any batch: has its ``batches`` an argument ``start``?"""
+        make = self._file.batches
+        return make is not None and "start" in inspect.signature(make).parameters
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
+        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time.
+
+        Args:
+            start: the number of the first batch; other than 0 only if the file :attr:`seeks`.
+        """
         while True:
-            yield from self._file.batches() if self._file.batches else (self._file.batch(),)
+            made: Iterable[Batch]
+            if self._file.batches is None:
+                made = (self._file.batch(),)
+            else:
+                made = self._file.batches(*(start,) if self.seeks else ())
+            for batch in made:
+                yield batch
+                start += 1
+
+    def save(self, folder: str, step: int, keep: int | None = None) -> None:
+        """Save a checkpoint, as :func:`hap.save` does."""
+        save(self.module, self._optimizer, folder, step=step, scaler=self._scaler, keep=keep)
+
+    def load(self, folder: str) -> Saved:
+        """Load a checkpoint, as :func:`hap.load` does."""
+        return load(self.module, self._optimizer, folder, scaler=self._scaler)
 
     def step(self, batch: Batch) -> float:
-        """Train on this rank's part of a global batch; returns the global loss."""
+        """Train on this rank's part of a global batch; return the global loss."""
         self._optimizer.zero_grad()
-        loss = call(self.module, self._plan.local_batch(batch, self._rank))
+        loss = call(self.module, self._plan.local_batch(batch, self.rank))
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -370,23 +409,37 @@ def train(
     steps: int,
     on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
     backend: str = "eager",
+    checkpoints: Checkpoints | None = None,
+    log: str = "",
 ) -> list[float]:
-    """Train a planned model file on this rank, as :class:`Trainer` does; returns the losses.
+    """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
     Args:
+        steps: in all, with those of the checkpoint that training resumes from.
+        log: a file to write each step to, as :mod:`hap.run_log` describes.
         backend: what runs the rank's graphs, as in :func:`compile`.
         on_step: called with (step from 1, global loss, seconds of the step).
+        checkpoints: where and how often to save, and what to resume from.
     """
     trainer = Trainer(plan, file, backend=backend)
+    done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
+    logger = RunLogger(log, trainer.module) if log else None
     losses = []
-    for number, batch in enumerate(itertools.islice(trainer.batches(), steps), 1):
+    for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
         start = time.perf_counter()
         losses.append(trainer.step(batch))
-        on_step(number, losses[-1], time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if logger:
+            logger.step(number, losses[-1], seconds)
+        on_step(number, losses[-1], seconds)
+        if checkpoints and (number % checkpoints.every == 0 or number == steps):
+            trainer.save(checkpoints.folder, number, checkpoints.keep)
+    if checkpoints:
+        wait_for_saves()
     return losses
 
 
 def code(plan: Plan, rank: int) -> str:
-    """The emitted Python of one rank's forward and backward."""
+    """Return the emitted Python of one rank's forward and backward."""
     emitted = emit(plan, rank, torch.device("cpu"))
     return f"# forward of rank {rank}\n{emitted.forward.code}\n# backward of rank {rank}\n{emitted.backward.code}"

@@ -13,7 +13,7 @@ class HapError(Exception):
     """Base of all errors meant for people.
 
     Args:
-        what: One sentence that says what is wrong.
+        what: One sentence that states the fault.
         where: The place, as ``file``, ``file:line`` or a name in the model; may be empty.
         hint: The remedy; may be empty.
     """
@@ -42,15 +42,19 @@ class ClusterError(InputError):
 
 
 class ModelError(InputError):
-    """The model file, or what its functions return, cannot be used."""
+    """The model file, or a result of its functions, cannot be used."""
 
 
 class UnsupportedOpError(InputError):
-    """The model uses an operator that the rule table does not know."""
+    """The model uses an operator without a rule."""
 
 
 class PlanError(InputError):
     """A plan file cannot be used here: damaged, of another model, or of another world size."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be written or read: a full disk, a damaged file, or another model."""
 
 
 class InfeasibleError(HapError):
@@ -64,8 +68,8 @@ class TooEntangledError(HapError):
 
 
 class VerifyError(HapError):
-    """The distributed program does not compute what one device computes."""
+    """The distributed program and one device compute different results."""
 
 
 class Terminated(SystemExit):
-    """A signal ends the program; who catches what other code exits with lets it pass."""
+    """A signal ends the program; handlers of ``SystemExit`` from other code must re-raise it."""

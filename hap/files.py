@@ -10,7 +10,7 @@ from pathlib import Path
 from hap.errors import InputError
 
 _LONGEST_NAME = 240
-"""Bytes of a file's name; the temporary file beside it has some more."""
+"""Limit in bytes of a file's name; that of the temporary file is a little longer."""
 
 
 def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> None:
@@ -22,7 +22,7 @@ def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> Non
         inputs: files that must not be overwritten.
 
     Raises:
-        InputError: the reason why not.
+        InputError: the file cannot be written; the message gives the reason.
     """
 
     def fail(reason: str) -> None:
@@ -49,7 +49,7 @@ def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> Non
 
 
 def write_whole(path: str | Path, parts: Iterable[str]) -> None:
-    """Write a text file; on an error nothing is left, and what was there before stays.
+    """Write a text file atomically: on an error the previous file stays.
 
     A symbolic link stays, and its target is written.
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Look for no garbage meanwhile; a decorator, too.
+    """Pause the garbage collector; also a decorator.
 
-    Traces, tables and programs stay until the end: to go through all of them again and again
-    takes a fifth of the time of planning, and finds nothing.
+    Traces, tables and programs live until the end: scanning them again and again
+    takes a fifth of the time of planning, and finds no garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

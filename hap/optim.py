@@ -1,7 +1,7 @@
 """Optimizers that use norms of whole tensors, correct on shards; norms over shards.
 
 A shard of a :class:`hap.runtime.hap_module.HapModule` knows the ranks that hold the rest of its
-tensor. On a parameter that is no shard, everything here is the textbook's.
+tensor. On parameters that are no shards, these are the textbook optimizers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ class Reduces(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A rank's part of a parameter: ``copies`` ranks hold these very elements."""
+    """A rank's part of a parameter; ``copies`` ranks hold the same elements."""
 
     comm: Reduces
     copies: int
 
 
 def mark(parameter: nn.Parameter, shard: Shard) -> None:
-    """Let a parameter know that it is a shard."""
+    """Mark a parameter as a shard."""
     parameter.hap_shard = shard  # type: ignore[attr-defined]
 
 
 def tensor_norms(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each whole tensor of which ``values`` are this rank's shards.
+    """Return the 2-norm of each whole tensor of which ``values`` are this rank's shards.
 
     Every rank of a module must call it, with values of the same parameters in the same order;
-    they are exchanged at once. Elsewhere the norms are those of the values as they are.
+    one all-reduce exchanges them. Without shards, the norms are those of ``values``.
 
     Args:
-        params: the parameters whose shapes and cuts the values have.
-        values: such as the parameters themselves, their gradients or updates.
+        params: the parameters; their shapes and cuts are those of the values.
+        values: for example the parameters themselves, their gradients or updates.
 
     Returns:
         A vector with one norm per value, in float32 or better, the same on every rank.
@@ -75,15 +75,15 @@ class _Whole(torch.optim.Optimizer, ABC):
     """An optimizer that scales each tensor's update by a ratio of whole tensors' norms."""
 
     whole_norms = True
-    """It asks for the norms of whole tensors, so that shards train like the whole."""
+    """Request norms of whole tensors, so that shards train like the whole."""
 
     @abstractmethod
     def _update(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
-        """One step on the parameters of a group that have a gradient."""
+        """Update the parameters of a group that have a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all the parameters that have a gradient; every rank must call it."""
+        """Update all parameters that have a gradient; every rank must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,12 +96,12 @@ class _Whole(torch.optim.Optimizer, ABC):
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    """``top / bottom``, or 1 where either is zero."""
+    """Return ``top / bottom``, or 1 where either is zero."""
     return torch.where((top > 0) & (bottom > 0), top / bottom, torch.ones_like(top))
 
 
 class Lamb(_Whole):
-    """Adam with a step per tensor as long as the tensor (You et al., "Large Batch Optimization
+    """Adam with updates scaled to each tensor's norm (You et al., "Large Batch Optimization
     for Deep Learning: Training BERT in 76 minutes", ICLR 2020, algorithm 2).
 
     The direction is ``r = m̂ / (sqrt(v̂) + eps) + weight_decay * w`` and the step
@@ -147,7 +147,7 @@ class Lars(_Whole):
     Networks", 2017).
 
     ``u = momentum * u + lr * trust * |w| / (|g| + weight_decay * |w|) * (g + weight_decay * w)``
-    and ``w -= u``, norms over whole tensors; the factor beside ``lr`` is 1 where a norm is zero.
+    and ``w -= u``, norms over whole tensors; the factor after ``lr`` is 1 where a norm is zero.
 
     Raises:
         InputError: a rate is negative, or the momentum outside of [0, 1).

@@ -1,7 +1,7 @@
 """Keep discovered rules on disk, by operator, overload and torch version. (torch)
 
-Only of torch's own operators: another library's may change while its name and version stay.
-Discovery is deterministic, so a plan is the same with the file and without it.
+Only rules of torch's own operators are stored: another library's operator may change under the same
+name and version. Discovery is deterministic, so a plan is the same with and without the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from hap.files import write_whole
 
 VERSION = 1
-"""Of how rows are discovered; raised when that changes what is found."""
+"""Version of the discovery; increased when a change alters its results."""
 
 _TORCH = ("aten.", "prims.")
 
 
 def folder() -> Path:
-    """Where the rules are kept: ``$XDG_CACHE_HOME/hap/rules``, by default in ``~/.cache``."""
+    """Return the folder of the rules: ``$XDG_CACHE_HOME/hap/rules``, by default in ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "hap" / "rules" / f"{VERSION}-torch-{torch.__version__}"
 
@@ -31,7 +31,7 @@ class RuleCache:
     """The rules of kinds of calls, one file per operator.
 
     Args:
-        progress: is told, once, why nothing can be kept.
+        progress: called once if nothing can be stored, with the reason.
     """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class RuleCache:
         self._writable = True
 
     def get(self, op: str, kind: str) -> tuple[str, ...] | None:
-        """The lines that were kept for a kind of call."""
+        """Return the stored lines of a kind of call, or ``None``."""
         if not op.startswith(_TORCH):
             return None
         if op not in self._known:
@@ -49,7 +49,7 @@ class RuleCache:
         return None if lines is None else tuple(lines)
 
     def put(self, op: str, kind: str, lines: tuple[str, ...]) -> None:
-        """Keep the lines of a kind of call."""
+        """Store the lines of a kind of call."""
         if not op.startswith(_TORCH) or not self._writable:
             return
         self._known.setdefault(op, {})[kind] = list(lines)

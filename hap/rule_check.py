@@ -1,8 +1,8 @@
 """Check which rows of an operator hold by running them on split inputs. (torch)
 
-A row is run as it would be in training: one instruction, emitted per rank, on shards that are
-narrowed views, on random terms that sum to the whole, with a rank that has no share. The ranks'
-values must add up to the result of one device.
+A row runs as in training: one instruction, emitted per rank, on shards that are narrowed views and
+on random terms that sum to the whole, with a rank that has no share. The ranks' values must
+add up to the result of one device.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from hap.runtime.localize import FACTORIES, LOOKUPS, RESULT_SHAPE
 from hap.synthesizer.rules import Row, rows_of
 
 UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
-"""Operators whose elements nobody may read before writing them: only shapes are compared."""
+"""Operators with uninitialised results: only shapes are compared."""
 
 PLANES = {
     "aten.max_pool2d_with_indices_backward.default",
     "aten._adaptive_avg_pool2d_backward.default",
     "aten.avg_pool2d_backward.default",
 }
-"""Operators that may write out of bounds where the last two dims are cut: not tried."""
+"""Operators that may write out of bounds where the last two dims are cut: such cuts are not tried."""
 
 COUNTING = "aten.embedding_dense_backward.default"
-"""The operator that, if it divides by the number of uses, counts them out of bounds: not cut."""
+"""With division by the number of uses, this operator counts out of bounds: not cut."""
 
 SMALL = 10_000
-"""Elements up to which a run takes about as long as any."""
+"""Number of elements below which the time of a run is nearly constant."""
 
 Shares = tuple[int, ...]
 Local = list[dict[str, Tensor]]
-"""Per rank, what it holds of every output."""
+"""Per rank, its part of every output."""
 
 
 def cuts(units: int) -> list[Shares]:
-    """Uneven shares of 2 and 3 ranks, some of them nothing; no cut at all for 0 units."""
+    """Return uneven shares of 2 and 3 ranks, some of them zero; no shares for 0 units."""
     if not units:
         return [(1, 1, 1)]
     half = units // 2
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor arguments by name, an argument that is given twice named once."""
+        """Tensor arguments by name; an argument that is given twice has one name."""
         found: dict[int, Tensor] = {}
 
         def visit(arg: Any) -> None:
@@ -86,14 +86,14 @@ class Sample(NamedTuple):
         return {f"t{k}": tensor for k, tensor in enumerate(found.values())}
 
     def run(self) -> list[Tensor | None]:
-        """The results on one device, by the very operator that was captured."""
+        """Return the results of the captured operator on one device."""
         namespace, name, overload = self.op.split(".")
         call = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         results = call(*self.args, **self.kwargs)
         return list(results) if isinstance(results, list | tuple) else [results]
 
     def graph(self, source: str = "") -> Graph:
-        """A program that is this call alone: ``t0, t1, ...`` in, ``o0, o1, ...`` out."""
+        """Return a program with this call alone: ``t0, t1, ...`` in, ``o0, o1, ...`` out."""
         given = self.tensors
         names = {id(tensor): name for name, tensor in given.items()}
 
@@ -129,14 +129,14 @@ class Sample(NamedTuple):
 
 
 class WorkSpentError(Exception):
-    """The runs of a case took as much work as they may."""
+    """The runs of a case have used up their work."""
 
 
 class Case:
-    """A sample with its graph and its true values by tensor name; it may not raise.
+    """A sample that runs without errors, with its graph and its true values by tensor name.
 
-    ``tolerance``: up to which parts count as the whole, relative and absolute. ``work_left``: runs
-    of small tensors that :meth:`attempt` may still take.
+    ``tolerance``: relative and absolute tolerance of the comparison. ``work_left``: remaining
+    work of :meth:`attempt`, in runs of small tensors.
     """
 
     work_left = math.inf
@@ -152,7 +152,7 @@ class Case:
         return rows_of(self.node, self.graph)
 
     def run(self, row: Row, shares: Shares) -> Local:
-        """Emit the row as one instruction for every rank, and run what was emitted."""
+        """Emit the row as one instruction for every rank, and run the emitted code."""
         ins = dict(zip(self.node.inputs, row.ins, strict=True))
         outs = {o: p for o, p in zip(self.node.outputs, row.outs, strict=True) if o and p}
         step = Compute(node=self.node.name, ins=row.ins, outs=row.outs, backward=False)
@@ -169,13 +169,13 @@ class Case:
                 graph=self.graph, program=program, shares={"axis": shares}, rank=rank,
                 device=torch.device("cpu"),
             )  # fmt: skip
-            # The emitter's own step, without the modules around it: they take most of the time.
+            # Run the emitter's step without the modules around it, which take most of the time.
             given = [Context(EmulatedComm(world, rank)), *(parts[name][rank] for name in ins)]
             results.append(dict(zip(outs, evaluate(emitter.single(step), given), strict=True)))
         return results
 
     def _split(self, name: str, p: Placement, units: int, shares: Shares) -> list[Tensor]:
-        """The values of an input on every rank: views of the whole, not made contiguous."""
+        """Return an input's values on every rank: views of the whole, not made contiguous."""
         x = self.given[name]
         if p == P:
             return terms(x, len(shares))
@@ -188,7 +188,7 @@ class Case:
         return [x.narrow(p.dim, at, n) for at, n in zip(starts, sizes, strict=False)]
 
     def holds(self, out: str, p: Placement, local: Local, units: int, shares: Shares) -> bool:
-        """Do the ranks' parts of ``out`` make up the true result in placement ``p``?"""
+        """Return whether the ranks' parts of ``out`` form the true result in placement ``p``."""
         whole = self.whole[out]
         parts = [result[out] for result in local]
         if p.sharded:
@@ -219,7 +219,7 @@ class Case:
         return torch.allclose(a, b, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
 
     def attempt(self, row: Row, shares: Shares) -> Local | None:
-        """:meth:`run`, or nothing where the operator refuses the shapes.
+        """Return :meth:`run`, or ``None`` if the operator refuses the shapes.
 
         Raises:
             WorkSpentError: no work is left.
@@ -233,7 +233,7 @@ class Case:
             return None
 
     def wrong(self, row: Row) -> str:
-        """Where ``row`` fails, or nothing."""
+        """Return the place where ``row`` fails, or an empty text."""
         for shares in cuts(row.units):
             local = self.attempt(row, shares)
             if local is None:
@@ -245,7 +245,7 @@ class Case:
 
 
 def terms(x: Tensor, count: int) -> list[Tensor]:
-    """Random tensors of the type of ``x`` that sum to it."""
+    """Return random tensors of the type of ``x`` that sum to it."""
     random = torch.Generator().manual_seed(count)
     if x.is_floating_point():
         found = [torch.randn(x.shape, dtype=x.dtype, generator=random) for _ in range(count - 1)]
@@ -257,7 +257,7 @@ def terms(x: Tensor, count: int) -> list[Tensor]:
 
 
 def evaluate(code: fx.Graph, given: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Run emitted code as it stands."""
+    """Run emitted code without compiling it."""
     values = iter(given)
     env: dict[fx.Node, Any] = {}
     for node in code.nodes:
@@ -276,17 +276,17 @@ def evaluate(code: fx.Graph, given: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def turned(x: Tensor, dims: int) -> Tensor:
-    """``x`` with strides that no kernel expects: its first ``dims`` dims stored in reverse."""
+    """Return ``x`` with unusual strides: its first ``dims`` dims stored in reverse."""
     order = (*reversed(range(dims)), *range(dims, x.dim()))
     return x.permute(order).contiguous().permute(order)
 
 
 def true_rows(case: Case, *, every: bool = False) -> Iterator[Row]:
-    """The rows that hold on one cut, of those that cut every input dim of one size, or none.
+    """Yield the rows that hold on one cut and that cut all input dims of one size, or none.
 
-    Sizes of a sample differ where dims mean different things, so rows that cut dims of unlike
-    size have no meaning but in views, whose blocks divide both sizes. Where dims may be equal by
-    chance, ``every`` tries those rows, too, that cut only some of the inputs.
+    Dims of different meaning have different sizes in a sample, so a row that cuts dims of several
+    sizes is meaningful only for views, whose blocks divide both sizes. Where dims may be equal by
+    chance, ``every`` also tries rows that cut only some of the inputs.
     """
     planes = case.node.op in PLANES
     shapes = [case.graph.tensors[name].shape for name in case.given]
@@ -310,7 +310,7 @@ def _whole(x: Tensor) -> list[Placement]:
 
 
 def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) -> Iterator[Row]:
-    """The rows with these inputs whose outputs hold on one cut."""
+    """Yield the rows with these inputs whose outputs hold on one cut."""
     places: list[list[Placement | None]] = []
     shares = cuts(units)[0]
     results: dict[tuple[Placement | None, ...], Local | None] = {}
@@ -327,7 +327,7 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
             L,
             *(S(d) for d, s in enumerate(shape) if units and s > 1 and s % units == 0),
         ):
-            # Only where sizes are arguments does the place of the result change the call.
+            # Only with sizes as arguments does the placement of the result change the call.
             free = case.node.op not in {*RESULT_SHAPE, *FACTORIES, *LOOKUPS}
             others = [R if o else None for o in case.node.outputs]
             outs = tuple(others if free else [*others[:k], p, *others[k + 1 :]])
@@ -343,7 +343,7 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
 
 
 def gives(row: Row, wanted: Row) -> bool:
-    """Does ``row``, with free slices and masks of replicas around it, do what ``wanted`` does?"""
+    """Return whether ``row``, with free slices and masks of replicas around it, equals ``wanted``."""
 
     def free(src: Placement | None, dst: Placement | None) -> bool:
         return src == dst or (src == R and dst is not None)
@@ -356,7 +356,7 @@ def gives(row: Row, wanted: Row) -> bool:
 
 
 def missing(case: Case) -> list[Row]:
-    """The rows that hold, that no row of the table gives, and that no other such row gives."""
+    """Return rows that hold and that neither the table nor another such row gives."""
     known = case.rows()
     found = [row for row in true_rows(case) if not any(gives(r, row) for r in known)]
     found = [row for row in found if not case.wrong(row)]

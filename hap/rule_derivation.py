@@ -1,9 +1,9 @@
 """Derive rules of operators from their tags and schemas, without running them. (torch)
 
 An operator tagged ``pointwise`` is elementwise with broadcasting, so every dim can be split on all
-of its tensors together. One tagged ``reduction`` names the dims that it reduces in its schema, and
-the others can be split. A view relates dims by their strides. The tags are torch's promise; whether
-a call looks like it is checked on its shapes.
+of its tensors together. The schema of an operator tagged ``reduction`` names the reduced dims, and
+the others can be split. A view relates dims by their strides. Torch guarantees the tags; the shapes
+of a call are checked against them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hap.synthesizer.rules.textual_rules import written_rows
 
 
 def derived(call: Call) -> tuple[str, ...] | None:
-    """The rule of a call as lines, or nothing where tags and schema do not say enough.
+    """Return the rule of a call as lines, or ``None`` if tags and schema do not determine it.
 
     Raises:
         UnsupportedOpError: the operator does not exist, or no row can describe it.
@@ -30,7 +30,7 @@ def derived(call: Call) -> tuple[str, ...] | None:
     if torch.Tag.pointwise in op.tags and _elementwise(call):
         backward = call.node.op.split(".")[1].endswith("_backward")
         first = op._schema.arguments[0].name
-        # A backward operator is linear in the gradient that arrives.
+        # A backward operator is linear in its incoming gradient.
         linear = " linear 0" if backward and first in ("grad_output", "grad") else ""
         return ("origin derived", f"pointwise{linear}")
     if torch.Tag.reduction in op.tags:
@@ -42,7 +42,7 @@ def derived(call: Call) -> tuple[str, ...] | None:
 
 
 def _elementwise(call: Call) -> bool:
-    """Do the inputs broadcast to the shape that all results have?"""
+    """Return whether the inputs broadcast to the shape of all results."""
     if not call.ins:
         return False
     try:
@@ -60,17 +60,17 @@ def _reduction(call: Call, op: Any) -> tuple[str, ...] | None:
         return None
     try:
         written_rows(call, lines)
-    except AssertionError:  # the results have other dims than a reduction's
+    except AssertionError:  # the results' dims are not those of a reduction
         return None
     return lines
 
 
 _APART = 1 << 11
-"""Ratio of the strides of neighbouring dims: no sum of a few of them is another one."""
+"""Ratio of the strides of neighbouring dims, so that no sum of a few of them equals another."""
 
 
 def _view(call: Call, op: Any) -> tuple[str, ...] | None:
-    """A dim of the result is one of the input's if its stride is, and its size follows that one's."""
+    """Return a view's rows: dims match by equal strides, with sizes that follow each other."""
     if len(call.ins) != 1 or len(call.ins[0].shape) > 5 or call.outs[0] is None:
         return None
     x, out = call.ins[0], call.outs[0]
@@ -89,7 +89,7 @@ def _view(call: Call, op: Any) -> tuple[str, ...] | None:
     except (RuntimeError, IndexError, ValueError):
         return None
     if tuple(first.shape) != out.shape or set(letters) <= {"_"}:
-        return None  # runs may show more
+        return None  # runs may find more
     return ("origin derived", f"{''.join(letters)} -> {''.join(result)}")
 
 
@@ -98,7 +98,7 @@ def _stride(rank: int, dim: int) -> int:
 
 
 def _run(call: Call, op: Any, shape: Sequence[int]) -> torch.Tensor:
-    """The view of a tensor without data, all of whose strides are far apart."""
+    """Run the view on a tensor without data whose strides differ widely."""
     rank = len(shape)
     strides = [_stride(rank, d) for d in range(rank)]
     x = torch.empty_strided(tuple(shape), strides, device="meta", dtype=torch.uint8)

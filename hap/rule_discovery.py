@@ -1,9 +1,9 @@
 """Discover rules of operators that the table lacks, by running them on split inputs.
 
-A call is run on small random tensors, whole and in parts: every tensor replicated, cut along
-each of its dims, or a sum of terms. The placements in which the parts make up the whole are its
-rows. They are kept if they hold for all samples of the call, other sizes and other values among
-them. Behaviour that no sample shows, such as a branch on values never drawn, stays unknown.
+A call runs on small random tensors, whole and in parts: every tensor replicated, cut along
+each of its dims, or a sum of terms. Its rows are the placements in which the parts form the
+whole, for all samples of the call, including other sizes and other values.
+Behaviour that no sample shows, such as a branch on values never drawn, stays unknown.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hap.synthesizer.rules import Call, Row
 from hap.synthesizer.rules.textual_rules import kind, written_rows
 
 LARGEST = 1 << 20
-"""Elements of the largest tensor of a sample."""
+"""Limit of elements of the largest tensor of a sample."""
 
 WORK = 10_000.0
-"""Runs of small tensors that the search for rows may take; counted, so that it is repeatable."""
+"""Limit of the search for rows, in runs of small tensors; counted, so that it is repeatable."""
 
 PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 """(dtype, tolerance) of the comparison; the first that the operator takes is used."""
 
 _PRIMES = ((5, 3, 7, 11, 13, 17, 19, 23), (7, 11, 5, 3, 19, 13, 23, 17))
 _VALUES = 2
-"""Random values per choice of sizes."""
+"""Number of random values per choice of sizes."""
 
 
 class NoSampleError(UnsupportedOpError):
-    """The operator could not be run on small tensors like those of its call."""
+    """The operator failed on small tensors with the structure of its call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discovery:
-    """The rows of one kind of call, and on what evidence.
+    """The rows of one kind of call, with the evidence.
 
     ``kind``: see :func:`hap.synthesizer.rules.textual_rules.kind`. ``shapes``: of the tensors of each
-    sample. ``trials``: how often each row was tried, over samples and cuts.
+    sample. ``trials``: number of trials of each row, over samples and cuts.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Discovery:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The rows as a rule is written."""
+        """Return the rows in the format of a rule."""
         return (f"# {self.evidence}", *(_text(row) for row in self.rows))
 
     @property
@@ -78,12 +78,12 @@ def full_name(op: str) -> str:
 
 
 def discovered(call: Call) -> Discovery:
-    """The rows of a call.
+    """Return the rows of a call.
 
     Raises:
-        UnsupportedOpError: the operator draws numbers, writes into its inputs, or makes shapes of
-            data, so that no row can describe it.
-        NoSampleError: it runs on no sample.
+        UnsupportedOpError: no row can describe the operator: it draws random numbers, writes into
+            its inputs, or makes shapes of data.
+        NoSampleError: the operator runs on no sample.
     """
     samples, tolerance = samples_of(call)
     cases = [Case(sample, tolerance) for sample in samples]
@@ -104,9 +104,9 @@ def discovered(call: Call) -> Discovery:
 
 
 def _true_rows(case: Case) -> list[Row]:
-    """The rows of a case, of as many placements of its inputs as :data:`WORK` allows."""
+    """Return the rows of a case; :data:`WORK` limits the tried placements of its inputs."""
     found: list[Row] = []
-    for every in (True, False):  # the second, of fewer placements, where the first is cut short
+    for every in (True, False):  # fewer placements if the first search is cut short
         case.work_left = WORK
         try:
             for row in true_rows(case, every=every):
@@ -138,7 +138,7 @@ def _holds(case: Case, row: Row) -> bool:
 
 
 def _implied(row: Row, rows: Sequence[Row], at: int) -> bool:
-    """Does another row, with free slices and masks, do the same? Of two alike the first stays."""
+    """Return whether another row, with free slices and masks, does the same; of two, the first."""
     return any(
         gives(other, row) and (not gives(row, other) or k < at)
         for k, other in enumerate(rows) if k != at
@@ -149,7 +149,7 @@ def _implied(row: Row, rows: Sequence[Row], at: int) -> bool:
 
 
 def samples_of(call: Call) -> tuple[list[Sample], float]:
-    """Small calls of one kind with random values, and up to what their results are equal."""
+    """Return small calls of one kind with random values, and the tolerance of their results."""
     op = call.node.op
     resolved(op, call.node.source)
     error: Exception | None = None
@@ -161,7 +161,7 @@ def samples_of(call: Call) -> tuple[list[Sample], float]:
                 shown = [_steady(sample, call.node.source) for sample in made]
             except UnsupportedOpError:
                 raise
-            except Exception as raised:  # whatever a kernel says of sizes that it does not take
+            except Exception as raised:  # any error by which a kernel refuses sizes
                 error = raised
                 continue
             if shown[0] != shown[1]:
@@ -194,7 +194,7 @@ def _widened(kind: str, dtype: torch.dtype) -> str:
 
 
 def _sizes(call: Call) -> Iterator[dict[int, int]]:
-    """Sizes of dims -> small ones, unlike where they are unlike; at last those of the call."""
+    """Yield sizes of dims -> small sizes that differ where they differ; at last the call's own."""
     given = list(dict.fromkeys(s for t in call.ins for s in t.shape if s > 1))
     plain = [abs(a) for a in _integers((call.node.args, tuple(call.node.kwargs))) if abs(a) > 1]
     common = [math.gcd(s, math.lcm(*plain)) if plain else 1 for s in given]
@@ -248,7 +248,7 @@ def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int)
 
 
 def resolved(op: str, where: str) -> Any:
-    """The operator of that name; raises if it says of itself that no row can describe it."""
+    """Return the operator of a name; raise if its declaration rules out any row."""
     try:
         found = resolve(op)
         reason = torch_private.unsplittable(found)
@@ -265,7 +265,7 @@ def resolved(op: str, where: str) -> Any:
 
 
 def _steady(sample: Sample, where: str) -> list[tuple[int, ...] | None]:
-    """The shapes of a sample's results; raises if it does not repeat, or changes its inputs."""
+    """Return the shapes of a sample's results; raise if they vary, or if its inputs change."""
     before = [t.clone() for t in sample.tensors.values()]
     torch.manual_seed(1)
     first = sample.run()
@@ -300,10 +300,10 @@ def _unfit(op: str, where: str, reason: str) -> UnsupportedOpError:
 
 
 def calls_of(op: str) -> list[Call]:
-    """Calls of an operator, made up from its schema: for each rank that it takes, small sizes.
+    """Return calls of an operator, made from its schema: small sizes for each number of dims.
 
     Raises:
-        UnsupportedOpError: as :func:`discovered`, or no sizes are found that it takes.
+        UnsupportedOpError: as :func:`discovered`, or no valid sizes are found.
     """
     target = resolved(op, "")
     count = sum(torch_private.takes_tensor(a) for a in target._schema.arguments)
@@ -316,7 +316,7 @@ def calls_of(op: str) -> list[Call]:
                     sample.run()
                     graph = sample.graph()
                 except Exception:
-                    continue  # sizes or types that the operator does not take
+                    continue  # the operator refuses these sizes or types
                 (node,) = graph.nodes
                 found.append(Call(node=node, tensors=graph.tensors))
                 break
@@ -334,7 +334,7 @@ def calls_of(op: str) -> list[Call]:
 
 
 def _patterns(dims: int) -> list[tuple[int, ...]]:
-    """All partitions of some dims into equal ones, those with the most unlike dims first."""
+    """Return all partitions of some dims into equal ones, those with most different dims first."""
     found: list[tuple[int, ...]] = [()] if dims <= 7 else []
     for _ in range(dims):
         found = [(*p, k) for p in found for k in range(max(p, default=-1) + 2)]
@@ -371,6 +371,6 @@ def _made_up(
 
 
 def calls_in(graph: Graph, op: str) -> list[Call]:
-    """The calls of an operator in a graph, one of each kind."""
+    """Return an operator's calls in a graph, one of each kind."""
     calls = [Call(node=node, tensors=graph.tensors) for node in graph.nodes if node.op == op]
     return list({kind(call): call for call in reversed(calls)}.values())[::-1]

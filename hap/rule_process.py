@@ -1,7 +1,8 @@
 """Discover rules in a process of their own, which an operator may crash. (torch)
 
-A kernel that is given parts of what belongs together, such as indices that point beyond them, may
-write where it must not. The process is a fork, so that operators of the user's file are there.
+On shards of inconsistent tensors, such as indices beyond a shard, a kernel may write out of
+bounds. The process is a fork, so that operators of the user's file are registered. Without forks,
+as on Windows, nothing is discovered: a spawned process would run the user's program again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ from hap.rule_discovery import NoSampleError, discovered
 from hap.synthesizer.rules import Call
 
 LIMIT_S = 300.0
-"""Seconds after which discovery is given up; the runs are counted, so only a kernel that hangs
+"""Time limit of discovery; the number of runs is limited, so only a kernel that hangs
 takes so long."""
 
 
 def discovered_apart(call: Call) -> tuple[str, ...]:
-    """The rule of a call as lines, by running its operator on small split inputs.
+    """Return the rule of a call as lines, by running its operator on small split inputs.
 
     Raises:
         UnsupportedOpError: as of :func:`hap.rule_discovery.discovered`.
-        NoSampleError: the operator runs on no sample, ends its process, or does not end.
+        NoSampleError: the operator runs on no sample, ends its process, or does not end; or this
+            platform has no forks.
     """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise NoSampleError(
+            f"operator {call.node.op}: this platform can't fork the process that its rows would be "
+            "discovered in",
+            where=call.node.source,
+            hint="write its rule in the model file: see docs/rules.md",
+        )
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_discover, args=(call, sender), daemon=True)
@@ -42,7 +51,7 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
             answer = ("late", None)
             process.kill()
     except EOFError:
-        pass  # it ended without an answer
+        pass  # the process ended without an answer
     finally:
         process.join()
         receiver.close()
@@ -63,7 +72,7 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
 
 
 def _discover(call: Call, sender: Connection) -> None:
-    torch.set_num_threads(1)  # the threads of a fork's parent are gone
+    torch.set_num_threads(1)  # a fork lacks its parent's threads
     answer: tuple[str, Any]
     try:
         found = discovered(call)

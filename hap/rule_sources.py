@@ -75,6 +75,7 @@ def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
     try:
         lines = discovered_apart(call)
     except NoSampleError as error:
+        progress(f"{error.what}; every rank runs all of it")
         lines = ("origin replicated", f"# {' '.join(error.what.split())}")
     cache.put(op, kind(call), lines)
     return lines

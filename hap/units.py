@@ -1,7 +1,7 @@
 """Quantities with units: ``10 Gbit/s``, ``300 GB/s``, ``30 us``, ``16 GiB``.
 
-A number never goes without its unit, and a bit is never taken for a byte: ``b`` is a bit, ``B``
-a byte, and a word in which case does not tell them apart is refused rather than guessed.
+A number needs a unit, and bits differ from bytes: ``b`` is a bit, ``B`` a byte; a word whose case
+does not tell them apart is refused rather than guessed.
 Decimal prefixes are powers of 1000, binary ones (``Ki``, ``Mi``, ``Gi``) powers of 1024.
 """
 
@@ -11,7 +11,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
-# Decimal, so that 30 us is the float 30e-6 and not its neighbour.
+# Decimal, so that 30 us is the float 30e-6, not a neighbouring float.
 _PREFIX: Final[dict[str, Decimal]] = {
     "": Decimal(1),
     "k": Decimal("1e3"),
@@ -27,7 +27,7 @@ _PREFIX: Final[dict[str, Decimal]] = {
 }
 _ONE, _BIT = Decimal(1), Decimal("0.125")
 
-# Per dimension: the spellings of its base unit, each with its size, and an example to show.
+# Per dimension: the spellings of its base unit, each with its size, and an example for messages.
 _BASE: Final[dict[str, dict[str, Decimal]]] = {
     "bytes": dict.fromkeys(("B", "byte", "bytes"), _ONE),
     "bytes/s": {
@@ -54,17 +54,17 @@ _QUANTITY = re.compile(r"\s*([+-]?[\d_.]+(?:[eE][+-]?\d+)?)\s*(\S.*?)?\s*")
 
 
 def parse(text: object, dimension: str) -> float:
-    """Reads a quantity in base units.
+    """Return a quantity in base units.
 
     Args:
-        text: The user's text; a bare number is refused, for want of a unit.
+        text: The user's text; a bare number is refused, since it has no unit.
         dimension: One of ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``.
 
     Returns:
         Bytes, bytes per second, floating point operations per second, or seconds.
 
     Raises:
-        ValueError: No number, no unit, or a unit of another dimension; says what to write.
+        ValueError: No number, no unit, or a unit of another dimension; the message has a remedy.
     """
     example = _EXAMPLE[dimension]
     match = _QUANTITY.fullmatch(str(text))
@@ -81,7 +81,7 @@ def parse(text: object, dimension: str) -> float:
 
 
 def unit_scales(dimension: str) -> dict[str, Decimal]:
-    """All the spellings of the units of a dimension, each with its size in base units."""
+    """Return all spellings of the units of a dimension, each with its size in base units."""
     if dimension == "seconds":
         return _TIME
     return {
@@ -125,7 +125,7 @@ def format_seconds(seconds: float) -> str:
 def _format(
     value: float, steps: tuple[tuple[str, float], ...], last: str, last_size: float = 1.0
 ) -> str:
-    """Three significant digits in the largest unit that leaves at least one before the point."""
+    """Format three significant digits in the largest unit that keeps the number at 1 or more."""
     # 0.9995 rather than 1: 999.96 GB/s shows as 1 TB/s, not as 1e+03 GB/s.
     unit, size = next(((u, s) for u, s in steps if abs(value) >= 0.9995 * s), (last, last_size))
     shown = value / size

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from hap.errors import InputError
 from hap.ir.plan import Plan
 
 
@@ -27,10 +29,43 @@ class RankBatchSampler(Sampler[list[int]]):
         self._rows = plan.batch_rows(rank)
         self._global = plan.batch_size
         self._length, self._shuffle, self._seed, self._epoch = length, shuffle, seed, 0
+        self._offset = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which changes the order of samples."""
-        self._epoch = epoch
+        if epoch != self._epoch:
+            self._epoch, self._offset = epoch, 0
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """Return the position after so many global batches since the first epoch began.
+
+        It is the same for all ranks and plans. The number is an argument because a loader with
+        workers reads batches before they are trained on.
+        """
+        epoch, batch = divmod(batches, max(len(self), 1))
+        return {
+            "seed": self._seed, "shuffle": self._shuffle, "length": self._length,
+            "epoch": epoch, "offset": batch * self._global,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position; the next iteration has the rest of its epoch.
+
+        Raises:
+            InputError: the dataset has another number of samples.
+        """
+        if state["length"] != self._length:
+            raise InputError(
+                f"the saved position is in {state['length']} samples, this dataset has "
+                f"{self._length}",
+                hint="continue with the dataset of the saved run, or begin an epoch of this one",
+            )
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self._epoch, self._offset = state["epoch"], state["offset"]
 
     def __len__(self) -> int:
         return self._length // self._global
@@ -41,6 +76,6 @@ class RankBatchSampler(Sampler[list[int]]):
         if self._shuffle:
             order = torch.randperm(self._length, generator=generator).tolist()
         start, stop = self._rows
-        for batch in range(len(self)):
-            first = batch * self._global
+        begin, self._offset = self._offset, 0
+        for first in range(begin, self._length - self._global + 1, self._global):
             yield order[first + start : first + stop]

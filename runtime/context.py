@@ -35,6 +35,8 @@ class Context:
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
+        self.drawn: dict[str, Tensor] | None = None
+        """If not ``None``, collects a copy of all random numbers, by ``step/operator``."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -96,13 +98,20 @@ class Context:
             return x.fill_(fixed(kind, numbers))
         generator = self._generator(device, site, place)
         if kind == "rand":
-            return x.uniform_(generator=generator)
-        if kind == "randn":
-            return x.normal_(generator=generator)
-        if kind == "bernoulli":
-            return x.bernoulli_(numbers[0], generator=generator)
-        low, high = (0, *numbers)[-2:]
-        return x.random_(int(low), int(high), generator=generator)
+            x.uniform_(generator=generator)
+        elif kind == "randn":
+            x.normal_(generator=generator)
+        elif kind == "bernoulli":
+            x.bernoulli_(numbers[0], generator=generator)
+        else:
+            low, high = (0, *numbers)[-2:]
+            x.random_(int(low), int(high), generator=generator)
+        return self._noted(site, x)
+
+    def _noted(self, site: str, x: Tensor) -> Tensor:
+        if self.drawn is not None:
+            self.drawn[f"{self.step}/{site}"] = x.detach().to("cpu", copy=True)
+        return x
 
     def _generator(self, device: torch.device, site: str, place: int | str) -> torch.Generator:
         key = f"{self.seed}/{self.step}/{site}/{place}".encode()
@@ -121,7 +130,8 @@ class Context:
         if not self._drops or p == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
         mask = torch.empty(shape, dtype=torch.bool, device=device)
-        return mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
+        mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
+        return self._noted(site, mask)
 
     def scale(self, factor: float, device: torch.device) -> Tensor:
         """Return a scalar tensor: the factor of kept elements, or 1 unless the module trains."""

@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 from hap.ir.batch import Batch, flatten
 from hap.ir.graph import Graph
 from hap.ir.mesh import origin
-from hap.ir.placement import L, P, R
+from hap.ir.placement import R
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Program, Value
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.emulate import run_ranks
-from hap.runtime.shards import cut
+from hap.runtime.shards import cut, recombined
 from hap.runtime.two_level_comm import along_axes
 
 
@@ -55,29 +55,11 @@ def first_difference(
             continue
         scale = max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-3)
         parts = [seen[value] for seen in ranks]
-        if plan.mesh:
-            machines = [
-                _recombined(value, [parts[r] for r in beside]) for beside in plan.mesh.machines
-            ]
-            wholes = [
-                w for column in zip(*machines, strict=True)
-                for w in _recombined(between, list(column))
-            ]  # fmt: skip
-        else:
-            wholes = _recombined(value, parts)
+        wholes = recombined(plan, value, parts)
         for found in wholes:
             if found.shape != expected.shape or not _close(found, expected, 10 * tolerance * scale):
                 return str(value)
     return None
-
-
-def _recombined(value: Value, parts: list[Tensor]) -> list[Tensor]:
-    """Return the whole tensors that the ranks' parts represent: one, or one per replica."""
-    if value.placement.sharded:
-        return [torch.cat(parts, value.placement.dim)]
-    if value.placement == L:
-        return [torch.stack(parts).logsumexp(0)]
-    return [torch.stack(parts).sum(0)] if value.placement == P else parts
 
 
 def trace(emitter: Emitter, given: dict[str, Tensor], ctx: Context) -> dict[Value, Tensor]:

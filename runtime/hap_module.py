@@ -62,7 +62,7 @@ class HapModule(nn.Module):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
-        self._plan, self._comm, self._device = plan, comm, device
+        self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
         self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
         self._comms = along_axes(plan, comm)
         lane = lane_of(comm, device)
@@ -114,6 +114,11 @@ class HapModule(nn.Module):
     def without_dropout(self) -> None:
         """Disable dropout from now on, to compare with a run on one device."""
         self._ctx.dropping = False
+
+    def record_draws(self) -> dict[str, Tensor]:
+        """Collect a copy of all random numbers from now on, by ``step/operator``."""
+        self._ctx.drawn = {}
+        return self._ctx.drawn
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

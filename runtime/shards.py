@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hap.ir.mesh import origin
+from hap.ir.placement import L, P
 from hap.ir.plan import Plan
+from hap.ir.program import Value
 from hap.runtime.collectives import Comm
 
 
@@ -45,3 +48,23 @@ def join(plan: Plan, tensor: str, parts: Sequence[Tensor]) -> list[Tensor]:
 
 def _join(parts: Sequence[Tensor], dim: int | None) -> list[Tensor]:
     return list(parts) if dim is None else [torch.cat(list(parts), dim)]
+
+
+def recombined(plan: Plan, value: Value, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole tensors that all ranks' parts of a value represent: one, or one per replica.
+
+    ``value`` is of the program that the ranks run; on two mesh axes, of that inside the machines.
+    """
+    if plan.mesh is None:
+        return _recombined(value, parts)
+    machines = [_recombined(value, [parts[r] for r in beside]) for beside in plan.mesh.machines]
+    columns = zip(*machines, strict=True)
+    return [whole for column in columns for whole in _recombined(origin(value.tensor), column)]
+
+
+def _recombined(value: Value, parts: Sequence[Tensor]) -> list[Tensor]:
+    if value.placement.sharded:
+        return [torch.cat(list(parts), value.placement.dim)]
+    if value.placement == L:
+        return [torch.stack(list(parts)).logsumexp(0)]
+    return [torch.stack(list(parts)).sum(0)] if value.placement == P else list(parts)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from hap.runtime.compiled import runnable
 from hap.runtime.hap_module import HapModule, emit
-from hap.runtime.lanes import InlineLane, Lane, Pending
+from hap.runtime.lanes import InlineLane
+from hap.runtime.timed_lane import TimedLane
 
 WAIT, REST = "(waiting)", "(between)"
 """Time spent waiting for collectives, and time outside of operators and waits."""
@@ -61,7 +61,8 @@ def watched(module: HapModule, *, in_turn: bool = False) -> Stopwatch:
     module._code = runnable(emitted, "eager", module._device)
     context: Any = module._ctx
     context.look = watch.look
-    context._lane = _TimedLane(InlineLane() if in_turn else context._lane, watch.collectives)
+    lane = TimedLane(InlineLane() if in_turn else context._lane)
+    context._lane, lane.collectives = lane, watch.collectives
     return watch
 
 
@@ -81,22 +82,3 @@ def _look_around(code: fx.Graph, in_turn: bool) -> None:
             what = next(ahead, REST)
         with code.inserting_after(node):
             code.call_method("look", (ctx, what))
-
-
-class _TimedLane(Lane):
-    """Wraps a lane, and records when each of its collectives began and ended."""
-
-    def __init__(self, lane: Lane, times: list[tuple[float, float]]) -> None:
-        self._lane, self._times = lane, times
-
-    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
-        def timed(*resolved: Any) -> Any:
-            begun = time.perf_counter()
-            result = run(*resolved)
-            self._times.append((begun, time.perf_counter()))
-            return result
-
-        return self._lane.issue(timed, *args)
-
-    def wait(self, pending: Pending) -> Tensor:
-        return self._lane.wait(pending)

@@ -1,47 +1,65 @@
-"""Verify a program against one device: losses, gradients, parameters after training steps.
+"""Verify a program against one device: losses, gradients, parameters and buffers after training.
 
 The ranks run in one process (:mod:`hap.runtime.emulate`) or as real processes; the reference is
-the user's unmodified module. An error is relative to the largest entry of the reference tensor, or
-to a thousandth of the largest entry of its kind if that is more: a gradient that is zero in exact
-arithmetic (such as that of a key's bias in attention) is pure rounding error.
+the user's unmodified module, run eagerly (:mod:`hap.runtime.one_device`) with the random numbers that
+the ranks drew. Every tensor is compared by itself:
+
+- In float64 an error is relative to the largest entry of the reference tensor. A gradient whose largest
+  entry is below :data:`FLOOR` of the largest gradient is compared relative to that floor, which leaves
+  room for the rounding of large terms that cancel.
+- In float32, or with automatic mixed precision, the yardstick is the module in float64. The program may
+  be off by :data:`ROOM` times the error of the module itself in the same precision, or by the tolerance
+  of the lowest precision in which its operators run, whichever is more.
+- Integers and booleans, such as the number of batches that a batch norm has tracked, must be equal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hap.capture import torch_private
-from hap.capture.tracing import Loss, Step
-from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
+from hap.capture.tracing import Loss
+from hap.capture.user_optimizer import MakeOptimizer
 from hap.errors import HapError, VerifyError
-from hap.ir.batch import Batch, call, each, flatten
-from hap.ir.graph_builder import RANDOM
+from hap.ir.batch import Batch, call, each
 from hap.ir.plan import Plan
-from hap.optim import tensor_norms
 from hap.runtime.collectives import Comm
-from hap.runtime.context import fixed
 from hap.runtime.divergence import first_difference
+from hap.runtime.drawn_numbers import Draw, Replay, UnlikeDrawsError, draws, joined
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
+from hap.runtime.one_device import (
+    CPU,
+    STEPS,
+    VANISHES,
+    Observed,
+    observe,
+    observe_reference,
+    rounding,
+)
 from hap.runtime.shards import join
 
-CPU = torch.device("cpu")
-STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+"""Largest relative error of float64 programs, and what float32 programs may always be off by."""
+
+HALF_ROUNDINGS = 2
+"""What programs in half precision may always be off by, in units of the dtype's epsilon."""
+
+ROOM = 4.0
+"""Factor between the errors of the program and of the module in the same precision."""
+
 FLOOR = 1e-3
-"""Smallest scale of relative errors, as a fraction of the largest entry of a kind."""
+"""Largest floor of the scale of relative errors, as a fraction of the largest entry of a kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One compared tensor: ``what`` is ``loss``, ``gradient`` or ``parameter after 3 steps``."""
+    """One compared tensor: ``what`` is ``loss``, ``gradient``, ``after 3 steps`` or ``drawn``."""
 
     tensor: str
     what: str
@@ -51,22 +69,19 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """All comparisons; ``first_bad`` is the first tensor in program order that differs."""
+    """All comparisons; ``first_bad`` is the first tensor in program order that differs.
+
+    ``random``: how random numbers took part; empty if the model draws none.
+    """
 
     rows: tuple[ComparisonRow, ...]
     tolerance: float
     first_bad: str | None
+    random: str = ""
 
     @property
     def ok(self) -> bool:
         return all(row.ok for row in self.rows)
-
-
-VANISHES = 500
-"""Multiple of the largest gradient's rounding below which a gradient is pure rounding error."""
-
-Observed = dict[str, dict[str, Tensor]]
-"""``loss``, ``gradient`` and ``parameter`` -> name -> tensor (a shard, on a rank)."""
 
 
 def verify(
@@ -84,12 +99,45 @@ def verify(
     Raises:
         VerifyError: a rank failed.
     """
-    widen = dtype == "float64"
     observer = Observer.make(plan, model, batch, optimizer, dtype, backend, device)
-    model, batch = observer.model, observer.batch
-    expected = observe_reference(model, batch, loss, optimizer, device)
+    observer = replace(observer, draws=bool(draws(plan.graph)))
+    random = "the random numbers are those that the ranks drew" if observer.draws else ""
+    ranks = _trained(plan, observer, run)
+    drawn = None
     try:
-        ranks = run(plan.world_size, observer)
+        if observer.draws:
+            drawn = joined(plan, [seen["drawn"] for seen in ranks], STEPS)
+        exact, alike = _references(observer, loss, drawn)
+    except UnlikeDrawsError as error:
+        random, drawn = f"dropout is off and other random numbers are constants: {error}", None
+        observer = replace(observer, draws=False)
+        ranks = _trained(plan, observer, run)
+        exact, alike = _references(observer, loss, None)
+    tolerance = tolerance_of(plan, dtype)
+    rows = _agreement(drawn or []) + compare(plan, exact, ranks, tolerance, alike)
+    bad = None
+    if not all(row.ok for row in rows):
+        bad = first_difference(
+            plan, observer.model, observer.batch, widen=observer.widen, tolerance=tolerance
+        )
+        bad = bad or next(row.tensor for row in rows if not row.ok)
+    return Verdict(rows=rows, tolerance=tolerance, first_bad=bad, random=random)
+
+
+def tolerance_of(plan: Plan, dtype: str) -> float:
+    """Return the relative error that is allowed whatever the module's own error is."""
+    halves = {t.dtype for t in plan.graph.tensors.values()} & {"bfloat16", "float16"}
+    if dtype == "float64" or not halves:
+        return TOLERANCE[dtype]
+    return HALF_ROUNDINGS * max(torch.finfo(getattr(torch, half)).eps for half in halves)
+
+
+def _trained(
+    plan: Plan, observer: Observer, run: Callable[[int, Callable[[Comm], Any]], list[Any]]
+) -> list[Observed]:
+    """Return the results of all ranks."""
+    try:
+        return run(plan.world_size, observer)
     except HapError:
         raise
     except Exception as error:  # a program that can't run does not compute what one device does
@@ -99,17 +147,43 @@ def verify(
             f"the program failed {rank}: {type(error).__name__}: {text}",
             hint="plan anew; if the plan file was not edited, please report this with it",
         ) from error
-    rows = compare(plan, expected, ranks, TOLERANCE[dtype])
-    bad = None
-    if not all(row.ok for row in rows):
-        bad = first_difference(plan, model, batch, widen=widen, tolerance=TOLERANCE[dtype])
-        bad = bad or next(row.tensor for row in rows if not row.ok)
-    return Verdict(rows=rows, tolerance=TOLERANCE[dtype], first_bad=bad)
+
+
+def _references(
+    observer: Observer, loss: Loss | None, drawn: list[list[Draw]] | None
+) -> tuple[Observed, Observed | None]:
+    """Return the module's results in float64 and, if the ranks' precision is lower, in theirs."""
+
+    def run(model: nn.Module, batch: Batch) -> Observed:
+        return observe_reference(
+            model, batch, loss, observer.optimizer, observer.device,
+            autocast=observer.plan.recipe.autocast, replay=None if drawn is None else Replay(drawn),
+        )  # fmt: skip
+
+    if observer.widen:
+        return run(observer.model, observer.batch), None
+    exact = run(copy.deepcopy(observer.model).double(), _cast(observer.batch, widen=True))
+    return exact, run(observer.model, observer.batch)
+
+
+def _agreement(drawn: list[list[Draw]]) -> tuple[ComparisonRow, ...]:
+    """Return a row per random operator: replicas must draw the same numbers in all steps."""
+    agree: dict[str, bool] = {}
+    for draw in (draw for step in drawn for draw in step):
+        agree[draw.node.name] = agree.get(draw.node.name, True) and draw.agree
+    return tuple(
+        ComparisonRow(tensor=name, what="drawn", error=0.0 if ok else float("inf"), ok=ok)
+        for name, ok in agree.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Trains one rank and returns its tensors. Dropout is off: the reference's masks differ."""
+    """Trains one rank and returns its tensors.
+
+    ``draws``: also return the random numbers that it drew. Otherwise dropout is off, and other random
+    numbers are constants.
+    """
 
     plan: Plan
     model: nn.Module
@@ -118,6 +192,7 @@ class Observer:
     widen: bool
     backend: str = "eager"
     device: torch.device = CPU
+    draws: bool = False
 
     @staticmethod
     def make(
@@ -135,144 +210,74 @@ class Observer:
         module = HapModule(
             self.plan, self.model, comm, self.device, widen=self.widen, backend=self.backend
         )
-        module.without_dropout()
+        drawn = module.record_draws()
+        if not self.draws:
+            module.without_dropout()
         batch = self.plan.local_batch(self.batch, comm.rank)
-        return _observe(module, lambda: call(module, batch), self.optimizer)
-
-
-def observe_reference(
-    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer,
-    device: torch.device = CPU,
-) -> Observed:  # fmt: skip
-    """Train the user's module in plain PyTorch on one device; results are on the CPU."""
-    twin = copy.deepcopy(model).to(device)
-    batch = each(batch, lambda name, entry: entry.to(device))
-    step = Step(twin, batch, loss)
-    tensors = tuple(flatten(batch).values())
-    with reference_mode(next(twin.parameters()).dtype == torch.float64):
-        # Clone the batch: the forward may write into it, and every step needs the same values.
-        return _observe(twin, lambda: step(*(t.clone() for t in tensors)), optimizer)
-
-
-@contextlib.contextmanager
-def reference_mode(widen: bool) -> Iterator[None]:
-    """Disable dropout and, if ``widen``, replace every float dtype that code names by float64.
-
-    Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
-    those casts would dominate the error, and the reference would be less exact than the plan.
-    """
-    aten = torch.ops.aten
-
-    class Reference(torch_private.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
-            def wide(x: Any) -> Any:
-                narrow = widen and isinstance(x, torch.dtype) and x.is_floating_point
-                return torch.float64 if narrow else x
-
-            if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
-                return args[0].double()  # a dispatch mode does not see the dtype of torch.tensor
-            if func is aten.native_dropout.default:
-                return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-            if func is aten.bernoulli_.float:  # a mask that keeps p: scaled by 1/p, it is 1
-                return args[0].fill_(args[1] if len(args) > 1 else 0.5)
-            if str(func) in RANDOM:
-                kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
-                made = func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
-                return made.fill_(fixed(kind, [a for a in args if isinstance(a, int | float)]))
-            return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if widen else before)
-    try:
-        with Reference():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
-    updates = make_optimizer(optimizer, module)
-    losses: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    for step in range(STEPS):
-        updates.zero_grad()
-        loss = call()
-        loss.backward()
-        losses[f"loss of step {step + 1}"] = _held(loss)
-        if step == 0:
-            gradients = {
-                n: _held(p.grad) for n, p in module.named_parameters() if p.grad is not None
-            }
-        settle(module)
-        updates.step()
-    state = {n: _held(t) for n, t in module.named_parameters()}
-    state |= {n: _held(t) for n, t in module.named_buffers() if t.is_floating_point()}
-    return {"loss": losses, "gradient": gradients, "parameter": state}
-
-
-def _held(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def settle(module: nn.Module) -> None:
-    """Set gradients that are pure rounding error to zero.
-
-    A bias before a batch norm has one. Adam divides a gradient by its own magnitude, and would
-    turn rounding error into a full step.
-    """
-    params = [p for p in module.parameters() if p.grad is not None]
-    if not params:
-        return
-    norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
-    limit = _rounding(params[0], float(norms.max()))
-    for p, norm in zip(params, norms, strict=True):
-        if norm <= limit and p.grad is not None:
-            p.grad.zero_()
+        seen = observe(module, lambda: call(module, batch), self.optimizer)
+        return seen | {"drawn": drawn}
 
 
 def compare(
-    plan: Plan, expected: Observed, ranks: list[Observed], tolerance: float
-) -> tuple[ComparisonRow, ...]:
-    """Return one row per loss, gradient and trained tensor, in program order."""
+    plan: Plan, exact: Observed, ranks: list[Observed], tolerance: float,
+    alike: Observed | None = None,
+) -> tuple[ComparisonRow, ...]:  # fmt: skip
+    """Return one row per loss, gradient and trained tensor, in program order.
+
+    Args:
+        exact: of the module on one device.
+        alike: of the module in the precision of the ranks, if ``exact`` is in a higher one.
+    """
     tensors = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
     rows = []
     for what, label in (
         ("loss", "loss"), ("gradient", "gradient"), ("parameter", f"after {STEPS} steps"),
     ):  # fmt: skip
-        largest = max(map(_largest, expected[what].values()), default=0.0)
-        for name, reference in expected[what].items():
+        largest = max(map(_largest, exact[what].values()), default=0.0)
+        for name, reference in exact[what].items():
             parts = [seen[what].get(name) for seen in ranks]
             given = [p for p in parts if p is not None]
             wholes = None
             if len(given) == len(parts):
                 wholes = join(plan, tensors[name], given) if name in tensors else given
-            floor = largest * FLOOR
-            if what == "gradient" and _largest(reference) <= _rounding(reference, largest):
-                floor = largest
-            error = _error(wholes, reference, floor)
-            rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=error <= tolerance))
+            like = alike[what][name] if alike else reference
+            floor = largest * _floor(like.dtype, tolerance)
+            if what == "gradient" and _largest(reference) <= rounding(reference, largest):
+                floor = largest * FLOOR
+            error = _error(wholes, reference, floor, like.dtype)
+            own = _error([like], reference, floor, like.dtype) if alike else 0.0
+            ok = error <= max(tolerance, ROOM * own)
+            rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=ok))
     return tuple(rows)
 
 
+def _floor(dtype: torch.dtype, tolerance: float) -> float:
+    """Return the floor of a tensor's scale, as a fraction of the largest entry of its kind."""
+    if not dtype.is_floating_point:
+        return 0.0
+    return min(FLOOR, VANISHES * torch.finfo(dtype).eps / tolerance)
+
+
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    """Return the largest magnitude; 0 for integers, which are compared exactly."""
+    return float(tensor.abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
 
 
-def _rounding(gradient: Tensor, largest: float) -> float:
-    """Return the magnitude below which a gradient is pure rounding error of the largest one."""
-    return VANISHES * torch.finfo(gradient.dtype).eps * largest
-
-
-def _error(wholes: list[Tensor] | None, reference: Tensor, floor: float) -> float:
+def _error(
+    wholes: list[Tensor] | None, reference: Tensor, floor: float, dtype: torch.dtype
+) -> float:
     """Return the largest relative error of the replicas; infinite if there are none."""
     if wholes is None:
         return float("inf")
     scale = max(_largest(reference), floor, 1e-300)
     worst = 0.0
     for whole in wholes:
-        if whole.shape != reference.shape:
+        if whole.shape != reference.shape or whole.dtype != dtype:
             return float("inf")
+        if not reference.is_floating_point():
+            if not torch.equal(whole, reference):
+                return float("inf")
+            continue
         difference = (whole.double() - reference.double()).abs()
         error = float(difference.max()) / scale if difference.numel() else 0.0
         worst = max(worst, error if error == error else float("inf"))

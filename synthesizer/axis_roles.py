@@ -28,13 +28,13 @@ class Use:
 
 
 def batch_axis(space: Space) -> str | None:
-    """The axis on which every input of the batch can be split along dim 0, if there is one."""
+    """Return the axis on which every input of the batch can be split along dim 0, if any."""
     names = {space.axes.of.get((i.tensor, 0)) for i in space.graph.role("input")}
     return names.pop() if len(names) == 1 else None
 
 
 def weights(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """Tensor -> the parameters that it is made of, for tensors made of nothing that varies."""
+    """Return tensor -> its parameters, for tensors made of parameters and constants alone."""
     made: dict[str, frozenset[str]] = {
         i.tensor: frozenset([i.tensor] if i.role == "parameter" else [])
         for i in graph.inputs if i.role in ("parameter", "constant")
@@ -47,7 +47,7 @@ def weights(graph: Graph) -> Mapping[str, frozenset[str]]:
 
 
 def uses(space: Space) -> tuple[Use, ...]:
-    """The roles of the dims of all weights in the operators of the forward."""
+    """Return the roles of the dims of all weights in the operators of the forward."""
     graph, known = space.graph, weights(space.graph)
     found = []
     for node in graph.nodes:
@@ -74,7 +74,7 @@ def _role(row: Row, weight: int, others: Sequence[int]) -> str:
 
 
 def expert_weights(space: Space) -> Mapping[str, int]:
-    """Weight -> its dim that counts experts: independent products, each with weights of its own."""
+    """Return weight -> its dim that counts experts: independent products with separate weights."""
     known = weights(space.graph)
     products = [u for u in uses(space) if u.role == "batch" and u.node.op in FLOPS]
     axes = {u.axis for u in products}
@@ -87,13 +87,13 @@ def expert_weights(space: Space) -> Mapping[str, int]:
 
 
 def tensor_parallel_axes(space: Space) -> frozenset[str]:
-    """The axes that Megatron-LM splits (Shoeybi et al., 2019): every second one on any path.
+    """Return the axes that Megatron-LM splits (Shoeybi et al., 2019): every second one on any path.
 
     Products join an input axis to an output axis. Splitting every second axis makes each weight
-    column-parallel or row-parallel, with whole tensors between such pairs. Of the two ways in each
-    connected part of the model, the one that splits more weights is taken; of equal ones, the one that
-    begins with columns at the data. Axes of the batch, axes that some operator can't read in shards,
-    and the second of two axes that one product joins stay whole.
+    column-parallel or row-parallel, with whole tensors between such pairs. Each connected part of
+    the model has two such splits; the result splits more weights, or else begins with columns
+    at the data. Axes of the batch, axes that some operator can't read in
+    shards, and the second of two axes that one product joins stay whole.
     """
     found = uses(space)
     inputs = {i.tensor for i in space.graph.role("input")}
@@ -123,7 +123,7 @@ def tensor_parallel_axes(space: Space) -> frozenset[str]:
 
 
 def _depths(joined: Mapping[str, Mapping[str, int]], start: str) -> dict[str, int]:
-    """Axis -> products between it and ``start``, for all that can be reached."""
+    """Return axis -> number of products between it and ``start``, for all reachable axes."""
     depth, queue = {start: 0}, [start]
     for axis in queue:
         for near in joined[axis]:
@@ -134,7 +134,7 @@ def _depths(joined: Mapping[str, Mapping[str, int]], start: str) -> dict[str, in
 
 
 def _apart(joined: Mapping[str, Mapping[str, int]], axes: Sequence[str]) -> list[str]:
-    """The axes, less those that a product joins to one before them, or to themselves."""
+    """Return the axes without those that a product joins to an earlier one, or to themselves."""
     kept: list[str] = []
     for axis in axes:
         if axis not in joined[axis] and not joined[axis].keys() & set(kept):
@@ -143,7 +143,7 @@ def _apart(joined: Mapping[str, Mapping[str, int]], axes: Sequence[str]) -> list
 
 
 def _unreadable(space: Space) -> set[str]:
-    """Axes on which some operator can't read a tensor in shards."""
+    """Return axes on which some operator can't read a tensor in shards."""
     found = set()
     for tensor, dim in space.axes.of:
         for node in space.graph.consumers[tensor]:

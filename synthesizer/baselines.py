@@ -54,7 +54,7 @@ def restricted(
     weigh: Callable[[Machine], PerRank],
     narrow: Callable[[Space], Space] = lambda space: space,
 ) -> Callable[[Space, Cluster, int], Candidate]:
-    """The cheapest program within ``restriction``, with shares in proportion to ``weigh``.
+    """Return the cheapest program within ``restriction``, with shares proportional to ``weigh``.
 
     ``narrow`` removes rows from the space, where placements alone don't define the method.
     """
@@ -68,17 +68,17 @@ def restricted(
 
 
 def data_parallel(space: Space) -> Allowed:
-    """Tensors with a batch dim are split along it; parameters are stored whole."""
+    """Split tensors with a batch dim along it; store parameters whole."""
     return _on_batch(space, {i.tensor: R for i in space.graph.role("parameter")})
 
 
 def sharded_storage(space: Space) -> Allowed:
-    """Data parallel, with parameters stored in shards where they can be: ZeRO of any stage."""
+    """Data parallel, with parameters stored in shards where possible: ZeRO of any stage."""
     return _on_batch(space, _shards(space))
 
 
 def _shards(space: Space) -> dict[str, Placement]:
-    """Parameter -> the first dim on which it can be stored in shards, or whole."""
+    """Return parameter -> the first dim on which it can be stored in shards, or whole."""
     return {
         i.tensor: next((p for p in space.sources[i.tensor] if p.sharded), R)
         for i in space.graph.role("parameter")
@@ -86,17 +86,17 @@ def _shards(space: Space) -> dict[str, Placement]:
 
 
 def replicas_kept(space: Space) -> Space:
-    """The backward reads the replicas that the forward gathered: ZeRO, stage 2."""
+    """Let the backward read the replicas that the forward gathered: ZeRO, stage 2."""
     return _backward_reads(space, {i.tensor: R for i in space.graph.role("parameter")})
 
 
 def gathered_again(space: Space) -> Space:
-    """The backward gathers the stored shards a second time: ZeRO, stage 3, and FSDP."""
+    """Let the backward gather the stored shards again: ZeRO, stage 3, and FSDP."""
     return _backward_reads(space, _shards(space))
 
 
 def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
-    """The space in which the backward's names of parameters look at one placement alone."""
+    """Return the space in which the backward's aliases of parameters have one placement."""
     rows = dict(space.rows)
     for parameter, twin in backward_alias_of(space.graph).items():
         node = space.graph.producer[twin].name
@@ -105,7 +105,7 @@ def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
 
 
 def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
-    """Parameters are used whole, all else is split along the batch where it has that dim."""
+    """Use parameters whole; split all other tensors along the batch where they have that dim."""
     dim_of = _batch_dims(space)
     fixed = _fixed(space)
 
@@ -120,7 +120,7 @@ def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
 
 
 def expert_parallel(space: Space) -> Allowed:
-    """Data parallel but for the experts, each of which is one rank's (GShard, Lepikhin 2020)."""
+    """Data parallel, except for experts: each belongs to one rank (GShard, Lepikhin 2020)."""
     experts = expert_weights(space)
     if not experts:
         raise HapError("the model has no experts")
@@ -198,13 +198,13 @@ METHODS = (
         plan=plan_as_paper,
     ),
 )  # fmt: skip
-"""In the order of the rows shown."""
+"""The methods in the order of the screen."""
 
 
 def baselines(
     space: Space, cluster: Cluster, optimizer_states: int, *, every: bool = False
 ) -> dict[str, Candidate | str]:
-    """Name -> candidate, or the reason why the method can't run the model; ``every``: of all methods."""
+    """Return name -> candidate, or the reason why a method can't run; ``every``: all methods."""
     found: dict[str, Candidate | str] = {}
     for method in METHODS:
         if method.usual or every:
@@ -216,7 +216,7 @@ def baselines(
 
 
 def _batch_dims(space: Space) -> dict[str, int]:
-    """Tensor -> the dim that counts the batch's rows."""
+    """Return tensor -> the dim that counts the batch's rows."""
     axis = batch_axis(space)
     if axis is None:
         raise HapError("the inputs have no common batch dim")
@@ -224,11 +224,11 @@ def _batch_dims(space: Space) -> dict[str, int]:
 
 
 def _fixed(space: Space) -> set[str]:
-    """Tensors that the space makes whole in any program."""
+    """Return tensors that are whole in every program of the space."""
     return {t for t, holdings in space.holdings.items() if holdings == ((R,),)}
 
 
 def _gradients(graph: Graph) -> dict[str, str]:
-    """Gradient -> its parameter."""
+    """Return gradient -> its parameter."""
     return {graph.gradients[i.target]: i.tensor for i in graph.role("parameter")
             if i.target in graph.gradients}  # fmt: skip

@@ -16,13 +16,13 @@ from hap.synthesizer.cost.serial_cost import Timeline
 from hap.synthesizer.schedule.list_scheduler import estimate_s, orders
 
 _WORTH = 1e-3
-"""Part of a step; for less than that, no more buckets."""
+"""Fraction of the step that additional buckets must save."""
 
 _LITTLE = 5e-3
-"""Part of a step; where overlap could save less, it is not estimated."""
+"""Skip the estimate if overlap could save less than this fraction of the step."""
 
 Merit = tuple[float, float]
-"""Bytes that lack on the rank that lacks most, seconds of a step."""
+"""(lacking bytes of the rank that lacks most, seconds of a step)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,19 +44,19 @@ class Candidate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The fastest schedule that fits the memory; if none does, the one that lacks the fewest bytes."""
+        """The fastest schedule that fits the memory; if none fits, the one with the least excess."""
         cost = self.price()
         found = list(orders(cost.graph, self.serial, cost))
         first, tried = found[0], found if self.overlap else found[:1]
         least = min(order.step_s for order in tried)
-        # The simplest that is about as fast as the fastest, then what runs as it stands: it
-        # holds gathered parameters and unreduced gradients for the shortest time.
+        # Take the simplest order that is about as fast as the fastest; next, the unscheduled one,
+        # which holds gathered parameters and unreduced gradients for the shortest time.
         fastest = next(o for o in tried if o.step_s <= least * (1 + _WORTH))
         return min((fastest, first), key=lambda o: (_lacking(o, cost).max(), o.step_s))
 
     @cached_property
     def lacking_bytes(self) -> PerRank:
-        """Per rank, the excess of the peak over the memory; all zero if it fits."""
+        """Per rank, the excess of the peak over the memory; zero if it fits."""
         return _lacking(self.timeline, self.price())
 
     @cached_property
@@ -70,12 +70,12 @@ class Candidate:
 
     @property
     def merit(self) -> Merit:
-        """The order of candidates: those that fit first, then the faster ones."""
+        """Sort key of candidates: those that fit first, then the faster ones."""
         return float(self.lacking_bytes.max()), self.timeline.step_s
 
     @cached_property
     def estimated_merit(self) -> Merit:
-        """An estimate of :attr:`merit`, for a fraction of its price."""
+        """An estimate of :attr:`merit` that is much cheaper to compute."""
         serial_s = self.serial.step_s
         if not self.overlap or serial_s <= self.least_merit[1] * (1 + _LITTLE):
             return self.least_merit[0], serial_s
@@ -89,13 +89,13 @@ class Candidate:
 
     @cached_property
     def least_merit(self) -> Merit:
-        """Rarely above :attr:`estimated_merit`: the busier of computing and communicating."""
+        """The larger of computing and communicating; rarely above :attr:`estimated_merit`."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
         return float(self.serial_lacking_bytes.max()), busiest_s
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate:
-    """The first in the order of :attr:`Candidate.estimated_merit`; few are scheduled to find it."""
+    """Return the least by :attr:`Candidate.estimated_merit`; most candidates need no estimate."""
     best: Candidate | None = None
     for candidate in sorted(candidates, key=lambda c: c.least_merit):
         if best is not None and candidate.least_merit >= best.estimated_merit:

@@ -2,7 +2,7 @@
 
 Its space has one placement per tensor, its costs are flops / speed and latency + bytes / bandwidth,
 its search alternates between the cheapest program and one linear program for one vector of ratios.
-docs/formulas.md lists what is reproduced, and where it deviates.
+docs/formulas.md lists the reproduced parts and the deviations.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 TERMS = (P, L)
-"""Placements in which every rank has a term."""
+"""Placements in which every rank has a term of the tensor."""
 
 ROUNDS = 8
-"""Alternations at most; the original stops when the cost no longer falls."""
+"""Limit of alternations; the original stops when the cost no longer falls."""
 
 
 class UnfusedPrices(Prices, ABC):
-    """Prices of a planner that knows neither the optimizer's time nor fused collectives.
+    """Prices of a planner that ignores the optimizer's time and fused collectives.
 
     ``rate``: floating-point operations per second in float32 products, per rank.
     """
@@ -59,12 +59,12 @@ class UnfusedPrices(Prices, ABC):
         return [Quote(how, sum(self.seconds(step) for step in group))]
 
     def seconds(self, step: Convert) -> float:
-        """Seconds of one conversion by its implementation."""
+        """Return the seconds of one conversion by its implementation."""
         choices = self.convert(self.graph.tensors[step.tensor], step.src, step.dst)
         return next(c.seconds for c in choices if c.implementation == step.implementation)
 
     def step_s(self, program: Program) -> float:
-        """Seconds of a step: the sum over its supersteps."""
+        """Return the seconds of a step: the sum over its supersteps."""
         found = supersteps(self.graph, program, self)
         return sum(float(s.compute_s.max()) + s.communicate_s for s in found)
 
@@ -95,7 +95,7 @@ class PaperCost(UnfusedPrices):
 
 
 def one_ratio(axes: Axes, ratios: PerRank) -> Parts:
-    """The same parts on every axis."""
+    """Return the same parts for every axis."""
     return AxisParts(axes, len(ratios), dict.fromkeys(axes.axes, ratios))
 
 
@@ -104,17 +104,17 @@ PricesOf = Callable[[Graph, Axes, Machine, PerRank], UnfusedPrices]
 
 
 def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
-    """The original's program and shares, under our predictions; raises as :func:`alternate`."""
+    """Return the original's program and shares, under our predictions; see :func:`alternate`."""
     judge = Synthesizer(space, cluster, optimizer_states)
     _, program, ratios = alternate(space, judge.machine)
     found = judge.judge(program, proportional_shares(space.axes, ratios))
-    return replace(found, overlap=False)  # it waits for each collective where it stands
+    return replace(found, overlap=False)  # it waits for each collective at once
 
 
 def alternate(
     space: Space, machine: Machine, prices: PricesOf = PaperCost
 ) -> tuple[float, Program, PerRank]:
-    """(step in the original's own prices, its program, its ratios).
+    """Return (step in the original's own prices, its program, its ratios).
 
     Raises:
         HapError: the inputs have no common batch dim, or the space holds no program.
@@ -133,7 +133,7 @@ def alternate(
 
 
 def paper_space(space: Space) -> Space:
-    """The original's part of a space: one placement per tensor, no partial activation.
+    """Return the original's part of a space: one placement per tensor, no partial activation.
 
     A tensor of the forward is partial only if it has no batch dim (a loss, a statistic).
     """
@@ -175,10 +175,10 @@ def _search(space: Space, cost: UnfusedPrices) -> Program:
 def best_ratios(
     space: Space, program: Program, machine: Machine, now: PerRank, prices: PricesOf = PaperCost
 ) -> PerRank:
-    """The original's linear program: sum of stage maxima plus padded traffic, least.
+    """Solve the original's linear program: minimise the sum of stage maxima plus padded traffic.
 
-    Alike devices have one variable ``b[k]``. Every price is linear in it, so that two runs of
-    the cost model, without any part and with all of it, give all coefficients.
+    Equal devices have one variable ``b[k]``. Every price is linear in it, so two runs of
+    the cost model, with no part and with all of it, give all coefficients.
     """
     types = machine.cluster.types()
     first = [ranks[0] for ranks in types]

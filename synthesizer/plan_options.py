@@ -12,21 +12,21 @@ class PlanOptions:
     """Options of :func:`hap.plan`; the defaults are for most users.
 
     Attributes:
-        all_devices: leave no device out, even if the others are predicted to be faster alone.
+        all_devices: use every device, even if some are predicted to be faster without the others.
         allow_idle: accept a batch with fewer rows than devices.
         mesh: plan over two axes, between machines and inside them (True), over one (False), or
             both where the cluster allows it, to take the better one (None).
         recompute: activations that the backward recomputes, a mode of
             :data:`hap.capture.recompute.WAYS` or ``""`` for none; None: none, unless no program
             fits the memory without.
-        compare: plan every baseline beside it, not only the usual ones.
+        compare: also plan the baselines that are not planned by default.
         engine: the search engine, a name in :data:`hap.synthesizer.search.engines.ENGINES`.
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
-        strict_rules: refuse operators whose rows neither the rule table, nor a rule of the user's,
-            nor their tags and schema say; by default their rows are discovered, or they are replicated.
+        strict_rules: refuse operators whose rows are neither in the rule table nor in a user's rule,
+            nor follow from tags and schema; by default these are discovered, or replicated.
 
     Raises:
-        InputError: there is no such engine.
+        InputError: the engine is unknown.
     """
 
     all_devices: bool = False

@@ -34,7 +34,7 @@ def predict(
     graph: Graph, candidate: Candidate, cost: CostModel, alternatives: tuple[Alternative, ...],
     bounds: tuple[Bound, ...] = (),
 ) -> Prediction:  # fmt: skip
-    """The predictions that a plan file carries."""
+    """Return the predictions of a plan file."""
     line = candidate.timeline
     work = _work(graph, candidate, cost)
     ranks = tuple(
@@ -56,13 +56,13 @@ def predict(
 
 
 def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tuple[Bound, ...]:
-    """Proved bounds of a candidate; ``prove``: more searches for the bound over all shares."""
+    """Return proved bounds of a candidate; ``prove``: extra searches for the one of all shares."""
     step_s = candidate.timeline.step_s
     everything = synthesizer.proved(step_s, prove)
     here = synthesizer.fixed(candidate.shares)
     proofs = (
         ("all programs, any shares of every axis", *everything),
-        # A bound for all shares holds for these.
+        # A bound for all shares also holds for these shares.
         ("all programs with these shares", max(here.bound_s, everything[0]), here.searches),
     )
     found = []
@@ -79,7 +79,7 @@ def alternatives(
     fewer: Mapping[str, tuple[str, Candidate]],
     notes: Mapping[str, str],
 ) -> tuple[Alternative, ...]:
-    """The rows beside the plan on the screen; ``notes`` by the rows' names."""
+    """Return the rows beside the plan on the screen; ``notes`` by the rows' names."""
     rows = []
     for name, candidate in found.items():
         if isinstance(candidate, str):
@@ -103,7 +103,7 @@ def _alternative(graph: Graph, name: str, candidate: Candidate, note: str) -> Al
 def peak_kinds(
     graph: Graph, candidate: Candidate, cost: CostModel, rank: int
 ) -> list[tuple[str, int]]:
-    """Contents of a rank's memory at its peak: (kind, bytes), the largest first."""
+    """Return the contents of a rank's memory at its peak: (kind, bytes), the largest first."""
     run = candidate.timeline
     peak = at_peak(graph, run.program, cost, run.until)
     found = [(kind, round(float(nbytes[rank]))) for kind, nbytes in peak.items()]
@@ -111,7 +111,7 @@ def peak_kinds(
 
 
 def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
-    """Estimate of the largest global batch with which the candidate's program fits; may be 0."""
+    """Return an estimate of the largest global batch for which the program fits; may be 0."""
     graph, axes, machine = cost.graph, cost.axes, cost.machine
     limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
     low, high = 0, axes.axes[axis].units
@@ -127,7 +127,7 @@ def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
 
 
 def _resized(graph: Graph, axes: Axes, axis: str, units: int) -> Graph:
-    """The graph with another number of units on one axis; its operators are not touched."""
+    """Return the graph with another number of units on one axis; its operators are unchanged."""
 
     def resize(t: Tensor) -> Tensor:
         shape = tuple(
@@ -140,7 +140,7 @@ def _resized(graph: Graph, axes: Axes, axis: str, units: int) -> Graph:
 
 
 def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
-    """Floating-point operations of each rank in products, replicated ones counted each time."""
+    """Return each rank's floating-point operations in products; replicated ones count each time."""
     total: PerRank = np.zeros(cost.machine.cluster.world_size)
     for step in candidate.program.instructions:
         if isinstance(step, Compute) and graph.by_name[step.node].op in FLOPS:
@@ -151,7 +151,7 @@ def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
 
 
 def unruled(candidate: Candidate, cost: CostModel) -> tuple[OperatorCost, ...]:
-    """What the operators cost whose rows were derived or discovered, or that are replicated."""
+    """Return the costs of operators with derived or discovered rows, or that are replicated."""
     graph = cost.graph
     seconds: dict[tuple[str, str], list[PerRank]] = {}
     for step in candidate.program.instructions:

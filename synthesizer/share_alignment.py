@@ -1,6 +1,6 @@
 """Align shares to blocks, such as a cache line, that kernels handle efficiently.
 
-A product whose rows do not begin on vectors writes them in pieces, and tensor cores need multiples
+A product with rows that do not begin on vectors writes them in pieces, and tensor cores need multiples
 of eight. The cost model ignores that: shares are rounded where the predicted cost is negligible.
 """
 
@@ -19,17 +19,17 @@ from hap.synthesizer.shares.share_task import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
 BLOCK_BYTES = 64
-"""A vector register, and a cache line."""
+"""Size of a vector register, and of a cache line."""
 
 _MOST_MORE = 0.02
-"""Part by which a rank's share of an axis may grow; axes of few blocks stay as they are."""
+"""Largest relative growth of a rank's share; axes of few blocks are therefore not rounded."""
 
 _WORTH = 0.01
-"""Part by which the step may be predicted longer."""
+"""Largest relative increase of the predicted step."""
 
 
 def aligned(synthesizer: Synthesizer, pair: Candidate) -> Candidate:
-    """The pair with shares of whole blocks if it is about as fast by prediction; else the pair."""
+    """Return the pair with shares of whole blocks if it is nearly as fast; else the pair."""
     space = synthesizer.space
     shares = in_blocks(pair.shares, blocks(space.graph, space.axes))
     if shares == pair.shares:
@@ -40,7 +40,7 @@ def aligned(synthesizer: Synthesizer, pair: Candidate) -> Candidate:
 
 
 def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
-    """Units of a block, by the axis: those along which a product writes."""
+    """Return units per block of the axes along which a product writes."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         for name in node.outputs if node.op in FLOPS else ():
@@ -55,7 +55,7 @@ def blocks(graph: Graph, axes: Axes) -> dict[str, int]:
 
 
 def in_blocks(shares: Shares, blocks: dict[str, int]) -> Shares:
-    """The shares in whole blocks, where no rank's share grows by much; the largest takes the rest."""
+    """Round shares to blocks where no rank's share grows much; the largest share takes the rest."""
     found = dict(shares)
     for axis, units in blocks.items():
         before = np.array(shares[axis])

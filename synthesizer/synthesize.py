@@ -36,13 +36,13 @@ from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve
 from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
 ROUNDS = 4
-"""Alternations from one start; the second rarely changes anything."""
+"""Alternations per start; the second rarely changes anything."""
 
 _SETTLED = 1e-3
 """Relative gain of new shares below which no search under them follows."""
 
 SEARCHES = 3
-"""Searches of one lower bound; the second finds the weights, the third rarely helps."""
+"""Searches per lower bound; the second finds the weights, the third rarely helps."""
 
 WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
@@ -51,12 +51,12 @@ MOST_S = FORBIDDEN / PICOSECONDS / 4
 """Highest price of all bytes of a program together."""
 
 LOWEST_PRICE, HIGHEST_PRICE = -10, 4
-"""Powers of two of the price of a byte, as parts of the step's time per byte of memory."""
+"""Range of the price of a byte: powers of two of the step's time per byte of memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Short:
-    """The ranks that are short of memory, and the price of their bytes.
+    """The ranks that lack memory, and the price of their bytes.
 
     ``unit_s``: seconds per byte at exponent 0. ``highest``: the highest exponent with which costs
     stay below :data:`FORBIDDEN`.
@@ -68,7 +68,7 @@ class _Short:
 
     @classmethod
     def of(cls, pair: Candidate, memory: PerRank) -> _Short:
-        """Of a program that lacks memory, per rank ``memory`` bytes."""
+        """Return the ranks and the price of a program that lacks memory; ``memory``: bytes per rank."""
         ranks = pair.serial_lacking_bytes > 0
         unit_s, highest = pair.serial.step_s / float(memory.max()), HIGHEST_PRICE
         held = float(pair.serial.peak_bytes[ranks].sum())
@@ -77,7 +77,7 @@ class _Short:
         return cls(ranks, unit_s, highest)
 
     def price(self, exponent: int) -> PerRank:
-        """Seconds per byte of each rank."""
+        """Return the seconds per byte of each rank."""
         return np.where(self.ranks, self.unit_s * 2.0**exponent, 0.0)
 
 
@@ -85,11 +85,11 @@ class Synthesizer:
     """Searches one graph on one cluster.
 
     Args:
-        space: of the graph; independent of the cluster.
-        optimizer_states: tensors of a parameter's size that the optimizer keeps for it.
+        space: the space of the graph; independent of the cluster.
+        optimizer_states: number of tensors of a parameter's size in the optimizer's state.
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
-        exponent: first guess of the price of memory; becomes that of the price found last.
+        exponent: first guess of the price of memory; updated to the last price found.
 
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
@@ -109,13 +109,13 @@ class Synthesizer:
         self._fixed: dict[object, Relaxation] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
-        """The same search on another cluster."""
+        """Return the same search on another cluster."""
         return Synthesizer(
             self.space, cluster, self._states, self._allowed, self._engine, self.exponent
         )
 
     def starts(self) -> Iterator[Shares]:
-        """Shares to start from, without repetitions: by speed, even, by memory."""
+        """Yield initial shares without repetitions: by speed, even, by memory."""
         seen = []
         for weights in (self.machine.speed, np.ones_like(self.machine.speed), self._memory):
             shares = proportional_shares(self.space.axes, weights)
@@ -124,7 +124,7 @@ class Synthesizer:
                 yield shares
 
     def best(self, progress: Callable[[str], None] = lambda text: None) -> Candidate:
-        """The best pair over all starts, whether it fits the memory or not.
+        """Return the best pair over all starts, even if it exceeds the memory.
 
         The programs behind the lower bounds are starts as well.
 
@@ -145,7 +145,7 @@ class Synthesizer:
 
         for number, shares in enumerate(self.starts()):
             if number == 2 and fastest(found).fits:
-                break  # the start by memory is for where memory is short
+                break  # the start by memory is needed only if memory is short
             alternate(shares, f"start {number + 1}")
         progress("bounding the step from below")
         for program in self.relaxed.programs:
@@ -173,11 +173,11 @@ class Synthesizer:
         return fastest(found)
 
     def _undivided(self, shares: Shares) -> Candidate:
-        """Every device does all of the step; searches may miss it where a step is as short as starts."""
+        """Run the whole step on every device; searches may miss this where starts dominate."""
         return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
-        """Shares that leave all to one type of devices, or to one machine of each kind."""
+        """Yield shares with everything on one type of devices, or one machine of each kind."""
         cluster = self.cluster
         for ranks in dict.fromkeys([*cluster.types(), *cluster.machine_types()]):
             if len(ranks) < cluster.world_size:
@@ -186,14 +186,14 @@ class Synthesizer:
 
     @cached_property
     def relaxed(self) -> Relaxation:
-        """Bound and programs over all shares."""
+        """The bound and programs over all shares."""
         prices = AnyShares(self.space, self.machine, self._states)
         relaxation = Relaxation(self.space, prices, self._allowed)
         relaxation.run(prices.proportional, SEARCHES)
         return relaxation
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
-        """(lower bound over all programs and shares, searches), with ``searches`` more than before."""
+        """Return (bound over all programs and shares, total searches) by ``searches`` more ones."""
         relaxed = self.relaxed
         if not relaxed.programs or not searches:
             return relaxed.bound_s, relaxed.searches
@@ -205,7 +205,7 @@ class Synthesizer:
         return min(branching.bound_s, step_s), relaxed.searches + branching.searches
 
     def fixed(self, shares: Shares) -> Relaxation:
-        """Bound and programs under given shares of computing; those of storing are free."""
+        """Return bound and programs under given shares of computing; storage shares are free."""
         shares = {name: shares[name] for name in self.space.axes.axes}
         key = tuple(shares.items())
         if key not in self._fixed:
@@ -215,10 +215,10 @@ class Synthesizer:
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:
-        """The cheapest program under fixed shares that fits the memory, if one does.
+        """Return the cheapest program under fixed shares that fits the memory, if there is one.
 
-        A price on each byte of the ranks that are short trades time for memory. A search after
-        one that was short starts from its ranks and its price.
+        A price per byte on the ranks that lack memory trades time for memory. After a search that
+        lacked memory, the next one starts from its ranks and its price.
         """
         if self._short is None:
             best = self.cheapest(shares)
@@ -242,7 +242,7 @@ class Synthesizer:
         return self.cheapest(shares, self._short.price(self.exponent))
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
-        """The cheapest program under fixed shares and prices (seconds per byte of each rank)."""
+        """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
         cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
@@ -269,16 +269,16 @@ class Synthesizer:
         return self._under(problem.program(outcome.labelling), shares)
 
     def _under(self, program: Program, shares: Shares) -> Candidate:
-        """A program from the search, with storage axes, under shares of its computing."""
+        """Return a candidate of a search's program, with storage axes, under computing shares."""
         program = self._apart(program)
         return self.judge(program, self.with_storage(program, shares))
 
     def _apart(self, program: Program) -> Program:
-        """The program with axes of their own for parameters that are stored and computed unlike."""
+        """Return the program with storage axes for parameters that no operator reads in shards."""
         return with_storage_axes(self.space.graph, program)
 
     def with_storage(self, program: Program, shares: Shares) -> Shares:
-        """The shares with initial shares of the program's storage axes."""
+        """Return the shares with initial shares of the program's storage axes."""
 
         def price(given: Shares) -> CostModel:
             return self._cost(program, given)
@@ -286,7 +286,7 @@ class Synthesizer:
         return {**shares, **filled(self.space.graph, program, price, shares)}
 
     def balance(self, pair: Candidate) -> Shares:
-        """Integer shares for a program; its own if no others fit."""
+        """Return the best integer shares for a program; its own shares if no others fit."""
         outcome = solve_shares(
             self.space.graph, program_axes(self.space.axes, pair.program), pair.program,
             self.machine, self._states, pair.shares,
@@ -294,7 +294,7 @@ class Synthesizer:
         return outcome.shares if outcome.status is ShareStatus.OPTIMAL else pair.shares
 
     def judge(self, program: Program, shares: Shares) -> Candidate:
-        """Price a pair: choose implementations anew, then simulate."""
+        """Price a pair: choose implementations again, then simulate."""
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         return Candidate(
@@ -310,18 +310,18 @@ class Synthesizer:
         return self._priced[1]
 
     def axes(self, candidate: Candidate) -> Axes:
-        """The axes of the graph, and the candidate's storage axes."""
+        """Return the axes of the graph and of the candidate's storage."""
         return program_axes(self.space.axes, candidate.program)
 
     def cost(self, candidate: Candidate) -> CostModel:
-        """The prices under a candidate's shares."""
+        """Return the cost model under a candidate's shares."""
         return self._cost(candidate.program, candidate.shares)
 
 
 def lowest_fitting(
     fits: Callable[[int], bool], low: int, high: int, first: int | None
 ) -> int | None:
-    """The lowest number above ``low``, up to ``high``, that fits; ``None`` if ``high`` does not.
+    """Return the lowest number above ``low`` that fits; ``None`` if ``high`` does not.
 
     Args:
         fits: monotone; false for ``low``.
@@ -354,8 +354,8 @@ def lowest_fitting(
 
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
-    """The same program with the fastest implementation of each collective."""
-    # Implementations chosen before must not decide which instructions are fused.
+    """Return the program with the fastest implementation of each collective."""
+    # Earlier implementations must not decide which instructions are fused.
     structure = unimplemented_structure_of(graph, program, cost)
     steps = list(program.instructions)
     fastest: dict[int, str] = {}
@@ -378,16 +378,16 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
 
 
 def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
-    """Shares of every axis as nearly in proportion to ``weights`` as its units allow."""
+    """Return shares of every axis as nearly proportional to ``weights`` as its units allow."""
     return {name: proportional(axis.units, weights) for name, axis in axes.axes.items()}
 
 
 def _moved(before: Candidate, after: Candidate) -> bool:
-    """Do the new shares of a program change its step, or whether it fits?"""
+    """Return whether new shares of a program shorten its step, or change its excess of memory."""
     (lack, step_s), (new_lack, new_step_s) = before.serial_merit, after.serial_merit
     return lack != new_lack or new_step_s < step_s * (1 - _SETTLED)
 
 
 def _whole(tensor: str, p: Placement, stored: bool) -> bool:
-    """On one device nothing is split or communicated."""
+    """Allow the placements of one device, on which nothing is split or communicated."""
     return p == R

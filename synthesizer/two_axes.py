@@ -49,7 +49,7 @@ class InsideSynthesizer(Synthesizer):
         self._between = between
 
     def starts(self) -> Iterator[Shares]:
-        """Each machine's part of an axis in proportion to its devices' speeds.
+        """Yield each machine's part of an axis, in proportion to its devices' speeds.
 
         Collectives between machines need equal cuts in all of them, by the columns' mean speeds.
         """
@@ -67,7 +67,7 @@ class InsideSynthesizer(Synthesizer):
         yield shares
 
     def _units_of(self, axis: str) -> tuple[int, ...] | None:
-        """Units that each machine has of an axis; ``None`` if every machine has all of it."""
+        """Return each machine's units of an axis; ``None`` if every machine has all of it."""
         tensor, dim = next(d for d, name in self.space.axes.of.items() if name == axis)
         value = origin(tensor)
         if not value.placement.sharded or value.placement.dim != dim:
@@ -79,11 +79,11 @@ class InsideSynthesizer(Synthesizer):
         return tuple(n * (units // total) for n in self._between.shares[name])
 
     def _apart(self, program: Program) -> Program:
-        """Storage keeps the axes of computing: they are cut to the machines' parts already."""
+        """Return the program; its storage keeps the axes of computing, cut to the machines' parts."""
         return program
 
     def balance(self, pair: Candidate) -> Shares:
-        """The shares stay: those between machines were balanced before."""
+        """Return the pair's shares: those between machines are already balanced."""
         return pair.shares
 
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
@@ -97,7 +97,7 @@ def best_on_mesh(
     progress: Callable[[str], None] = lambda text: None, beat: Candidate | None = None,
     exponent: int | None = None,
 ) -> MeshCandidate | None:  # fmt: skip
-    """The best pair of programs found over the two axes; ``None`` if there is none.
+    """Return the best pair of programs over the two axes; ``None`` if there is none.
 
     Args:
         beat: skip programs between machines whose optimistic time, with each machine as one device,
@@ -127,7 +127,7 @@ RESTRICTIONS = {
     "ZeRO": sharded_storage,
     "expert parallel": expert_parallel,
 }
-"""Restricted programs between machines that are tried beside the best one."""
+"""Restricted programs between machines, tried besides the best one."""
 
 
 def _used(pair: Candidate) -> Shares:
@@ -137,7 +137,7 @@ def _used(pair: Candidate) -> Shares:
 def _between(
     space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None
 ) -> Iterator[tuple[str, Candidate]]:
-    """Programs between machines worth a search inside, without repetitions."""
+    """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
     ways: dict[str, Allowed | None] = {"the best": None}
     for name, restriction in RESTRICTIONS.items():
@@ -153,7 +153,7 @@ def _between(
             continue  # the model has no such program
         exponent = synthesizer.exponent
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
-        # A machine without a share of something has no step to run.
+        # A machine with an empty share of some axis has no step to run.
         pairs = [p for p in (pair, balanced) if all(map(all, _used(p).values()))]
         pair = fastest(pairs or [pair])
         if pairs and (pair.program, pair.shares) not in seen:

@@ -49,14 +49,18 @@ HELP = {
     "": [
         "--help",
         "--version",
+        "export",
+        "import",
         "plan",
         "profile",
+        "report",
         "rules",
         "run",
         "show",
         "simulate",
         "testbed",
         "verify",
+        "what-if",
     ],
     "plan": [
         "--all-devices",
@@ -74,7 +78,20 @@ HELP = {
         "--verbose",
     ],
     "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],
-    "run": ["--backend", "--help", "--nproc", "--steps", "--verbose"],
+    "run": [
+        "--backend",
+        "--checkpoint",
+        "--every",
+        "--help",
+        "--keep",
+        "--log",
+        "--nproc",
+        "--resume",
+        "--steps",
+        "--verbose",
+    ],
+    "export": ["--help", "--to", "--verbose"],
+    "import": ["--help", "--to", "--verbose"],
     "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
     "profile": [
         "--help",
@@ -87,7 +104,20 @@ HELP = {
         "--verbose",
     ],
     "testbed": ["--clean", "--cores", "--help", "--links", "--verbose"],
-    "show": ["--backward", "--code", "--forward", "--help", "--rank", "--verbose"],
+    "show": ["--backward", "--code", "--forward", "--help", "--json", "--rank", "--verbose"],
+    "what-if": [
+        "--add",
+        "--all-devices",
+        "--allow-idle",
+        "--cluster",
+        "--help",
+        "--json",
+        "--link",
+        "--rows",
+        "--verbose",
+        "--without",
+    ],
+    "report": ["--help", "--log", "--output", "--verbose"],
 }
 
 
@@ -124,7 +154,9 @@ def refused(code: int, *words: str) -> str:
 @pytest.mark.parametrize("command", HELP)
 def test_the_commands_and_options_are_these(command: str) -> None:
     text = hap(*filter(None, [command]), "--help").stdout
-    found = re.findall(r"^  (?:-\w, )?(--[a-z-]+|[a-z]+)", text.partition("Options:")[2], re.M)
+    found = re.findall(
+        r"^  (?:-\w, )?(--[a-z-]+|[a-z][a-z-]*)", text.partition("Options:")[2], re.M
+    )
     assert sorted(found) == HELP[command]
 
 

@@ -174,3 +174,40 @@ def test_a_plan_finds_its_model_file(write: Write) -> None:
     assert model_file_of(small_plan(path=write(GOOD))).function == "model"
     with pytest.raises(PlanError, match="it was made in Python"):
         model_file_of(small_plan(path=""))
+
+
+BATCHES = {
+    "returns nothing": ("def batches(): pass", "batches() returned a NoneType, not an iterator"),
+    "yields nothing": ("def batches(): yield from ()", "batches() yields no batch"),
+    "yields None": ("def batches(): yield None", "batches() yields a NoneType without tensors"),
+    "yields an empty dict": ("def batches(): yield {}", "batches() yields a dict without tensors"),
+    "raises later": ("def batches():\n    yield batch()\n    1 / 0", "batches() raised ZeroDivisionError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_without_batches_are_refused(tmp_path: Path, kind: str) -> None:
+    """They would otherwise be asked for the next batch for ever."""
+    lines, message = BATCHES[kind]
+    path = tmp_path / "net.py"
+    path.write_text(
+        "import torch\ndef model(): return torch.nn.Linear(3, 2)\n"
+        f"def batch(): return torch.zeros(4, 3)\n{lines}\n"
+    )
+    file = load_model_file(str(path))
+    assert file.batches is not None
+    with pytest.raises(ModelError) as error:
+        for _ in range(3):
+            list(file.batches())
+    assert message in error.value.what and str(path) in error.value.where
+
+
+def test_batches_start_anew_at_each_call(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(
+        "import torch\ndef model(): return torch.nn.Linear(3, 2)\n"
+        "def batch(): return torch.zeros(4, 3)\ndef batches(): return [batch(), batch()]\n"
+    )
+    file = load_model_file(str(path))
+    assert file.batches is not None
+    assert [len(list(file.batches())) for _ in range(2)] == [2, 2]

@@ -16,7 +16,7 @@ from hap import rule_process, rule_sources
 from hap.cli.plan_screen import plan_screen
 from hap.cli.terminal import console
 from hap.errors import UnsupportedOpError
-from hap.ir.graph import Node, Ref
+from hap.ir.graph import Graph, Input, Node, Output, Ref
 from hap.ir.graph import Tensor as Described
 from hap.ir.placement import R
 from hap.ir.plan import Plan
@@ -316,3 +316,26 @@ def test_an_operator_that_crashes_or_hangs_in_parts_is_replicated(
     node = Node(name="n", op=f"{op}.default", args=(Ref("x"),), outputs=("y",))
     with pytest.raises(NoSampleError, match=says):
         rule_process.discovered_apart(Call(node=node, tensors={"x": x, "y": made}))
+
+
+def test_without_forks_an_operator_is_replicated_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rule_process.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr(
+        rule_process.multiprocessing,
+        "get_context",
+        lambda kind: pytest.fail("a process is started"),
+    )
+    x = Described(name="x", shape=(6, 4), dtype="float32")
+    node = Node(name="n", op="sourced.crashes.default", args=(Ref("x"),), outputs=("y",))
+    graph = Graph(
+        inputs=(Input(tensor="x", role="input", target="*"),), nodes=(node,),
+        outputs=(Output(tensor="y", role="buffer", target="y"),),
+        tensors={"x": x, "y": Described(name="y", shape=(6, 4), dtype="float32")},
+    )  # fmt: skip
+    said: list[str] = []
+    made = rule_sources.with_rules(graph, {}, progress=said.append)
+    (lines,) = made.rules.values()
+    assert lines[0] == "origin replicated" and "can't fork" in lines[1]
+    assert any("can't fork" in text and "every rank runs all of it" in text for text in said)

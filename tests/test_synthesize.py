@@ -72,8 +72,11 @@ def test_much_compute_on_fast_links_is_shared_in_proportion_to_speed() -> None:
     assert plan.prediction.ranks[0].work == pytest.approx(0.75, abs=0.02)
 
 
-def test_little_compute_on_a_slow_link_is_done_by_everyone() -> None:
-    plan = planned(8, 64, 10, cluster(device(0), device(1), bandwidth=1e6))
+def test_little_compute_on_a_slow_link_is_done_by_one_device_or_by_each() -> None:
+    slow = cluster(device(0), device(1), bandwidth=1e6)
+    assert planned(8, 64, 10, slow).world_size == 1
+    plan = planned(8, 64, 10, slow, all_devices=True)
+    assert plan.world_size == 2
     assert not plan.program.collectives
     assert plan.prediction.communicate_s == 0
 
@@ -151,7 +154,7 @@ def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
     on = cluster(device(0), device(1), device(2))
     with pytest.raises(InputError, match="2 rows, fewer than the 3 devices"):
         planned(2, 64, 10, on)
-    assert planned(2, 64, 10, on, allow_idle=True).world_size == 3
+    assert planned(2, 64, 10, on, allow_idle=True, all_devices=True).world_size == 3
 
 
 @pytest.mark.parametrize("crawl", [1e8, 1e6])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hap.ir.placement import L, P, R, S
 from hap.ir.plan import Plan
@@ -24,7 +24,7 @@ from hap.runtime.hap_module import HapModule
 from hap.runtime.launch import spawn
 from hap.runtime.shards import cut
 from hap.runtime.verify import TOLERANCE, Verdict, compare, prepared
-from tests.random_plans import Case, benchmark_case, call, random_plan, verdict, widened
+from tests.random_plans import Case, benchmark_case, call, make_case, random_plan, verdict, widened
 
 MODELS = (
     ("bert", "tiny"), ("bert_moe", "tiny"), ("gpt2", "tiny"), ("llama", "tiny"),
@@ -302,6 +302,45 @@ def test_missing_nan_and_misshapen_parts_are_infinitely_wrong() -> None:
     assert error([good[0] * float("nan"), good[1] * float("nan")]) == float("inf")
     assert error([torch.cat([p, p]) for p in good]) == float("inf")
     assert error([p + 0.5 for p in good]) == pytest.approx(0.5)
+
+
+class Counted(nn.Module):
+    """A linear layer that counts its steps and the elements above zero, and remembers which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(12), nn.Linear(12, 16)
+        self.register_buffer("counts", torch.zeros(16, dtype=torch.int64))
+        self.register_buffer("above", torch.zeros(16, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.out(self.norm(x))
+        active = h.detach().mean(0) > 0
+        self.counts += active
+        self.above.copy_(active)
+        return h.square().mean()
+
+
+def test_integer_and_boolean_buffers_are_compared_exactly() -> None:
+    torch.manual_seed(0)
+    case = make_case(Counted(), torch.randn(8, 12))
+    plan = random_plan(case, 3, 1)
+    found = verdict(case, plan)
+    assert found.ok, story(found)
+    exact = {"norm.num_batches_tracked", "counts", "above"}
+    assert exact <= {row.tensor for row in found.rows}
+    assert {row.error for row in found.rows if row.tensor in exact} == {0}
+    for name in exact:
+
+        def wrong(world: int, target: Callable[[Comm], Any], name: str = name) -> list[Any]:
+            ranks = run_ranks(world, target)
+            state = ranks[1]["parameter"]
+            state[name] = ~state[name] if name == "above" else state[name] + 1
+            return ranks
+
+        found = verdict(case, plan, run=wrong)
+        assert [row.tensor for row in found.rows if not row.ok] == [name]
+        assert found.first_bad == name
 
 
 # --- dropout -------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The ways to train that the race compares, each in a file of its own, by name.
+"""The training methods that the race compares, by name, each in a file of its own.
 
-A contender's module is imported when it is made: some import much.
+A contender's module is imported only when the contender is made, because imports take long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
 
 IN_TURN: Final = "plan: nothing overlapped"
 UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
-"""Contenders that only the ablation has."""
+"""Contenders of the ablation alone."""
 
 ABSENT: Final[dict[str, str]] = {
     "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17"
@@ -40,7 +40,7 @@ ABSENT: Final[dict[str, str]] = {
 
 
 def make(name: str, setting: Setting) -> Contender:
-    """This rank's end of a contender; any other name than those above is that of a plan."""
+    """Return this rank's instance of a contender; any name not listed above is a plan's."""
     module, kind = (CONTENDERS | UNUSUAL).get(name, ("planned", "Planned"))
     found = importlib.import_module(f"benchmarks.contenders.{module}")
     contender: Contender = getattr(found, kind)(setting)

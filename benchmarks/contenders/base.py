@@ -18,7 +18,7 @@ from hap.capture.tracing import Step
 from hap.capture.user_optimizer import default_optimizer
 from hap.ir.batch import call, flatten
 
-IGNORED = -100  # labels that torch's cross entropy leaves out of its mean
+IGNORED = -100  # labels that torch's cross entropy excludes from its mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Setting:
         file: The model file.
         speeds: Measured speed of each rank, in any unit.
         devices: Names of the devices of all ranks.
-        plan: The plan file, for those that run one.
+        plan: The plan file, for contenders that run one.
     """
 
     file: ModelFile
@@ -39,41 +39,41 @@ class Setting:
 
 
 class Contender(ABC):
-    """One rank of a way to train. All ranks make it, and take each step, together."""
+    """One rank of a training method. All ranks construct it, and take each step, together."""
 
     @abstractmethod
     def __init__(self, setting: Setting) -> None:
-        """Build the model with the file's seed, and all that trains it."""
+        """Build the model with the file's seed, and its optimizer."""
 
     @abstractmethod
     def step(self, batch: Any) -> float | None:
-        """Train on a *global* batch; the loss over all of it, or None on a rank without part."""
+        """Train on a *global* batch; return its loss, or None on a rank that takes no part."""
 
     def in_one_thread(self) -> AbstractContextManager[None]:
-        """Meanwhile the tensors of a step are allocated by the thread that takes it."""
+        """Within this context, the thread that takes a step allocates all of its tensors."""
         return nullcontext()
 
 
 def built(file: ModelFile) -> nn.Module:
-    """The file's model, with the same weights on all ranks."""
+    """Return the file's model, with the same weights on all ranks."""
     torch.manual_seed(file.seed)
     return file.model()
 
 
 def optimizer(file: ModelFile, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The file's optimizer, or the usual one, of the parameters that are trained."""
+    """Return the file's optimizer, or the default one, for the trainable parameters."""
     return (file.optimizer or default_optimizer)([p for p in parameters if p.requires_grad])
 
 
 def as_step(file: ModelFile, module: nn.Module, batch: Any) -> Step:
-    """The module as a function of a flat batch of this form that returns the loss."""
+    """Wrap the module as a function from a flat batch to the loss."""
     return Step(module, batch, file.loss)
 
 
 def train(
     module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, weight: float = 1.0
 ) -> Tensor:
-    """One step of a module made by :func:`as_step`; the loss, scaled by ``weight``."""
+    """Train one step of a module made by :func:`as_step`; return the loss, scaled by ``weight``."""
     optimizer.zero_grad()
     loss: Tensor = call(module, tuple(flatten(batch).values())) * weight
     loss.backward()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ def train(
 
 
 class EqualRows(Contender):
-    """Each rank takes equally many rows; the loss is the mean of the ranks' means."""
+    """Each rank takes the same number of rows; the loss is the mean of the ranks' means."""
 
     _step: nn.Module
     _optimizer: torch.optim.Optimizer
@@ -94,14 +94,14 @@ class EqualRows(Contender):
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean of a scalar over all ranks."""
+    """Return the mean of a scalar over all ranks."""
     total = loss.clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def rows_of(batch: Any, counts: Sequence[int], rank: int) -> Any:
-    """This rank's rows of a global batch whose tensors all begin with the batch's dim."""
+    """Return this rank's rows of a global batch; dim 0 of every tensor is the batch."""
 
     def cut(t: Tensor) -> Tensor:
         return t.split(list(counts))[rank]
@@ -110,15 +110,15 @@ def rows_of(batch: Any, counts: Sequence[int], rank: int) -> Any:
 
 
 def even(rows: int, ranks: int) -> tuple[int, ...]:
-    """Rows of each rank, equal to within one."""
+    """Return the rows of each rank, equal to within one."""
     return tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
 
 
 def proportional(rows: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Rows of each rank in proportion to speed, at least one each: a mean needs a row.
+    """Return the rows of each rank in proportion to speed, at least one each: a mean needs a row.
 
-    The rows that rounding down leaves over go one by one to the rank that has then the least
-    time per row to do: ``(rows + 1) / speed``.
+    Rows that remain after rounding down go, one by one, to the rank with the least time
+    ``(rows + 1) / speed``.
 
     Raises:
         ValueError: there are fewer rows than ranks.
@@ -136,12 +136,12 @@ def proportional(rows: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def size_of(batch: Any) -> int:
-    """Rows of a batch: the first dim of its first tensor."""
+    """Return the number of rows of a batch: the first dim of its first tensor."""
     return next(iter(flatten(batch).values())).shape[0]
 
 
 def terms(batch: Any) -> int:
-    """Number of terms of a batch's mean loss: labels that count, or else rows."""
+    """Return the number of terms of a batch's mean loss: counted labels, or else rows."""
     labels = batch.get("labels") if isinstance(batch, dict) else None
     return size_of(batch) if labels is None else int((labels != IGNORED).sum())
 

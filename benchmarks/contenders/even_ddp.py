@@ -8,7 +8,7 @@ from benchmarks.contenders.base import EqualRows, Setting, as_step, built, optim
 
 
 class EvenDDP(EqualRows):
-    """All defaults."""
+    """``DistributedDataParallel`` with default options."""
 
     def __init__(self, setting: Setting) -> None:
         file = setting.file

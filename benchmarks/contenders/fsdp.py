@@ -19,14 +19,14 @@ class FSDP(EqualRows):
         self._step = as_step(file, built(file), file.batch())
         for module in [*blocks(self._step), self._step]:
             sharded = fully_shard(module, mesh=mesh)
-            if dist.get_backend() == "gloo":  # it has no average: divide before the sum
+            if dist.get_backend() == "gloo":  # gloo has no average: divide before the sum
                 sharded.set_force_sum_reduction_for_comms(True)
         self._optimizer = optimizer(file, list(self._step.parameters()))
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Modules that are gathered as one: the entries of lists of layers, or where there are none the
-    layers of sequences that have parameters."""
+    """Return the modules to gather as one: the entries of lists of layers, or, in their absence,
+    the layers of sequences that have parameters."""
     for kind in (nn.ModuleList, nn.Sequential):
         found = [
             layer for stack in module.modules() if isinstance(stack, kind) for layer in stack

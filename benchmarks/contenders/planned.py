@@ -15,7 +15,7 @@ from hap.runtime.collectives import ProcessGroupComm
 
 
 class Planned(Contender):
-    """The ranks whose devices the plan keeps train; the others take no part."""
+    """Trains on the ranks whose devices the plan keeps; the other ranks take no part."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.plan is not None
@@ -46,7 +46,7 @@ class Planned(Contender):
 
 
 class InTurn(Planned):
-    """The same without overlapping: computing waits for each collective where it is issued."""
+    """The plan without overlap: computing waits for each collective where it is issued."""
 
     def step(self, batch: Any) -> float | None:
         with self.in_one_thread():

@@ -1,7 +1,7 @@
 """DistributedDataParallel with rows in proportion to measured speed.
 
-DDP averages gradients over ranks as if all had equally many rows. Each rank's mean loss is
-therefore scaled by its part of all terms before the backward: the average is then the gradient
+DDP averages gradients over ranks as if all had the same number of rows. Each rank's mean loss is
+therefore scaled by its part of all terms before the backward, so that the average is the gradient
 of the mean over the global batch.
 """
 
@@ -28,7 +28,7 @@ from benchmarks.contenders.base import (
 
 
 class ProportionalDDP(Contender):
-    """Rows by speed, the loss weighted by the terms that each rank's mean divides by."""
+    """Rows in proportion to speed; the loss is weighted by each rank's number of terms."""
 
     def __init__(self, setting: Setting) -> None:
         file = setting.file

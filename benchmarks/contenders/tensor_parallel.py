@@ -1,8 +1,8 @@
 """Megatron-LM's tensor parallelism through DTensor: columns, then rows; all ranks see all rows.
 
-Each family has a recipe: a module's name pattern -> how its weights are cut. The vocabulary or
-the classes of a last layer are cut as well, and the loss is computed on the parts
-(``loss_parallel``). Every rank computes modules that no pattern names whole: convolutions, norms.
+Each family has a recipe: a pattern of module names -> the style that cuts their weights. The
+vocabulary or the classes of a last layer are cut as well, and the loss is computed on the parts
+(``loss_parallel``). Every rank computes all other modules whole: convolutions, norms.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class TensorParallel(Contender):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to cut a family.
+    """The way to cut the models of one family.
 
     Attributes:
         styles: Pattern of module names -> maker of the style.
-        classes_cut: Whether the logits are parts, and the loss is to be computed on them.
-        prepare: Called with (model, ranks) before.
+        classes_cut: Whether the logits are shards, so that the loss is computed on shards.
+        prepare: Called with (model, ranks) before the cut.
     """
 
     styles: Mapping[str, Callable[[], ParallelStyle]]
@@ -76,14 +76,14 @@ class Recipe:
 
 
 def _whole_input() -> ParallelStyle:
-    """For a module whose input goes into several layers: its gradients are summed once."""
+    """Style of a module that passes its input to several layers: sums its gradients once."""
     return PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
     )  # fmt: skip
 
 
 def _whole_output() -> ParallelStyle:
-    """For a loss to which an ordinary tensor is added."""
+    """Style of a loss to which an ordinary tensor is added."""
     return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())
 
 
@@ -92,14 +92,14 @@ def _vocabulary_rows() -> ParallelStyle:
 
 
 def _classes() -> ParallelStyle:
-    """The last layer; its output stays a distributed tensor, as ``loss_parallel`` needs."""
+    """Style of the last layer; its output stays a distributed tensor for ``loss_parallel``."""
     return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
 
 
 def _linear(conv: Any, parts: int = 1, ranks: int = 1) -> nn.Linear:
-    """GPT-2's layer, whose weight is (in, out), as a linear one.
+    """Return GPT-2's layer, with a weight of (in, out), as a linear one.
 
-    With several parts (q, k, v), the rows are put in such an order that an equal cut gives each
+    With several parts (q, k, v), the rows are reordered so that an equal cut gives each
     rank its part of each.
     """
     linear = nn.Linear(conv.nx, conv.nf)
@@ -168,11 +168,11 @@ RECIPES = {
         classes_cut=True, prepare=_prepare_gpt2,
     ),
 }  # fmt: skip
-"""By the class of the model."""
+"""Class of the model -> its recipe."""
 
 
 def _names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)
@@ -180,7 +180,7 @@ def _names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, groups: list[list[str]]) -> None:
-    """Give the names of a group one parameter again: the one that was cut."""
+    """Tie the names of a group again, to the parameter that was cut."""
     for names in groups:
         kept = [model.get_parameter(name) for name in names]
         chosen = next((p for p in kept if isinstance(p, DTensor)), kept[0])

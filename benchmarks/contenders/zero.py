@@ -1,4 +1,4 @@
-"""ZeRO, stage 1, as torch has it: DDP whose optimizer states are spread over the ranks."""
+"""ZeRO, stage 1, from torch: DDP with optimizer states spread over the ranks."""
 
 from __future__ import annotations
 

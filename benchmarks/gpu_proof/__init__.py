@@ -1,1 +1,1 @@
-"""One command that shows what runs on a GPU; see :mod:`benchmarks.gpu_proof.__main__`."""
+"""One command that checks the package on a GPU; see :mod:`benchmarks.gpu_proof.__main__`."""

@@ -1,4 +1,4 @@
-"""Does it work on a GPU? One command, ready to run within ten minutes where there is one.
+"""Check the package on a GPU with one command, within ten minutes.
 
     python -m benchmarks.gpu_proof --prepare DIR          make the plans, on any machine
     python -m benchmarks.gpu_proof --plans DIR            run every part
@@ -10,8 +10,8 @@ eager and torch.compile; peak memory), *profile* (predicted against measured ste
 (collectives beside computing on CUDA streams), *suite* (tests marked ``gpu``).
 
 Several ranks may share one GPU. Without a GPU the same code runs on CPUs with gloo and tiny models,
-and says so. Running needs torch, numpy, rich, click, transformers; *profile* and *suite* need the
-other dependencies of the package too. Exits with 0 if no line that ran was missed.
+and prints a note. Running needs torch, numpy, rich, click, transformers; *profile* and *suite* need
+the other dependencies of the package too. Exits with 0 if no line that ran was missed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PARTS = {
     "collectives": "collectives", "verification": "verification", "one-rank": "single_rank",
     "profile": "profiled", "overlap": "overlap", "suite": "suite",
 }  # fmt: skip
-"""Part -> module; imported when it runs, since not every machine has what every part needs."""
+"""Part -> module, imported when the part runs, because the parts have different dependencies."""
 
 COLORS = {"met": "green", "missed": "bold red", "skipped": "yellow"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare, or run the parts, print the tables and write the file."""
+    """Prepare the plans, or run the parts, print the tables and write the file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -80,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_plans(folder: Path, ranks: int, *, tiny: bool, console: Console) -> None:
-    """Plan everything; the planner is imported here, because running does without."""
+    """Make every plan; the planner is imported here, because running does not need it."""
     prepare: Callable[..., None] = import_module("benchmarks.gpu_proof.prepare").prepare
     prepare(folder, ranks, tiny=tiny, progress=console.print)
 
 
 def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:
-    """The lines of a part, printed as a table; what it raises is a line that was missed."""
+    """Yield the lines of a part, printed as a table; an exception becomes a missed line."""
     start = time.perf_counter()
     table = Table("claim", "outcome", "seen", "aim", "reason", title=part, title_justify="left")
     lines: list[Line] = []

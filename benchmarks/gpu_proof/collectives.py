@@ -1,7 +1,7 @@
 """Every collective that plans use, on real ranks, against the emulator: uneven and empty shards.
 
 Terms are small integers, so that sums are exact in any order and results must agree bit for bit.
-The log-sum-exp is no sum of integers: it may differ by a few roundings.
+The log-sum-exp is not a sum of integers: it may differ by a few roundings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LSE_ROUNDINGS = 8
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """One line per world size and dtype."""
+    """Yield one line per world size and dtype."""
     for world in dict.fromkeys((1, settings.ranks)):
         if world == 1 and not settings.on_gpu:
             reason = "gloo at world size 1 shows nothing that more ranks do not"
@@ -50,12 +50,12 @@ def run(settings: Settings) -> Iterator[Line]:
 
 
 def every_dtype(comm: Comm, device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Dtype -> collective -> this rank's result, on the CPU."""
+    """Return dtype -> collective -> this rank's result, on the CPU."""
     return {dtype: every_collective(comm, device, getattr(torch, dtype)) for dtype in DTYPES}
 
 
 def every_collective(comm: Comm, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Collective, implementation and sizes -> this rank's result, on the CPU."""
+    """Return collective, implementation and sizes -> this rank's result, on the CPU."""
     found: dict[str, Tensor] = {}
     world = comm.world_size
     comms: dict[str, Comm] = {"": comm}
@@ -104,7 +104,7 @@ def every_collective(comm: Comm, device: torch.device, dtype: torch.dtype) -> di
 
 
 def shards(world: int) -> list[list[int]]:
-    """Sizes of shards: equal, growing, alternately empty, all on the last rank."""
+    """Return sizes of shards: equal, growing, alternately empty, all on the last rank."""
     return [
         [2] * world,
         [rank + 1 for rank in range(world)],
@@ -114,14 +114,14 @@ def shards(world: int) -> list[list[int]]:
 
 
 def machines(world: int) -> list[tuple[int, ...]]:
-    """Ranks per machine of two-level communicators: two equal machines, and two unequal ones."""
+    """Return ranks per machine of two-level communicators: two equal or two unequal machines."""
     if world < 4:
         return []
     return [(world // 2, world // 2), (world - 1, 1)] if world % 2 == 0 else [(world - 2, 2)]
 
 
 def _ways(kind: str, place: str) -> tuple[str, ...]:
-    """Implementations of a collective that a flat, or a two-level, communicator has."""
+    """Return the implementations of a collective on a flat, or a two-level, communicator."""
     if place:
         return ("hierarchical",) if "hierarchical" in IMPLEMENTATIONS[kind] else ()
     return tuple(how for how in IMPLEMENTATIONS[kind] if how != "hierarchical")

@@ -17,22 +17,22 @@ from hap.ir.batch import Batch
 from hap.ir.plan import Plan
 
 FAMILIES = ("bert", "bert_moe", "gpt2", "llama", "mlp", "t5", "vgg19", "vit")
-"""Modules of ``benchmarks.models``; their ``tiny`` variants are verified."""
+"""Modules of ``benchmarks.models``; the proof verifies their ``tiny`` variants."""
 
 PRECISIONS = ("float32", "bfloat16")
-"""Of the forward and the loss: plain single precision, or autocast."""
+"""Precisions of the forward and the loss: plain single precision, or autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan that was made beforehand, and the family of its model."""
+    """A prepared plan, and the family of its model."""
 
     family: str
     plan: Plan
 
     @staticmethod
     def load(folder: Path, name: str) -> Prepared | None:
-        """The plan ``folder/name.json``; ``None`` if it was not prepared."""
+        """Return the plan ``folder/name.json``; ``None`` if it was not prepared."""
         file = folder / f"{name}.json"
         if not file.exists():
             return None
@@ -40,7 +40,7 @@ class Prepared:
 
 
 def built(family: str) -> tuple[nn.Module, Batch, Any, MakeOptimizer]:
-    """(model, global batch, loss or None, optimizer) of a family, the same in every process."""
+    """Return (model, global batch, loss or None, optimizer), the same in every process."""
     module = import_module(f"benchmarks.models.{family}")
     torch.manual_seed(0)
     return (
@@ -51,7 +51,7 @@ def built(family: str) -> tuple[nn.Module, Batch, Any, MakeOptimizer]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single:
-    """A model of a size whose step keeps one GPU busy."""
+    """A model that is large enough to keep one GPU busy."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -81,5 +81,5 @@ TINY_SINGLES = (
 
 
 def singles(device: torch.device) -> tuple[Single, ...]:
-    """The models for one rank on a device; tiny ones on a CPU."""
+    """Return the models for one rank on a device; tiny ones on a CPU."""
     return SINGLES if device.type == "cuda" else TINY_SINGLES

@@ -1,4 +1,4 @@
-"""Collectives beside computing: do they overlap on the device, and do the losses stay the same?"""
+"""Check that collectives overlap computing on the device, and that the losses stay the same."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ WIDTH = {"cuda": 4096, "cpu": 256}
 PRODUCTS = 24
 STEPS = 3
 ROOM = {"cuda": 1e-6, "cpu": 0.0}
-"""Relative difference of losses: kernels that add atomically round differently from run to run."""
+"""Relative tolerance of losses: kernels with atomic additions round differently in each run."""
 
 
 class Intervals(NamedTuple):
-    """Seconds from a common start: a collective and the computing beside it, on one rank."""
+    """Seconds since a common start of a collective and of simultaneous computing on one rank."""
 
     collective: tuple[float, float]
     computing: tuple[float, float]
 
     @property
     def shared_s(self) -> float:
-        """Seconds in which both ran."""
+        """Seconds during which both ran."""
         begin = max(self.collective[0], self.computing[0])
         return max(0.0, min(self.collective[1], self.computing[1]) - begin)
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """The timeline of one collective, then the losses of whole steps."""
+    """Yield the timeline of one collective, then the losses of whole steps."""
     found: list[Intervals] = settings.on_ranks(side_by_side, settings.ranks)
     shared = min(f.shared_s / min(f.collective[1] - f.collective[0], f.computing[1] - f.computing[0])
                  for f in found)  # fmt: skip
@@ -73,7 +73,7 @@ def side_by_side(comm: Comm, device: torch.device) -> Intervals:
     lane = lane_of(comm, device)
     x = torch.ones(ELEMENTS[device.type], device=device)
     w = torch.randn(WIDTH[device.type], WIDTH[device.type], device=device)
-    for _ in range(2):  # the first makes communicators and handles
+    for _ in range(2):  # the first one makes communicators and handles
         clock = _Clock(device)
 
         def reduce(term: torch.Tensor, clock: _Clock = clock) -> torch.Tensor:
@@ -129,7 +129,7 @@ Losses = list[float]
 def both_ways(
     comm: Comm, device: torch.device, plans: Sequence[Prepared]
 ) -> list[tuple[Losses, Losses]]:
-    """Per plan, (losses of an overlapped run, losses of a serial one) from the same weights."""
+    """Return per plan (losses of an overlapped run, losses of a serial one), from equal weights."""
     return [
         (
             _losses(comm, device, prepared, serial=False),

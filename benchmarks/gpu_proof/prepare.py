@@ -1,7 +1,7 @@
-"""Make the plans of the proof, on any machine: needs the planner and no GPU.
+"""Make the plans of the proof, on any machine with the planner; no GPU is needed.
 
-Random plans come from the tests, which make valid programs and shares that no price would choose:
-any row for any operator, uneven and empty shards.
+Random plans come from the tests, which draw valid programs and shares that no cost model would
+choose: any row for any operator, uneven and empty shards.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def prepare(folder: Path, ranks: int, *, tiny: bool, progress: Callable[[str], N
     """Write every plan to the folder.
 
     Args:
-        ranks: ranks of the random plans.
-        tiny: plan the tiny models for one rank, as a CPU runs them, not the real ones.
+        ranks: number of ranks of the random plans.
+        tiny: plan the tiny models for one rank, as for a CPU, instead of the real ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for family in FAMILIES:

@@ -1,4 +1,4 @@
-"""``hap profile`` on this device, and the steps that its figures predict against measured ones."""
+"""Run ``hap profile`` on this device, and compare predicted with measured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of every line, as JSON and as a page of tables."""
+"""The outcome of every line as JSON and as a page of tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Line:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The device and the versions that the proof ran on."""
+    """Return the device and the versions of the software."""
     found: dict[str, Any] = {
         "device": device.type, "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
@@ -52,10 +52,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 def write(
     path: Path, on: dict[str, Any], date: str, lines: Sequence[Line], extra: dict[str, str]
 ) -> None:
-    """Write ``path`` as JSON, and beside it the page, with the suffix ``.md``.
+    """Write ``path`` as JSON, and the page next to it with the suffix ``.md``.
 
     Args:
-        extra: heading -> text that follows the tables as it is.
+        extra: heading -> text, copied below the tables.
     """
     data = {"date": date, "machine": on, "lines": [asdict(line) for line in lines], "extra": extra}
     path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -63,7 +63,7 @@ def write(
 
 
 def page(on: dict[str, Any], date: str, lines: Sequence[Line], extra: dict[str, str]) -> str:
-    """The tables, one per part, as Markdown."""
+    """Return the tables, one per part, as Markdown."""
     counts = {o: sum(line.outcome == o for line in lines) for o in (MET, MISSED, SKIPPED)}
     told = ", ".join(f"{key} {value}" for key, value in on.items())
     text = [
@@ -90,6 +90,6 @@ def page(on: dict[str, Any], date: str, lines: Sequence[Line], extra: dict[str, 
 
 
 def cell(text: str) -> str:
-    """The text on one line of a table, shortened."""
+    """Return the text on one line of a table, shortened."""
     flat = " ".join(text.split()).replace("|", "/")
     return flat if len(flat) < 300 else flat[:297] + "..."

@@ -1,4 +1,4 @@
-"""Where the proof runs: the device, the ranks, the prepared plans."""
+"""Settings of the proof: the device, the ranks, the prepared plans."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hap.runtime.shared_gpu import SharedGpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The choices of one run.
+    """The settings of one run.
 
     Attributes:
-        ranks: ranks of the parts that use several.
-        device: ``cuda`` or ``cpu``; on a CPU, gloo takes NCCL's place and models are tiny.
+        ranks: number of ranks of the parts that use several.
+        device: ``cuda`` or ``cpu``; on a CPU, gloo replaces NCCL and models are tiny.
         folder: the prepared plans.
         timeout_s: seconds for one group of ranks.
     """

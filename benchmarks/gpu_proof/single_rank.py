@@ -39,7 +39,7 @@ class Measured:
     peak_bytes: int
 
     def ratio(self, ours: str, theirs: str) -> float:
-        """Median over rounds of one contender's seconds over another's."""
+        """Return the median over rounds of one contender's seconds over another's."""
         pairs = zip(self.seconds[ours], self.seconds[theirs], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -49,7 +49,7 @@ class Measured:
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """Three lines per model and precision: eager, compiled, memory; and one for the losses."""
+    """Yield three lines per model and precision (eager, compiled, memory) and one of losses."""
     for single in singles(settings.device):
         for precision in PRECISIONS:
             prepared = Prepared.load(settings.folder, f"single-{single.name}-{precision}")
@@ -128,7 +128,7 @@ def measure(settings: Settings, single: Single, precision: str, prepared: Prepar
 
     steps["planned"] = planned("eager")
     losses = {"planned": steps["planned"]()}
-    if settings.on_gpu:  # alone on the device, in a step that follows the first
+    if settings.on_gpu:  # the step runs alone, after a first one
         torch.cuda.reset_peak_memory_stats(device)
         steps["planned"]()
         peak = torch.cuda.max_memory_allocated(device)
@@ -166,7 +166,7 @@ def _trainer(
 
 
 def _timed(step: Callable[[], float], device: torch.device) -> float:
-    """Seconds of one step on the device."""
+    """Return the seconds of one step on the device."""
     if device.type != "cuda":
         start = time.perf_counter()
         step()

@@ -1,4 +1,4 @@
-"""The tests that the suite marks ``gpu``."""
+"""Run the tests with the mark ``gpu``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """One line per test."""
+    """Yield one line per test."""
     output = settings.folder.absolute() / "suite.xml"
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={output}"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)

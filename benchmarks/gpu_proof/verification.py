@@ -1,9 +1,9 @@
 """Random uneven plans on real ranks against one device: float64, float32, bfloat16 autocast.
 
 Float64 and float32 have the tolerances of ``hap verify``; in float32, parameters after three steps are
-not compared, because Adam divides a rounding by its own size. Autocast rounds to eight bits, in other
-places on shards than on whole tensors: losses are compared to 2 %, and all gradients together, by the
-norm of their difference, to 10 %.
+not compared, because Adam divides a rounding by its own size. Autocast rounds to eight bits, at
+different places on shards than on whole tensors: losses are compared to 2 %, and all gradients
+together, by the norm of their difference, to 10 %.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from hap.runtime.collectives import Comm
+from hap.runtime.one_device import Observed, observe_reference
 from hap.runtime.shards import join
-from hap.runtime.verify import TOLERANCE, Observed, Observer, compare, observe_reference
+from hap.runtime.verify import TOLERANCE, Observer, compare
 
 PART = "verification"
 LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1
@@ -42,7 +43,7 @@ class Job(NamedTuple):
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """One line per family and precision. One group of ranks observes all of them."""
+    """Yield one line per family and precision. One group of ranks observes all of them."""
     jobs = [Job(f"{kind}-{family}", dtype) for family in FAMILIES for kind, dtype in KINDS]
     plans = {job: Prepared.load(settings.folder, job.name) for job in jobs}
     there = {job: prepared for job, prepared in plans.items() if prepared}
@@ -64,7 +65,7 @@ def run(settings: Settings) -> Iterator[Line]:
 def observed(
     comm: Comm, device: torch.device, plans: Mapping[Job, Prepared]
 ) -> dict[Job, Observed]:
-    """Results of this rank under each plan."""
+    """Return this rank's results under each plan."""
     found = {}
     for job, prepared in plans.items():
         model, batch, _, optimizer = built(prepared.family)
@@ -74,7 +75,7 @@ def observed(
 
 
 Checked = tuple[bool, str, str, str]
-"""(is it right, the figure seen, the aim, the reason if it is wrong)."""
+"""(whether it is right, the figure seen, the aim, the reason if it is wrong)."""
 
 
 def _exact(settings: Settings, job: Job, prepared: Prepared, ranks: list[Observed]) -> Checked:

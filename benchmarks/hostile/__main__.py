@@ -1,11 +1,11 @@
-"""Give the command line hostile inputs; every one must be answered by one paragraph.
+"""Give the command line hostile inputs; it must answer every one with one paragraph.
 
     python -m benchmarks.hostile                         all kinds
     python -m benchmarks.hostile --only model cluster    some
     python -m benchmarks.hostile --match lazy -v         by name, with the messages
 
 The exit code is 1 if a case ended with a traceback, hung, or exited with another code than 2
-(3 for memory; 0 where the input turned out to be usable).
+(3 for memory; 0 if the input is usable).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.hostile.case import CLUSTER, MODEL, Case, Outcome, run
 
 KINDS = ("model", "cluster", "plan", "command")
 MEMORY_BYTES = 16 * 2**30
-"""Limit of the process: an input that asks for more must be refused."""
+"""Limit of the process: an input that needs more must be refused."""
 
 
 def all_cases(folder: Path, plans: int = 200) -> list[Case]:
-    """The cases of every kind; the plan files are damaged copies of one that is made here."""
+    """Return the cases of every kind; the plan files are damaged copies of a new one."""
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(MODEL)
     (folder / "cluster.yaml").write_text(CLUSTER)
@@ -45,7 +45,7 @@ def all_cases(folder: Path, plans: int = 200) -> list[Case]:
 
 
 def sample(cases: Sequence[Case], count: int, seed: int = 0) -> list[Case]:
-    """Some of the cases, as many of each kind as its part of all."""
+    """Return a sample of the cases, with each kind's proportion preserved."""
     found = list(cases)
     random.Random(seed).shuffle(found)
     return found[:count]

@@ -49,20 +49,20 @@ nodes:
 """
 
 SECONDS = 60
-"""Limit of a case."""
+"""Time limit of a case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Files of a folder and a command in it.
+    """Files of a folder and a command that runs in it.
 
     Attributes:
         kind: the class of input: ``model``, ``cluster``, ``plan`` or ``command``.
         name: unique within its kind.
         argv: arguments of ``hap``; the folder is the current one.
         files: texts, or bytes, by path.
-        says: words that the error must contain; empty: any error, or success, will do.
-        exits: exit codes that are right.
+        says: words that the error must contain; empty: any error, or success, is right.
+        exits: right exit codes.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """``problem`` is empty if the case was answered as it must be."""
+    """``problem`` is empty if the answer to the case is right."""
 
     case: Case
     code: int
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class _TooLong(BaseException):
-    """The limit of a case is over."""
+    """A case has exceeded its time limit."""
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def run(case: Case, folder: Path) -> Outcome:
 
 
 def _judge(case: Case, code: int, message: str) -> str:
-    """The reason why an answer is wrong, or nothing."""
+    """Return the reason why an answer is wrong, or an empty text."""
     if "Traceback" in message:
         return "a traceback"
     if code not in case.exits:

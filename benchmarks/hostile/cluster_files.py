@@ -1,4 +1,4 @@
-"""Hostile cluster files: every entry of a good one with every wrong value, and files of no kind."""
+"""Hostile cluster files: a good file with every entry replaced by every wrong value, and garbage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXTS: dict[str, str | bytes] = {
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all entries of nested lists and dicts."""
+    """Yield the paths of all entries of nested lists and dicts."""
     if path:
         yield path
     entries = (
@@ -47,7 +47,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy of nested lists and dicts with one entry replaced."""
+    """Return a copy of nested lists and dicts with one entry replaced."""
     found = copy.deepcopy(data)
     inner = found
     for key in path[:-1]:
@@ -57,7 +57,7 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def cases() -> Iterator[Case]:
-    """Wrong values at every place, and wrong files."""
+    """Yield wrong values at every place, and wrong files."""
     yaml = YAML(typ="safe", pure=True)
     data = yaml.load(CLUSTER)
     for path in places(data):

@@ -1,4 +1,4 @@
-"""Hostile command lines: outputs that cannot be written, options out of range, files of no kind."""
+"""Hostile command lines: outputs that cannot be written, options out of range, unreadable files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 
 def cases() -> Iterator[Case]:
-    """Every output and every argument."""
+    """Yield every output and every argument."""
     plan = ("plan", "model.py", "--cluster", "cluster.yaml", "-o")
     for name, output in OUTPUTS.items():
         yield Case(kind="command", name=f"-o {name}", argv=(*plan, output))

@@ -106,7 +106,7 @@ LINES = {
 
 RIGHT = {"batch a list of one": MODEL.replace("torch.zeros(8, 16)", "[torch.zeros(8, 16)]")}
 
-MAY_PLAN = {  # with exit 0: an answer as good as an error
+MAY_PLAN = {  # exit 0 is as good an answer as an error
     "batch: integers", "batch: quantized", "batch: a huge batch", "batch: a parameter", "model: 2**31 rows of embeddings",
     "model: 2**62 elements", "model: a scripted one", "forward: sets an attribute", "forward: a thread",
     "forward: changes a parameter", "forward: prints a value", "forward: draws from numpy",
@@ -119,7 +119,7 @@ MAY_PLAN = {  # with exit 0: an answer as good as an error
 
 
 def cases() -> Iterator[Case]:
-    """Every fault of a model file, planned."""
+    """Yield every fault of a model file, planned."""
 
     def case(name: str, text: str) -> Case:
         exits = (0, 2, 3) if name in MAY_PLAN else (2, 3)

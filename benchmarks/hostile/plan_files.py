@@ -17,11 +17,13 @@ VALUES: dict[str, Any] = {
     "an empty list": [], "a mapping": {"x": 1},
 }  # fmt: skip
 
-COMMANDS = (("show",), ("verify",), ("simulate",), ("show", "--code"))
+COMMANDS = (
+    ("show",), ("verify",), ("simulate",), ("show", "--code"), ("show", "--json"), ("report",),
+)  # fmt: skip
 
 
 def cases(plan: Path, count: int, seed: int = 0) -> Iterator[Case]:
-    """Damaged copies of a plan file; ``count`` of them have one entry of a wrong type."""
+    """Yield damaged copies of a plan file; ``count`` of them have one entry of a wrong type."""
     text = plan.read_text()
     data = json.loads(text)
     for name, content in {

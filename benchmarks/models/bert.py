@@ -1,6 +1,6 @@
 """BERT-base from Hugging Face transformers, trained to fill in masked tokens.
 
-``small`` trains on the English text that is shipped beside the benchmarks, word by word.
+``small`` trains on the English text in ``benchmarks/data``, word by word.
 """
 
 import re
@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 TEXT = Path(__file__).resolve().parents[1] / "data" / "prose.txt"
-MASK = 0  # the token that stands in place of a hidden one
+MASK = 0  # the token that replaces a hidden one
 IGNORED = -100  # the label of positions that do not count in the loss
 
 seed = 0
@@ -27,9 +27,9 @@ def build(
     attention_dropout: float = 0.0,
     tied: bool = True,
 ):
-    """``seq`` is the longest sequence that the position embedding has room for.
+    """``seq``: the number of positions of the position embedding.
 
-    ``tied``: the output layer's weight is that of the word embedding.
+    ``tied``: the output layer shares the weight of the word embedding.
     """
     return BertForMaskedLM(
         BertConfig(
@@ -49,7 +49,7 @@ def build(
 
 
 def masked(tokens: torch.Tensor, hide: torch.Tensor):
-    """Hides the tokens where ``hide`` is true; only these have a label. All: (batch, seq)."""
+    """Hide the tokens where ``hide`` is true; only these have a label. All: (batch, seq)."""
     return {
         "input_ids": tokens.masked_fill(hide, MASK),
         "labels": tokens.masked_fill(~hide, IGNORED),
@@ -123,7 +123,7 @@ def small_batch():
 
 
 def small_batches():
-    """Random windows of the text, endlessly, the same ones in every process."""
+    """Yield random windows of the text, endlessly, the same ones in every process."""
     words = re.findall(r"\w+|[^\w\s]", TEXT.read_text(encoding="utf-8").lower())
     index = {word: i for i, word in enumerate(sorted(set(words)), start=1)}  # 0 is MASK
     tokens = torch.tensor([index[word] for word in words])
@@ -136,7 +136,7 @@ def small_batches():
 
 
 def evenly_masked(size: int, seq: int, vocab: int, labels: int):
-    """Each row has as many labels, as BERT was trained: means over rows and over labels agree."""
+    """Give each row the same number of labels: means over rows and over labels then agree."""
     hide = torch.rand(size, seq).argsort(dim=1) < labels
     return masked(torch.randint(1, vocab, (size, seq)), hide)
 

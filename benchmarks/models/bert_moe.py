@@ -1,8 +1,8 @@
 """BERT with a mixture of experts in every second layer, in the einsum form of GShard.
 
 Each expert takes at most ``capacity`` tokens of each sequence, so all shapes are known in
-advance: which token goes to which expert is data, in a dispatch tensor of zeros and ones,
-never a shape or a branch. Tokens that find their expert full pass by it on the residual.
+advance: the assignment of tokens to experts is data, in a dispatch tensor of zeros and ones,
+never a shape or a branch. Tokens of a full expert bypass it on the residual.
 
 Letters: b sequences, s tokens, e experts, c places in an expert, m hidden, f FFN width.
 """
@@ -20,7 +20,7 @@ def one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def top2_gating(logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Chooses two experts per token and a place for it in each.
+    """Choose two experts per token and a place for it in each.
 
     Args:
         logits: (b, s, e), the router's scores.
@@ -28,7 +28,7 @@ def top2_gating(logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         combine: (b, s, e, c), the weight of each place in each token's output. Its non-zeros
-            say where the token goes; the first choices of all tokens are placed before any
+            assign tokens to places; the first choices of all tokens are placed before any
             second choice.
         balance: A scalar, 1 when the experts are evenly used.
     """
@@ -39,7 +39,7 @@ def top2_gating(logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
     gate1, gate2 = (gates * first).sum(-1), (gates * second).sum(-1)  # (b, s)
     total = gate1 + gate2
-    place1 = ((first.cumsum(dim=1) - 1) * first).sum(-1)  # (b, s): how many came before
+    place1 = ((first.cumsum(dim=1) - 1) * first).sum(-1)  # (b, s): number of earlier tokens
     taken = first.sum(dim=1, keepdim=True)  # (b, 1, e)
     place2 = ((second.cumsum(dim=1) - 1 + taken) * second).sum(-1)
 
@@ -135,12 +135,12 @@ class BertMoE(nn.Module):
         self.head = nn.Linear(hidden, vocab)
         self.head.weight = self.word.weight
         self.cross_entropy = nn.CrossEntropyLoss()
-        for module in self.modules():  # as BERT does
+        for module in self.modules():  # like BERT
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Both (b, s); labels are -100 where nothing is asked. Returns a scalar loss."""
+        """Both (b, s); labels are -100 at positions that do not count. Returns a scalar loss."""
         x = self.dropout(self.norm(self.word(input_ids) + self.position))
         balances = []
         for layer in self.layers:
@@ -214,7 +214,7 @@ tiny_dropout_batch = tiny_batch
 
 
 def evenly_masked(size: int, seq: int, vocab: int, labels: int):
-    """Each row has as many labels, as BERT was trained: means over rows and over labels agree."""
+    """Give each row the same number of labels: means over rows and over labels then agree."""
     tokens = torch.randint(1, vocab, (size, seq))
     hide = torch.rand(size, seq).argsort(dim=1) < labels
     return {"input_ids": tokens.masked_fill(hide, 0), "labels": tokens.masked_fill(~hide, -100)}

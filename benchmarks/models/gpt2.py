@@ -1,6 +1,6 @@
-"""GPT-2 (124M) from Hugging Face transformers, trained to say the next token.
+"""GPT-2 (124M) from Hugging Face transformers, trained to predict the next token.
 
-``small`` trains on the English text that is shipped beside the benchmarks, word by word.
+``small`` trains on the English text in ``benchmarks/data``, word by word.
 """
 
 import re
@@ -24,7 +24,7 @@ def build(
     dropout: float = 0.1,
     attention_dropout: float = 0.0,
 ):
-    """``seq`` is the longest sequence that the position embedding has room for."""
+    """``seq``: the number of positions of the position embedding."""
     net = GPT2LMHeadModel(
         GPT2Config(
             n_layer=layers,
@@ -42,7 +42,7 @@ def build(
             use_cache=False,
         )
     )
-    net.loss_type = "ForCausalLM"  # what it assumes anyway, but with a warning in each forward
+    net.loss_type = "ForCausalLM"  # the default, which otherwise warns in each forward
     return net
 
 
@@ -90,7 +90,7 @@ def small_batch():
 
 
 def small_batches():
-    """Random windows of the text, endlessly, the same ones in every process."""
+    """Yield random windows of the text, endlessly, the same ones in every process."""
     words = re.findall(r"\w+|[^\w\s]", TEXT.read_text(encoding="utf-8").lower())
     index = {word: i for i, word in enumerate(sorted(set(words)))}
     tokens = torch.tensor([index[word] for word in words])

@@ -1,7 +1,7 @@
 """Llama from Hugging Face transformers: Llama 2 7B, Llama 3 8B, and tiny ones.
 
 The 7B model has 27 GB of weights in fp32. It can be planned anywhere, since planning allocates
-no weights; to run it takes a cluster with room for it.
+no weights; running it needs a cluster with enough memory.
 """
 
 import torch
@@ -18,7 +18,7 @@ def build(
     seq: int = 2048,
     attention_dropout: float = 0.0,
 ):
-    """``kv_heads``: None has one per query head, as Llama 2 7B does; fewer are shared by groups."""
+    """``kv_heads``: None: one per query head, as in Llama 2 7B; fewer are shared by groups."""
     return LlamaForCausalLM(
         LlamaConfig(
             num_hidden_layers=layers,

@@ -1,6 +1,6 @@
 """A plain multilayer perceptron that learns to reproduce its input.
 
-The smallest complete model file, and the one that shows a loss kept outside of the module:
+The smallest complete model file, and an example of a loss outside of the module:
 ``forward`` returns an output and ``loss(output, batch)`` turns it into a scalar.
 """
 
@@ -49,3 +49,19 @@ def tiny_dropout():
 
 
 tiny_dropout_batch = tiny_batch
+
+
+def small():
+    return build(features=256, hidden=1024, layers=4, dropout=0.0)
+
+
+def small_double():
+    return small().double()
+
+
+def small_double_batch():
+    return inputs(size=192, features=256).double()
+
+
+def small_batch():
+    return inputs(size=192, features=256)

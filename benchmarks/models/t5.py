@@ -1,8 +1,8 @@
-"""T5-base from Hugging Face transformers: an encoder and a decoder that reads all of it.
+"""T5-base from Hugging Face transformers: an encoder, and a decoder whose layers all read it.
 
-One matrix embeds the tokens of both and gives the scores; one table of relative positions
-biases the attention of all the encoder's layers, another that of all the decoder's. These are
-the tensors that every layer reads, which makes the graph wider than that of a plain stack.
+One matrix embeds the tokens of both and produces the scores; one table of relative positions
+biases the attention of all the encoder's layers, another that of all the decoder's. Every layer
+reads these tensors, which makes the graph wider than that of a plain stack.
 """
 
 import torch
@@ -20,7 +20,7 @@ def build(
     vocab: int = 32128,
     dropout: float = 0.1,
 ):
-    """``layers`` in the encoder, and as many in the decoder."""
+    """``layers``: the number of layers in the encoder, and in the decoder."""
     return T5ForConditionalGeneration(
         T5Config(
             num_layers=layers,

@@ -1,4 +1,4 @@
-"""A classifier whose last layer is nearly all of the model: 32k classes over a narrow trunk.
+"""A classifier with most of its weights in the last layer: 32k classes over a narrow trunk.
 
 Its gradient of (classes, hidden) is the product of two factors with one row per sample. With
 few samples it is cheaper to exchange the factors than the product, or to split the classes.

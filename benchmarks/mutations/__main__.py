@@ -1,4 +1,4 @@
-"""Mutate plan files, and check that verification means it.
+"""Mutate plan files, and check that verification rejects wrong ones.
 
     python -m benchmarks.mutations --count 2000
     python -m benchmarks.mutations --count 200 --seed 7 --out mutations.json
@@ -28,7 +28,7 @@ from benchmarks.mutations.trial import Trial, trials
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge the mutants, print the counts; 1 on any violation."""
+    """Judge the mutants and print the counts; return 1 on any violation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

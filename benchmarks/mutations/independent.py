@@ -1,7 +1,7 @@
-"""An independent comparison of a plan with one device: plain PyTorch, and shards cut by the file.
+"""An independent comparison of a plan with one device: plain PyTorch, and shards by the plan file.
 
-It shares no code with :mod:`hap.runtime.verify` and reads where a rank's shards lie from the plan
-file's own data.
+It shares no code with :mod:`hap.runtime.verify` and reads the positions of a rank's shards from the
+plan file's own data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hap.runtime.hap_module import HapModule
 from tests.random_plans import Case
 
 TOLERANCE = 1e-7
-"""Relative to the largest entry of a tensor, or to a thousandth of the largest of its kind."""
+"""Tolerance relative to a tensor's largest entry, or to a thousandth of its kind's largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """One step of a model on one device, from other weights and data than verification's."""
+    """One step of a model on one device, with weights and data unlike verification's."""
 
     model: torch.nn.Module
     batch: Any
@@ -37,7 +37,7 @@ class Expected:
 
 
 def expect(case: Case, seed: int) -> Expected:
-    """Loss, gradients and buffers of one step in float64, in plain PyTorch."""
+    """Return loss, gradients and buffers of one step in float64, in plain PyTorch."""
     generator = torch.Generator().manual_seed(seed)
     model = copy.deepcopy(case.model).double()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def expect(case: Case, seed: int) -> Expected:
 
 
 def first_unequal(plan: Plan, data: Mapping[str, Any], expected: Expected) -> str:
-    """The first of loss, gradients and buffers that differs on some rank; empty if none does."""
+    """Return the first of loss, gradients and buffers that differs on some rank, or nothing."""
 
     def step(comm: Comm) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         module = HapModule(plan, expected.model, comm, torch.device("cpu"), widen=True)
@@ -95,11 +95,11 @@ def _differs(found: Tensor, expected: Tensor, floor: float) -> bool:
     if not expected.numel():
         return False
     scale = max(float(expected.abs().max()), floor, 1e-300)
-    return not float((found - expected).abs().max()) <= TOLERANCE * scale  # also if it is NaN
+    return not float((found - expected).abs().max()) <= TOLERANCE * scale  # true for NaN, too
 
 
 def _part(data: Mapping[str, Any], tensor: str, whole: Tensor, rank: int) -> Tensor:
-    """A rank's shard of an input, by the plan file."""
+    """Return a rank's shard of an input, by the plan file."""
     program, inside = data["program"], data.get("inside")
     placement = program["inputs"][tensor]
     if inside is None:

@@ -35,11 +35,11 @@ class Judgement(NamedTuple):
 
 
 class _TimeUp(BaseException):
-    """No ``Exception``, so that nothing on the way mistakes it for a failure."""
+    """No ``Exception``, so that no handler mistakes it for a failure."""
 
 
 def judge(subject: Subject, data: Data, path: Path, limit_s: float = LIMIT_S) -> Judgement:
-    """The outcome of one mutated plan, within a limit of time."""
+    """Return the outcome of one mutated plan, within a time limit."""
     try:
         with _limited(limit_s):
             return _judged(subject, data, path)

@@ -14,7 +14,7 @@ from hap.ir.placement import LOCAL, Placement, conversion, convertible
 
 Data = dict[str, Any]
 Mutator = Callable[[Data, random.Random], bool]
-"""Changes the data in place; ``False`` if the data holds nothing that it can change."""
+"""Changes the data in place; returns ``False`` if nothing in the data can be changed."""
 
 PLACEMENTS = ("R", "P", "L", "S0", "S1", "S2")
 _OTHER_TYPES: tuple[Any, ...] = (
@@ -23,7 +23,7 @@ _OTHER_TYPES: tuple[Any, ...] = (
 
 
 def mutate(data: Data, kind: str, rng: random.Random) -> Data:
-    """A copy of a plan's data with one mutation, its digests computed again."""
+    """Return a copy of a plan's data with one mutation, its digests computed again."""
     for _ in range(100):
         made = copy.deepcopy(data)
         if MUTATORS[kind](made, rng) and made != data:
@@ -32,7 +32,7 @@ def mutate(data: Data, kind: str, rng: random.Random) -> Data:
 
 
 def applies(data: Data, kind: str) -> bool:
-    """Can the mutator change this plan?"""
+    """Return whether the mutator can change this plan."""
     try:
         mutate(data, kind, random.Random(0))
     except ValueError:
@@ -41,9 +41,9 @@ def applies(data: Data, kind: str) -> bool:
 
 
 def _digested(data: Data) -> Data:
-    """The data with digests that fit, so that a digest catches nothing.
+    """Return the data with fitting digests, so that no digest detects the mutation.
 
-    A graph that cannot be read has no digest; the old one stays.
+    A graph that cannot be read keeps the old digest.
     """
     try:
         data["graph_digest"] = Graph.from_json(data["graph"]).digest
@@ -54,7 +54,7 @@ def _digested(data: Data) -> Data:
 
 
 def _program(data: Data, rng: random.Random) -> Any:
-    """One of the plan's programs: between the machines, or inside."""
+    """Return one of the plan's programs: between the machines, or inside."""
     programs = [data["program"]]
     if "inside" in data:
         programs.append(data["inside"]["program"])
@@ -71,7 +71,7 @@ def _steps(program: Any, kind: str) -> list[Any]:
 
 
 def _placement(data: Data, rng: random.Random) -> bool:
-    """Any placement in a program becomes another."""
+    """Change any placement in a program."""
     program = _program(data, rng)
     places: list[tuple[Any, Any]] = [(program["inputs"], key) for key in program["inputs"]]
     places += [(program["outputs"], k) for k in range(len(program["outputs"]))]
@@ -86,7 +86,7 @@ def _placement(data: Data, rng: random.Random) -> bool:
 
 
 def _rows(data: Data, rng: random.Random) -> bool:
-    """Two computations swap their rows."""
+    """Swap the rows of two computations."""
     steps = _steps(_program(data, rng), "compute")
     one = rng.choice(steps)
     fits = [s for s in steps if [len(x) for x in s[2:4]] == [len(x) for x in one[2:4]]]
@@ -96,7 +96,7 @@ def _rows(data: Data, rng: random.Random) -> bool:
 
 
 def _partial_for_whole(data: Data, rng: random.Random) -> bool:
-    """A conversion is dropped and its source is passed off as its result, as a wrong rule would."""
+    """Drop a conversion and use its source as its result, as a wrong rule would."""
     program = _program(data, rng)
     steps = program["instructions"]
     converts = _steps(program, "convert")
@@ -113,7 +113,7 @@ def _partial_for_whole(data: Data, rng: random.Random) -> bool:
 
 
 def _conversion(data: Data, rng: random.Random) -> bool:
-    """A conversion's implementation, or its bucket, becomes another."""
+    """Change a conversion's implementation, or its bucket."""
     converts = _steps(_program(data, rng), "convert")
     if not converts:
         return False
@@ -133,7 +133,7 @@ def _conversion(data: Data, rng: random.Random) -> bool:
 
 
 def _mask_dropped(data: Data, rng: random.Random) -> bool:
-    """A mask becomes a replica: what one rank adds is added by all."""
+    """Turn a mask into a replica: all ranks add what one rank should."""
     program = _program(data, rng)
     masks = [s for s in _steps(program, "convert") if (s[2], s[3]) == ("R", "P")]
     if not masks:
@@ -147,7 +147,7 @@ def _mask_dropped(data: Data, rng: random.Random) -> bool:
 
 
 def _share(data: Data, rng: random.Random) -> bool:
-    """One rank's share changes, with the sum or without it, or a rank loses its entry."""
+    """Change one rank's share, with or without the sum, or drop a rank's entry."""
     shares = _shares(data, rng)
     if not shares:
         return False
@@ -177,7 +177,7 @@ def _share(data: Data, rng: random.Random) -> bool:
 
 
 def _axis(data: Data, rng: random.Random) -> bool:
-    """A dim's axis or number of units becomes another."""
+    """Change a dim's axis or number of units."""
     axes = _program(data, rng)["axes"]
     if not axes:
         return False
@@ -200,7 +200,7 @@ def _axis(data: Data, rng: random.Random) -> bool:
 
 
 def _drop(data: Data, rng: random.Random) -> bool:
-    """An instruction is missing."""
+    """Drop an instruction."""
     steps = _program(data, rng)["instructions"]
     converts = [k for k, s in enumerate(steps) if s[0] == "convert"]
     del steps[rng.choice(converts if converts and rng.random() < 0.5 else range(len(steps)))]
@@ -208,7 +208,7 @@ def _drop(data: Data, rng: random.Random) -> bool:
 
 
 def _duplicate(data: Data, rng: random.Random) -> bool:
-    """An instruction runs twice."""
+    """Duplicate an instruction."""
     steps = _program(data, rng)["instructions"]
     at = rng.randrange(len(steps))
     steps.insert(rng.randrange(at, min(at + 4, len(steps)) + 1), copy.deepcopy(steps[at]))
@@ -216,7 +216,7 @@ def _duplicate(data: Data, rng: random.Random) -> bool:
 
 
 def _reorder(data: Data, rng: random.Random) -> bool:
-    """Two instructions change places, or one moves."""
+    """Swap two instructions, or move one."""
     steps = _program(data, rng)["instructions"]
     at = rng.randrange(len(steps) - 1)
     if rng.random() < 0.5:
@@ -227,7 +227,7 @@ def _reorder(data: Data, rng: random.Random) -> bool:
 
 
 def _side(data: Data, rng: random.Random) -> bool:
-    """An instruction moves from the forward to the backward, or back."""
+    """Move an instruction from the forward to the backward, or back."""
     step = rng.choice(_program(data, rng)["instructions"])
     at = 5 if step[0] == "convert" else 4
     step[at] = not step[at]
@@ -235,7 +235,7 @@ def _side(data: Data, rng: random.Random) -> bool:
 
 
 def _leaves(data: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
-    """(container, key) of all plain values of some types."""
+    """Return (container, key) of all plain values of some types."""
     found: list[tuple[Any, Any]] = []
     stack = [data]
     while stack:
@@ -250,7 +250,7 @@ def _leaves(data: Any, kinds: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
 
 
 def _part(data: Data, rng: random.Random) -> Any:
-    """A part of the data, the small ones as often as the graph."""
+    """Return a part of the data, small parts as often as the graph."""
     key = rng.choice([k for k, v in data.items() if isinstance(v, dict | list)])
     part = data[key]
     if isinstance(part, dict) and rng.random() < 0.5:
@@ -260,7 +260,7 @@ def _part(data: Data, rng: random.Random) -> Any:
 
 
 def _number(data: Data, rng: random.Random) -> bool:
-    """A number becomes another."""
+    """Change a number."""
     leaves = _leaves(_part(data, rng), (int, float))
     if not leaves:
         return False
@@ -271,7 +271,7 @@ def _number(data: Data, rng: random.Random) -> bool:
 
 
 def _type(data: Data, rng: random.Random) -> bool:
-    """A value becomes one of another type."""
+    """Replace a value by one of another type."""
     part = data if rng.random() < 0.2 else _part(data, rng)
     held = part
     while True:
@@ -287,7 +287,7 @@ def _type(data: Data, rng: random.Random) -> bool:
 
 
 def _name(data: Data, rng: random.Random) -> bool:
-    """A text becomes another text of the same part, or a longer one."""
+    """Replace a text by another text of the same part, or by a longer one."""
     leaves = _leaves(_part(data, rng), str)
     if not leaves:
         return False
@@ -298,7 +298,7 @@ def _name(data: Data, rng: random.Random) -> bool:
 
 
 def _key(data: Data, rng: random.Random) -> bool:
-    """A field is missing, has another name, or there is one more."""
+    """Drop, rename or add a field."""
     held: Any = data
     while rng.random() < 0.7:
         inner = [v for v in (held.values() if isinstance(held, dict) else held)
@@ -325,7 +325,7 @@ def _key(data: Data, rng: random.Random) -> bool:
 
 
 def _swapped_entries(data: Data, rng: random.Random) -> bool:
-    """Two entries of one mapping of a program exchange their values."""
+    """Swap the values of two entries of one mapping of a program."""
     program = _program(data, rng)
     held = program[rng.choice(("inputs", "axes"))]
     if len(held) < 2:

@@ -1,4 +1,4 @@
-"""The models and plans that are mutated."""
+"""Models and plans to mutate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Normed(nn.Module):
 
 
 class Subject(NamedTuple):
-    """A plan as its file's data, with its model and what one device computes."""
+    """A plan as its file's data, with its model and the results of one device."""
 
     name: str
     data: dict[str, Any]
@@ -51,7 +51,7 @@ MODELS = ("mlp", "vgg19", "vit", "normed")
 
 
 def subjects(seeds: int = 3) -> Iterator[Subject]:
-    """Random plans of four models over one mesh axis and over two."""
+    """Yield random plans of four models over one mesh axis and over two."""
     for model in MODELS:
         case, expected = _case(model)
         for seed in range(seeds):

@@ -13,7 +13,7 @@ from benchmarks.mutations.subjects import subjects
 
 
 class Trial(NamedTuple):
-    """One mutated plan; ``number`` and the run's seed draw it again."""
+    """One mutated plan; ``number`` and the run's seed reproduce it."""
 
     number: int
     subject: str
@@ -28,7 +28,7 @@ def trials(
     """Judge ``count`` mutated plans, subjects and kinds of mutation in turn.
 
     Args:
-        path: where a mutated plan file is written.
+        path: the path of the mutated plan files.
         only: judge the mutant of this number alone.
     """
     mutated = list(subjects())

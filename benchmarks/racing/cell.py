@@ -1,6 +1,6 @@
-"""One cell of the race on one rank: all contenders in the same processes, step by step.
+"""Race the contenders of one cell on one rank: all in the same processes, step by step.
 
-A contender that raises on all ranks is dropped and the cell goes on. One that raises on some
+A contender that raises on all ranks is dropped and the cell goes on. A contender that raises on some
 ranks leaves the others in a collective: the cell then ends, and starts again without it.
 """
 
@@ -28,12 +28,12 @@ from hap.capture.model_file import ModelFile
 from hap.runtime.launch import report
 
 TRACED = 2
-"""Steps at the start of each contender whose memory is counted: the first makes the states."""
+"""Traced steps at the start of each contender; the first one allocates the optimizer states."""
 HEAP_BYTES = 2**30
-"""The heap that contenders share has so many before any is made: a new page takes a kernel's
-time, which would be whose step happens to want it."""
+"""Size of the heap that the contenders share, faulted in at the start. Otherwise the kernel's time
+for new pages would count in the step of whichever contender allocates first."""
 SETTLED = 2
-"""Rounds before anything is limited, in which connections are made and their windows grow."""
+"""Rounds without limits, in which connections are made and their windows grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,14 @@ class Task:
     Attributes:
         names: The contenders, in order.
         plans: Plan files by contender.
-        warm_up: Rounds that are not counted.
-        budget_s: No further round begins after so many seconds of rounds, once ``least`` of
+        warm_up: Number of rounds that are not counted.
+        budget_s: Seconds of rounds after which no further round begins, once ``least`` of
             them have been counted.
-        patience_s: How long ranks wait for one that is still building or stepping.
-        sit_out: A contender that has taken more than so many times as long as the fastest, in all
-            rounds so far and one of them counted, takes no further ones; plans do, since their
-            predictions are judged.
-        ticks: Probes that the ranks time before a round; none where no profile tells their speed.
+        patience_s: Seconds that ranks wait for one that is still building or stepping.
+        sit_out: Relative time beyond which a contender sits out: it took more than so many times
+            as long as the fastest in all rounds so far, one of them counted. Plans never sit out,
+            since their predictions are judged.
+        ticks: Probes that the ranks time before a round; empty without a profile.
     """
 
     file: ModelFile
@@ -68,7 +68,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """The most steps of a contender."""
+        """Return the largest possible number of steps of a contender."""
         return TRACED + SETTLED + self.warm_up + self.rounds
 
 
@@ -77,10 +77,10 @@ class Said:
     """A report to the parent.
 
     ``what`` is ``begun`` (a contender is about to be made or to step), ``failed`` (on this
-    rank), ``dropped``, ``built`` (``losses`` of the traced steps, ``peak_bytes`` by rank),
-    ``ready`` (this rank, with its ``pid``: all are built), ``looked`` (``slower``: how many times as
-    long as in the profile the model's work takes now) or ``stepped`` (``losses`` of one, ``seconds``;
-    ``counted`` unless it is warm-up).
+    rank), ``dropped``, ``built`` (with ``losses`` of the traced steps and ``peak_bytes`` by rank),
+    ``ready`` (all are built; with this rank's ``pid``), ``looked`` (with ``slower``: time of the
+    model's work relative to the profile) or ``stepped`` (with ``losses`` and ``seconds`` of one
+    step; ``counted`` unless it is warm-up).
     """
 
     what: str
@@ -96,13 +96,13 @@ class Said:
 
 
 def global_batches(file: ModelFile, count: int) -> list[Any]:
-    """The same batches in every process."""
+    """Return the first ``count`` batches, the same in every process."""
     torch.manual_seed(file.seed + 1)
     return [file.batch() for _ in range(count)]
 
 
 def race_rank(task: Task) -> None:
-    """Make all contenders, then run rounds of one step of each, beginning with another each time."""
+    """Make all contenders, then run rounds of one step each; the first contender rotates."""
     torch.zeros(HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
     course = _Course(task)
     alive: dict[str, Contender] = {}
@@ -113,7 +113,7 @@ def race_rank(task: Task) -> None:
     for number in range(-SETTLED, 0):
         course.round(alive, list(alive), number)
     gc.collect()
-    gc.freeze()  # the collector has all contenders to look through otherwise, in the midst of steps
+    gc.freeze()  # otherwise the collector scans all contenders in the midst of steps
     report(Said(what="ready", pid=os.getpid()))
     begun = time.monotonic()
     rounds: list[dict[str, float]] = []
@@ -129,7 +129,7 @@ def race_rank(task: Task) -> None:
 
 
 def sits_out(rounds: Sequence[Mapping[str, float]], times: float) -> set[str]:
-    """Contenders that took more than ``times`` times as long as the fastest in every round.
+    """Return the contenders that took over ``times`` times as long as the fastest in every round.
 
     Args:
         rounds: Contender -> seconds of its step, by round.
@@ -139,7 +139,7 @@ def sits_out(rounds: Sequence[Mapping[str, float]], times: float) -> set[str]:
 
 
 class _Course:
-    """Agreement among ranks, outside of the contenders' own communication."""
+    """Agreement among ranks, apart from the contenders' own communication."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -149,7 +149,7 @@ class _Course:
         self._batches = global_batches(task.file, task.steps)
 
     def build(self, name: str) -> Contender | None:
-        """Make a contender and take its traced steps; None if it cannot be."""
+        """Make a contender and take its traced steps; return None if either fails."""
         self._say(Said(what="begun", name=name))
         made: list[Contender] = []
         losses: list[float | None] = []
@@ -182,10 +182,10 @@ class _Course:
     def round(
         self, alive: dict[str, Contender], names: Sequence[str], number: int
     ) -> dict[str, float]:
-        """A step of each; who fails is alive no more. Returns name -> seconds.
+        """Run one step of each contender, drop those that fail, and return name -> seconds.
 
         Args:
-            number: 0 is the first round with limits.
+            number: The round; 0 is the first one with limits.
         """
         found: dict[str, float] = {}
         for name in names:
@@ -197,10 +197,10 @@ class _Course:
         return found
 
     def step(self, contender: Contender, name: str, number: int) -> float | None:
-        """Seconds of one step, the same on all ranks; None if it failed on any.
+        """Return the seconds of one step, the same on all ranks; None if it failed on any.
 
-        They count from the moment when all that take it are ready until the last of them has ended.
-        The clock is the machine's, the same in all its processes.
+        They count from the moment when all ranks that take part are ready until the last has ended,
+        by the machine's clock, which all its processes share.
         """
         self._say(Said(what="begun", name=name))
         batch = self._batches[TRACED + SETTLED + number]
@@ -224,7 +224,7 @@ class _Course:
         return seconds
 
     def look(self, number: int) -> None:
-        """How fast the machine is now, before a round."""
+        """Report the machine's current speed, before a round."""
         if not self._task.ticks:
             return
         slower = settled(self._slower)
@@ -234,16 +234,16 @@ class _Course:
         ))  # fmt: skip
 
     def _slower(self) -> float:
-        """As :meth:`Clock.slower`, the middle of all ranks."""
+        """Return the median of :meth:`Clock.slower` over all ranks."""
         dist.barrier(self._control)
         return statistics.median(self._gather(self._clock.slower()))
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         return any(self._gather(flag))
 
     def _guarded(self, name: str, function: Callable[[], Any]) -> Any:
-        """The result, or None on all ranks if any of them raised."""
+        """Return the result, or None on all ranks if any of them raised."""
         result, text = None, ""
         try:
             result = function()

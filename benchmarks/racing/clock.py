@@ -1,8 +1,8 @@
 """Devices' current speed relative to their profile, by kind of work.
 
-A machine that others use as well slows down by kind of work: products, which a core's arithmetic
-limits, more or less than what waits for memory. So what is looked at is a probe of each kind that
-the model spends its time on, and it counts as much as its kind does.
+On a shared machine different kinds of work slow down differently: products, which arithmetic
+limits, more or less than work that memory limits. So each kind has a probe, weighted by the kind's
+part of the model's step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hap.synthesizer.cost.operator_work import node_work
 
 CPU = torch.device("cpu")
 LOOK = Pace(windows=8, window_s=FULL.window_s)
-"""How long a rank looks at each probe."""
+"""Windows of one timing of a probe on a rank."""
 SURPRISE, LOOKS = 0.08, 3
 _LEAST = 0.05
-"""Kinds of work that are less of the step than that are not looked at."""
+"""Smallest part of the step at which a kind of work gets a probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Tick:
     """One of the profiler's probes.
 
     Attributes:
-        name: The probe's.
-        part: Of the step's computing, what is of the probe's kind.
-        seconds: Its time on each rank when the cluster was profiled.
+        name: Name of the probe.
+        part: Part of the step's computing that is of the probe's kind.
+        seconds: Its time on each rank in the profile.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tick:
 
 
 def parts(graph: Graph, device: Device) -> dict[str, float]:
-    """Kind of work -> part of the model's step, as predicted on one device."""
+    """Return kind of work -> part of the model's step, as predicted on one device."""
     seconds: Counter[str] = Counter()
     for node in graph.nodes:
         work = node_work(node, graph)
@@ -57,11 +57,11 @@ def parts(graph: Graph, device: Device) -> dict[str, float]:
 
 
 def ticks(graph: Graph, device: Device, profile: Path) -> tuple[Tick, ...]:
-    """The probes of the kinds of work that take most of a model's step.
+    """Return the probes of the kinds of work that take most of a model's step.
 
     Args:
-        device: The one whose figures say which kinds those are.
-        profile: The cluster file, whose samples lie beside it.
+        device: The device whose figures determine these kinds.
+        profile: The cluster file; its samples are in the same folder.
     """
     records = {r.name: r for r in of_kind(OpRecord, read(Settings(output=str(profile)).samples))}
     found: dict[str, Tick] = {}
@@ -75,13 +75,13 @@ def ticks(graph: Graph, device: Device, profile: Path) -> tuple[Tick, ...]:
 
 
 class Clock:
-    """The probes of one rank, made when they are first looked at."""
+    """The probes of one rank, made at their first use."""
 
     def __init__(self, told: Sequence[Tick], rank: int) -> None:
         self._told = [(tick.name, tick.part, tick.seconds[rank]) for tick in told]
 
     def slower(self) -> float:
-        """Time of the model's kinds of work now, relative to the profile."""
+        """Return the time of the model's kinds of work relative to the profile."""
         ratios = [part * self._seconds(name) / then for name, part, then in self._told]
         return sum(ratios) / sum(part for _, part, _ in self._told)
 
@@ -91,17 +91,18 @@ class Clock:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[Callable[[], object], int]]:
-        """A call of each probe, and how many times its work is in it."""
+        """Return a call of each probe and the number of repetitions in it."""
         arena, known = Arena(CPU), {probe.name: probe for probe in _glances()}
         return {name: (known[name].make(arena), known[name].count) for name, _, _ in self._told}
 
 
 def settled(look: Callable[[], float]) -> float:
-    """The value of a look; if it is a surprise, the median of three: another process may use
-    work on the machine for a second.
+    """Return one measurement, or the median of three if it deviates by more than :data:`SURPRISE`.
+
+    The median ignores other processes that use the machine for a second.
 
     Args:
-        look: Returns the time of the model's work now, relative to the profile.
+        look: Returns the current time of the model's work relative to the profile.
     """
     found = [look()]
     while abs(found[0] - 1) > SURPRISE and len(found) < LOOKS:
@@ -110,5 +111,5 @@ def settled(look: Callable[[], float]) -> float:
 
 
 def _glances() -> list[Probe]:
-    """Probes that are over soon and say all by themselves."""
+    """Return the quick probes that depend on no other probe."""
     return [probe for probe in probes(CPU) if probe.quick and probe.after is None]

@@ -1,4 +1,4 @@
-"""docs/race-results.md and its plot, from the cells of a race."""
+"""Write docs/race-results.md and its plot from the cells of a race."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from hap.units import format_seconds
 PAGE, PLOT = "race-results.md", "race.png"
 
 INTRODUCTION = """\
-# What the race has shown
+# Results of the race
 
-Written by
+These commands write this page:
 
     {command}
     python -m benchmarks.race --write-docs
 
 **Most of the advantage over the best contender comes from leaving slow devices out.** Plans do so in
-{left_out} of {cells} cells, and no contender on this page may. Against the choices that a person would try
-first, raced side by side in a separate check of ten cells (three or four rounds, 32 rows; no command in
-this repository repeats it yet), plans were 1.12x as fast as the best by hand in the geometric mean:
+{left_out} of {cells} cells; the contenders on this page always use all devices. A separate check of ten
+cells raced plans against the choices that a person would try first (three or four rounds, 32 rows; no
+command in this repository repeats it yet). Plans were 1.12x as fast as the best manual choice in the
+geometric mean:
 
 | cell | plan | one fast device, plain eager | DDP on the fast devices |
 |---|---|---|---|
@@ -36,17 +37,17 @@ this repository repeats it yet), plans were 1.12x as fast as the best by hand in
 | vit, bert, vgg19 on `two_sites` | 1.52, 2.12, 1.50 s | 1.49, 1.65, 1.63x | **0.96, 0.91, 0.96x** |
 | vit on `paper` | 2.5 s | **0.91 to 0.96x** | 2.18x |
 
-A figure below 1x is a defeat: the planner tries no smaller number of equal devices, and DDP's reducer
-overlaps better than this runtime does.
+A figure below 1x is a defeat, for two reasons: the planner that was raced tried no smaller number of equal
+devices, and DDP's reducer overlaps better than this runtime.
 
 **Predictions differ from one profile to the next.** The original HAP's plan for gpt2 on `straggler` was
 predicted +4.6, +25.2 and -5.7 % off by three profiles; two profiles of a rank with a small fraction of a
 core differ by up to 20 %. The errors below are of one profile per cluster.
 
 The page has {cells} of the 36 cells, with {counted} counted rounds each. Clusters were raced on different
-days and by different code, as [stated below](#predictions); [the log](LOG.md) says what limited them, and
-[the race](race.md) what is raced, how, and how to read this. [race.jsonl](../benchmarks/data/race.jsonl)
-holds every step.
+days and by different code, as [stated below](#predictions). [The log](LOG.md) describes the limits of these
+runs, and [the race](race.md) the contenders, the procedure and the columns.
+[race.jsonl](../benchmarks/data/race.jsonl) holds every step.
 
 {summary}
 
@@ -56,7 +57,7 @@ holds every step.
 STEPS = """\
 ## Steps on {cluster}
 
-Median step, and how many times as long as ours within a round.
+Median step, and the median ratio to our step in the same round.
 
 {table}
 """
@@ -64,9 +65,9 @@ Median step, and how many times as long as ours within a round.
 PREDICTIONS = """\
 ## Predictions
 
-Predicted over measured, less one: the step, and the peak memory of the fullest rank. *Machine*: duration
-of the probes before a round relative to the profile; and, where devices were held at their speed, the
-ranks' share of a core relative to the profile.
+*Step* and *memory*: predicted over measured, less one, of the step and of the peak memory of the fullest
+rank. *Machine*: duration of the probes before a round relative to the profile; and, where the testbed held
+devices at their speed, the ranks' share of a core relative to the profile.
 
 {clusters}
 
@@ -75,13 +76,13 @@ ranks' share of a core relative to the profile.
 
 
 def write(folder: Path, cells: Sequence[Cell]) -> None:
-    """The page and the plot."""
+    """Write the page and the plot into ``folder``."""
     write_whole(folder / PAGE, [document(cells)])
     tables.plot(folder / PLOT, cells)
 
 
 def document(cells: Sequence[Cell]) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     rounds = [len(e.seconds) for cell in cells for e in cell.entries if e.counts]
     counted = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     parts = [
@@ -98,18 +99,18 @@ def document(cells: Sequence[Cell]) -> str:
 
 
 def _leaving(cells: Sequence[Cell]) -> int:
-    """Number of cells whose plan leaves devices out."""
+    """Return the number of cells whose plan leaves devices out."""
     ours = [cell.entry(OURS) for cell in cells]
     return sum(entry is not None and entry.note.startswith("without") for entry in ours)
 
 
 def _command(cells: Sequence[Cell]) -> str:
-    """That of most cells."""
+    """Return the command with the most frequent options of the cells."""
     return f"python -m benchmarks.race {statistics.mode(cell.options for cell in cells)}".strip()
 
 
 def _steps(cells: Sequence[Cell]) -> str:
-    """Contenders down, models across, and why some are void."""
+    """Return a table, contenders by models, and the reasons of void entries."""
     entries = [(cell, entry) for cell in cells for entry in cell.entries]
     names = dict.fromkeys([OURS, *(e.name for _, e in entries if not e.name.startswith(PLAN))])
     rows = [[name, *(_step(cell, name) for cell in cells)] for name in names if name not in ABSENT]
@@ -129,7 +130,7 @@ def _step(cell: Cell, name: str) -> str:
 
 
 def _clusters(cells: Sequence[Cell]) -> str:
-    """Errors of the predicted steps of each cluster."""
+    """Return a table of the errors of predicted steps, per cluster."""
     rows = []
     for cluster in dict.fromkeys(cell.cluster for cell in cells):
         here = [cell for cell in cells if cell.cluster == cluster]

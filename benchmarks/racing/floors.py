@@ -13,7 +13,7 @@ from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
 SEARCHES = 40
-"""For one part of a cluster, at most."""
+"""Most searches for one part of a cluster."""
 
 COVERS = "all programs over one mesh axis, with any shares, on any of the devices"
 
@@ -21,9 +21,9 @@ COVERS = "all programs over one mesh axis, with any shares, on any of the device
 def fill(
     cell: Cell, graph: Graph, cluster: Cluster, optimizer_states: int, *, proved: bool
 ) -> None:
-    """Write a cell's floors into it; ``cluster`` is the whole one, as it was profiled.
+    """Write a cell's floors into it; ``cluster`` is the whole cluster, as profiled.
 
-    Nothing can be ``proved`` of the space of a plan over two mesh axes.
+    ``proved`` is false for plans over two mesh axes, whose space has no bound.
     """
     cell.arithmetic_s = arithmetic_s(graph, cluster)
     if proved:
@@ -32,7 +32,7 @@ def fill(
 
 
 def arithmetic_s(graph: Graph, cluster: Cluster) -> float:
-    """Seconds of the step's products, were they spread over all devices without any loss."""
+    """Return the seconds of the step's products spread over all devices without any loss."""
     total = 0.0
     for node in graph.nodes:
         work = node_work(node, graph)
@@ -42,12 +42,13 @@ def arithmetic_s(graph: Graph, cluster: Cluster) -> float:
 
 
 def bound_s(graph: Graph, cluster: Cluster, optimizer_states: int) -> float:
-    """Seconds below which no program is predicted, whatever its shares, whoever takes part.
+    """Return a lower bound of the predicted step of all programs, shares and sets of devices.
 
-    A program that some devices have no part in is one of the others, and costs what their links
-    cost. So the least of the bounds of all parts of the cluster (:mod:`hap.synthesizer.bounds.lower_bound`)
-    holds for every program. Most parts need no search: their products alone take longer. Others
-    have up to :data:`SEARCHES` more, by which shares are told apart, while theirs is the least.
+    A program that uses some of the devices is a program of that part, and pays for that part's
+    links. So the least bound of all parts of the cluster
+    (:mod:`hap.synthesizer.bounds.lower_bound`) holds for every program. Most parts need no search:
+    their products alone exceed the least bound. Others get up to :data:`SEARCHES` more searches
+    over boxes of shares, while their bound is the least.
     """
     space = build_space(graph)
     parts = [

@@ -2,7 +2,7 @@
 
 Every block that torch allocates and frees on the thread is an event, so the figure is exact and
 does not depend on malloc. Python, libraries and buffers inside gloo do not count. Overlapping blocks
-of several threads would be missed, so contenders run their steps in one thread meanwhile. The last
+of several threads would be missed, so contenders run their traced steps in one thread. The last
 reference to a tensor may be gloo's: a rank that waited for a collective gives gloo's thread a moment
 to free it.
 """
@@ -29,14 +29,14 @@ class Trace:
 
     @staticmethod
     def mark() -> None:
-        """The peak is that of what follows; what was allocated before in the block counts."""
+        """Reset the peak to the bytes now live; earlier allocations in the block count as live."""
         with record_function(_MARK):
             pass
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[Trace]:
-    """Count from here; what is live already does not count."""
+    """Count allocations within the block; tensors that are live at its start do not count."""
     trace = Trace()
     with _lingering(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield trace
@@ -56,7 +56,7 @@ def traced() -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def _lingering() -> Iterator[None]:
-    """Keep the threads that waited for a collective, and their tensors, for a moment."""
+    """Wait a moment for the threads that waited for a collective to release their tensors."""
     wait = Work.wait
 
     def waited(work: Work, *args: Any, **kwargs: Any) -> Any:

@@ -26,16 +26,16 @@ PAPER_METHOD = "HAP 2024"
 
 
 def ours(spec: str, cluster: Cluster, progress: Progress = lambda text: None) -> Plan:
-    """The plan of ``hap plan`` with default options."""
+    """Return the plan of ``hap plan`` with default options."""
     return api.plan_file(spec, cluster, progress=progress)
 
 
 def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
-    """A baseline of :data:`hap.synthesizer.baselines.METHODS`, by name, as a plan that runs.
+    """Return the plan of a baseline of :data:`hap.synthesizer.baselines.METHODS`, by name.
 
     Raises:
-        InfeasibleError: It does not fit, as predicted.
-        HapError: It cannot run this model.
+        InfeasibleError: The baseline does not fit, as predicted.
+        HapError: The baseline cannot run this model.
     """
     file = load_model_file(spec)
     kind = examine(file.optimizer or default_optimizer)
@@ -52,14 +52,14 @@ def baseline(spec: str, cluster: Cluster, method: str) -> Plan:
 
 
 def graph_of(file: ModelFile) -> Graph:
-    """The model's step on one device."""
+    """Return the model's step on one device."""
     return capture(file.model(), file.batch(), file.loss)
 
 
 def runnable(
     file: ModelFile, optimizer: str, synthesizer: Synthesizer, found: Candidate, program: Program
 ) -> Plan:
-    """A plan of a candidate's program, in any order; its prediction is that of the candidate."""
+    """Return a plan of a candidate's program, in any order, with the candidate's prediction."""
     graph, cluster = synthesizer.space.graph, synthesizer.cluster
     shares = {name: found.shares[name] for name in found.program.used_axes()}
     return Plan(
@@ -74,11 +74,12 @@ def runnable(
 
 
 def kept(path: Path, make: Callable[[], Plan]) -> Plan:
-    """The plan in a file, made and saved if there is none. A plan that cannot be made is told
-    again from a note beside it.
+    """Return the plan in a file; make and save it if there is none.
+
+    A failure is saved in a note next to the file, and raised again from there.
 
     Raises:
-        HapError: It cannot be made.
+        HapError: The plan cannot be made.
     """
     why = path.with_suffix(".void")
     if why.exists():

@@ -1,4 +1,4 @@
-"""The cluster as the profiler measures it inside the testbed."""
+"""Measure a cluster with the profiler inside the testbed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hap.runtime.testbed import Testbed
 
 
 def profiled(bed: Testbed, path: Path, told: Progress, *, quick: bool) -> Cluster:
-    """The cluster file at ``path``, measured now if there is none, or from the samples that an
-    interrupted run has left beside it.
+    """Return the cluster file at ``path``; if there is none, measure it, or complete the samples
+    of an interrupted run.
 
     Raises:
         HapError: A rank died.

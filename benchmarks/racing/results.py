@@ -16,12 +16,12 @@ class Entry:
     """One contender in one cell.
 
     Attributes:
-        void: Why it does not count; empty if it does.
-        seconds: Of its step in each counted round; rounds are those of the whole cell.
-        losses: Of all its steps, from the first on.
-        peak_bytes: By rank: live tensor bytes at the fullest moment of its second step.
-        predicted_s: Of a plan: its step.
-        predicted_bytes: Of a plan: its peak by rank; 0 for a rank that it leaves out.
+        void: The reason why the entry is void; empty if it counts.
+        seconds: Seconds of its step in each counted round; rounds are those of the whole cell.
+        losses: Losses of all its steps, from the first on.
+        peak_bytes: Per rank, peak of live tensor bytes in its second step.
+        predicted_s: Predicted step, of a plan.
+        predicted_bytes: Predicted peak per rank, of a plan; 0 for a rank that it leaves out.
         note: A remark, such as the devices that a plan leaves out.
     """
 
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def spread_s(self) -> float:
-        """Between the first and the third quartile."""
+        """Distance between the first and the third quartile."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -59,13 +59,13 @@ class Cell:
         unlike: Whether the cluster's devices or links differ.
         reference: Losses of one device for the same steps.
         arithmetic_s: Floor of the step: its products at the summed speed of all devices.
-        bound_s: Floor of the step as it is proved, with ``covers`` saying of what; 0 if nothing is.
-        drift: By counted round, how many times as long the model's kinds of work took as in the
-            profile, by the part of a core that ranks had then.
-        pace: By counted round, how many times that part they were given for it.
-        took_s: Of the whole cell.
-        options: Of the race, as far as they change what is measured.
-        code: The commit that raced it, with a + if it was changed; empty if that is not known.
+        bound_s: Proved floor of the step, for the programs that ``covers`` names; 0 if none.
+        drift: Per counted round, time of the model's kinds of work relative to the profile, for
+            the ranks' first share of a core.
+        pace: Per counted round, the ranks' share of a core relative to the first.
+        took_s: Seconds of the whole cell.
+        options: Options of the race that affect the measurements.
+        code: The commit that raced it, with a + if it was changed; empty if unknown.
     """
 
     model: str
@@ -83,12 +83,12 @@ class Cell:
     code: str = ""
 
     def entry(self, name: str) -> Entry | None:
-        """The contender's entry if it counts."""
+        """Return the contender's entry if it counts."""
         return next((e for e in self.entries if e.name == name and e.counts), None)
 
     @property
     def slower(self) -> float:
-        """Time of the devices relative to the profile."""
+        """Median time of the devices relative to the profile."""
         pairs = zip_longest(self.drift, self.pace, fillvalue=1.0)
         return statistics.median([drift / pace for drift, pace in pairs] or [1.0])
 
@@ -98,18 +98,18 @@ class Cell:
 
 
 def append(path: Path, cell: Cell) -> None:
-    """Add a cell to a file of lines."""
+    """Append a cell to a file of lines."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(as_lines([cell]))
 
 
 def as_lines(cells: Sequence[Cell]) -> list[str]:
-    """A line per cell, as :func:`read` reads them."""
+    """Return a line per cell, in the format of :func:`read`."""
     return [json.dumps(asdict(cell)) + "\n" for cell in cells]
 
 
 def read(path: Path) -> list[Cell]:
-    """The cells of a file of lines; of one that was raced again, the last."""
+    """Return the cells of a file of lines; a cell that was raced again counts once, the last."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -122,14 +122,14 @@ def _cell(data: dict[str, Any]) -> Cell:
 
 
 def judge_losses(entry: Entry, reference: Sequence[float], tolerance: float) -> None:
-    """Make an entry void whose losses are not those of one device, to a relative tolerance."""
+    """Make an entry void if its losses differ from one device's by a relative tolerance."""
     for step, (loss, right) in enumerate(zip(entry.losses, reference, strict=False), 1):
-        if not abs(loss - right) <= tolerance * abs(right):  # not a number is wrong, too
+        if not abs(loss - right) <= tolerance * abs(right):  # true for NaN, too
             entry.void = entry.void or f"loss {loss:.6f} in step {step}, one device {right:.6f}"
 
 
 def judge_memory(entry: Entry, memory_bytes: Sequence[int], names: Sequence[str]) -> None:
-    """Make an entry void that held more on some device than the device has."""
+    """Make an entry void if its peak exceeds the memory of some device."""
     for peak, limit, name in zip(entry.peak_bytes, memory_bytes, names, strict=False):
         if peak > limit and not entry.void:
             entry.void = f"out of memory: {peak / 2**20:.0f} of {limit / 2**20:.0f} MiB on {name}"

@@ -19,7 +19,7 @@ Heard = Callable[[Said], None]
 
 
 def reference(file: ModelFile, steps: int) -> list[float]:
-    """The losses of one device, trained plainly in this process."""
+    """Return the losses of plain training on one device, in this process."""
     torch.set_num_threads(1)
     batches = global_batches(file, steps)
     module = as_step(file, built(file), batches[0])
@@ -30,11 +30,11 @@ def reference(file: ModelFile, steps: int) -> list[float]:
 def run_cell(
     bed: Testbed, task: Task, heard: Heard = lambda said: None, *, timeout_s: float | None = None
 ) -> list[Entry]:
-    """The entries of all contenders of a task, in its order.
+    """Return the entries of all contenders of a task, in its order.
 
     A contender that ends the ranks, or leaves them waiting, is void; the cell then starts again
     with the others, and all seconds are from that last start. Speeds are limited once all of
-    them are built, and held in each round to those of the profile that the task knows.
+    them are built, and each round holds them to the profiled speeds of the task.
     """
     void: dict[str, str] = {}
     while names := tuple(name for name in task.names if name not in void):
@@ -51,7 +51,7 @@ def run_cell(
             void[hearing.running] = cause
             continue
         found = hearing.entries
-        for name in hearing.dropped:  # another rank's report may come after that of the first
+        for name in hearing.dropped:  # a later rank's report may follow the first one
             found[name].void = hearing.failed[name]
         return [found.get(name) or Entry(name=name, void=void[name]) for name in task.names]
     return [Entry(name=name, void=why) for name, why in void.items()]
@@ -73,7 +73,7 @@ class _Hearing:
             self._bed.limit(rank, said.pid)
             return
         if said.what == "looked":
-            slower = said.slower * self._bed.pace  # with the part of a core that ranks had at first
+            slower = said.slower * self._bed.pace  # relative to the ranks' first share of a core
             self._bed.hold(slower)
             self._heard(replace(said, slower=slower))
             return
@@ -96,5 +96,5 @@ class _Hearing:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]

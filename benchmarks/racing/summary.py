@@ -1,4 +1,4 @@
-"""The figures of a race: ratios, predictions, distances to the limit. Pure arithmetic."""
+"""Summary figures of a race: speed ratios, prediction errors, distances to the limit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from benchmarks.contenders import EVEN, OURS, PAPER
 from benchmarks.racing.results import Cell, Entry
 
 PLAN = "plan: "
-"""Begins the names of baselines that run as plans."""
+"""Prefix of the names of baselines that run as plans."""
 
 AIM_EVEN = 2.41  # HAP's headline
 
 
 def ratio(other: Entry, ours: Entry) -> float:
-    """Time of the other relative to ours: the median of the ratios within one round."""
+    """Return the median over rounds of the other's step over ours in the same round."""
     pairs = zip(other.seconds, ours.seconds, strict=False)
     return statistics.median(a / b for a, b in pairs)
 
 
 def best_other(cell: Cell) -> Entry | None:
-    """The fastest contender beside ours, the original HAP and baselines run as plans."""
+    """Return the fastest contender except ours, the original HAP and baselines run as plans."""
     others = [
         e for e in cell.entries
         if e.counts and e.name not in (OURS, PAPER) and not e.name.startswith(PLAN)
@@ -32,19 +32,19 @@ def best_other(cell: Cell) -> Entry | None:
 
 
 def prediction_errors(cell: Cell) -> dict[str, float]:
-    """Plan -> predicted over measured step, less one."""
+    """Return plan -> predicted over measured step, less one."""
     return {
         e.name: e.predicted_s / e.median_s - 1 for e in cell.entries if e.counts and e.predicted_s
     }
 
 
 def steady_errors(cell: Cell) -> dict[str, float]:
-    """:func:`prediction_errors` had the devices been as fast as when they were profiled."""
+    """Return :func:`prediction_errors` corrected by the devices' slowdown since the profile."""
     return {name: (error + 1) * cell.slower - 1 for name, error in prediction_errors(cell).items()}
 
 
 def memory_errors(cell: Cell) -> dict[str, float]:
-    """Plan -> predicted over measured peak, less one, of the rank that is predicted fullest."""
+    """Return plan -> predicted over measured peak, less one, of the rank predicted fullest."""
     found = {}
     for e in cell.entries:
         if e.counts and any(e.predicted_bytes):
@@ -58,7 +58,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Spearman's, ties at their mean rank; nan for fewer than two pairs."""
+    """Return Spearman's correlation, ties at their mean rank; nan for fewer than two pairs."""
     if len(xs) < 2 or len(set(xs)) < 2 or len(set(ys)) < 2:
         return math.nan
     return statistics.correlation(_ranks(xs), _ranks(ys))
@@ -72,18 +72,18 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One line of the summary: a figure, what it should be, and over how many cells it is."""
+    """One line of the summary: a figure, its target, and the number of values behind it."""
 
     name: str
     value: float
     aim: str
     met: bool
     cells: int
-    kind: str = "x"  # a ratio, "%" a part, "" a plain number
+    kind: str = "x"  # unit: "x" ratio, "%" percentage, "" plain number
 
 
 def summary(cells: Sequence[Cell]) -> list[Figure]:
-    """All figures that the cells allow; those without a cell are left out."""
+    """Return all figures for which the cells have values."""
     figures: list[Figure] = []
 
     def add(name: str, values: Sequence[float], of: Callable[[Sequence[float]], float], aim: float,
@@ -127,7 +127,7 @@ def summary(cells: Sequence[Cell]) -> list[Figure]:
 
 
 def distance(cell: Cell) -> float | None:
-    """Our measured step over the floor of the cell."""
+    """Return our measured step over the cell's floor."""
     ours = cell.entry(OURS)
     return ours.median_s / cell.limit_s if ours and cell.limit_s else None
 

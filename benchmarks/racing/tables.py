@@ -27,7 +27,7 @@ from hap.units import format_seconds
 
 
 def write(folder: Path, cells: Sequence[Cell]) -> None:
-    """``race.md``, ``race.json`` and, where matplotlib is, ``race.png``."""
+    """Write ``race.md``, ``race.json`` and, if matplotlib is installed, ``race.png``."""
     parts = [summary_text(cells), *(cell_text(cell) for cell in cells)]
     write_whole(folder / "race.md", ["\n\n".join(["# The race", *parts]) + "\n"])
     data = {
@@ -39,7 +39,7 @@ def write(folder: Path, cells: Sequence[Cell]) -> None:
 
 
 def summary_text(cells: Sequence[Cell]) -> str:
-    """The summary's table and, a row per cell, what it is made of."""
+    """Return the summary's table and a table with a row per cell."""
     lines = ["| figure | seen | aim | | over |", "|---|---|---|---|---|"]
     for f in summary(cells):
         lines.append(
@@ -69,20 +69,20 @@ def _drift_lines(cells: Sequence[Cell]) -> list[str]:
     lines = [
         "",
         f"The probes before a round took {drifts[0]:.2f} to {drifts[-1]:.2f} times as long as in the profile. "
-        "Predictions, scaled by the part of it that a larger share of a core did not make up for, are off by "
+        "A larger share of a core made up for a part of this drift. Predictions scaled by the remaining drift are off by "
         f"{statistics.median(errors):.1%} in the median and {max(errors):.1%} at worst.",
     ]
     if held := [cell for cell in known if cell.pace]:
         off = [abs(error) for cell in held for error in prediction_errors(cell).values()]
         lines[-1] += (
-            f" In the {len(held)} cells whose devices were held at their speed, unscaled predictions "
+            f" In the {len(held)} cells whose devices the testbed held at their speed, unscaled predictions "
             f"are off by {statistics.median(off):.1%} and {max(off):.1%}."
         )
     return lines
 
 
 def cell_text(cell: Cell) -> str:
-    """One cell's table: every contender, and why some are void."""
+    """Return one cell's table of all contenders, with the reasons of void entries."""
     ours = cell.entry(OURS)
     steps, peaks = prediction_errors(cell), memory_errors(cell)
     lines = [
@@ -105,7 +105,7 @@ def cell_text(cell: Cell) -> str:
         f"all products at the summed speed of all devices: {format_seconds(cell.arithmetic_s)}"
     ]
     if cell.bound_s:
-        floors.append(f"proved of {cell.covers}: {format_seconds(cell.bound_s)}")
+        floors.append(f"proved for {cell.covers}: {format_seconds(cell.bound_s)}")
     if ours and cell.limit_s:
         which = "the proved one" if cell.bound_s > cell.arithmetic_s else "the products"
         floors.append(f"ours is {distance(cell):.2f}x the larger one, {which}")
@@ -148,7 +148,7 @@ def _peak(entry: Entry) -> str:
 
 
 def plot(path: Path, cells: Sequence[Cell]) -> None:
-    """Median steps over ours, a panel per cluster; bars left of a void entry's name are absent."""
+    """Plot median steps over ours, a panel per cluster; void entries have no bar."""
     try:
         import matplotlib
     except ImportError:  # optional: hap[bench]

@@ -1,7 +1,7 @@
 """Attention and channel dropout as logical operators, run by the best kernel of each device.
 
-A captured graph must not depend on the machine that captured it, and scaled-dot-product
-attention does: its ATen operators name kernels of one device. ``hap::sdpa`` stands for it in
+A captured graph must not depend on the machine that captured it, but the ATen operators of
+scaled-dot-product attention name kernels of one device. ``hap::sdpa`` replaces them in
 the graph, with a backward that reuses the saved log-sum-exp.
 """
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention without dropout.
+    """Compute attention without dropout.
 
     Shapes: ``q`` (B, H, L, D), ``k`` (B, H, M, D), ``v`` (B, H, M, E), ``mask`` broadcasts
     to (B, H, L, M), boolean (True: attend) or added. Returns (B, H, L, E) and the float
@@ -50,7 +50,7 @@ def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``q``, ``k`` and ``v``; ``mask`` gets none."""
+    """Return the gradients of ``q``, ``k`` and ``v``; ``mask`` gets none."""
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = (_fresh(torch.zeros_like(x)) for x in (q, k, v))
         return dq, dk, dv
@@ -97,7 +97,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
 
 
 def _rows(x: Tensor) -> Tensor:
-    # The CPU kernel reads the last dim as if its stride were 1, and says nothing if it isn't.
+    # The CPU kernel assumes a stride of 1 in the last dim, and fails silently otherwise.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -116,7 +116,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 def _fresh(out: Tensor) -> Tensor:
     # The layout that the kernels write and that models undo at once with a transpose. Compiled
-    # code relies on it: strides must be those that are said for fake tensors below.
+    # code relies on it: strides must equal those of the fake tensors below.
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -158,15 +158,15 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Stands in a captured graph for the function of the same name.
+    """Replace the function of the same name in a captured graph.
 
-    Dropout, and a mask that is trained, have no fused kernel that all devices share: those
-    calls are written out, so that the rules see their matmuls and their dropout.
+    Dropout, and a mask that is trained, have no fused kernel on all devices: those
+    calls are decomposed, so that the rules see their matmuls and their dropout.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (_repeat_heads(x, query.shape[-3]) for x in (key, value))
-    if torch.is_autocast_enabled("cpu"):  # as torch's own function is; a custom op isn't
+    if torch.is_autocast_enabled("cpu"):  # torch's own function casts; a custom op doesn't
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (_lowered(x, half) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _lowered(attn_mask, half)
@@ -198,9 +198,9 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 def channel_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Stands in a captured graph for ``dropout1d``, ``dropout2d`` and ``dropout3d`` of a batch.
+    """Replace ``dropout1d``, ``dropout2d`` and ``dropout3d`` of a batch in a captured graph.
 
-    A mask of a number per channel, by the operator that knows the mode at run time.
+    The mask has a number per channel, from the operator that knows the mode at run time.
     """
     if not training:
         return input

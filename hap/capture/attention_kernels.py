@@ -1,9 +1,9 @@
 """Decompositions of torch's attention kernels to the logical operator of :mod:`.attention`. (torch)
 
-``F.scaled_dot_product_attention`` dispatches to a kernel of the device that captures, inside of
-``nn.MultiheadAttention`` too, and a model may call a kernel by its name. In the graph all of them
+``F.scaled_dot_product_attention`` dispatches to a kernel of the capturing device, also inside
+``nn.MultiheadAttention``, and a model may call a kernel by its name. In the graph all of them
 are ``hap::sdpa`` and its backward, which every device runs by its best kernel. A kernel that drops
-weights draws its mask itself, unlike on other devices: such a call keeps its name.
+weights draws its own mask, which differs between devices: such a call keeps its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
     scale: float | None,
 ) -> Any:  # fmt: skip
-    """(result, log-sum-exp), unless weights are dropped."""
+    """Return (result, log-sum-exp), unless weights are dropped."""
     if dropout:
         return NotImplemented
     return torch.ops.hap.sdpa(q, k, v, mask, causal, _scale(q, scale))
@@ -34,7 +34,7 @@ def _gradients(
 ) -> Any:  # fmt: skip
     if dropout:
         return NotImplemented
-    mask = mask if mask is not None and mask.numel() else None  # an absent one may come empty
+    mask = mask if mask is not None and mask.numel() else None  # no mask may come as an empty one
     return torch.ops.hap.sdpa_backward(grad, q, k, v, mask, out, lse, causal, _scale(q, scale))
 
 
@@ -43,7 +43,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _none(q: Tensor) -> Tensor:
-    """In place of a kernel's own notes for its backward, such as the state of its generator."""
+    """Return a substitute for a kernel's backward state, such as that of its generator."""
     return q.new_empty((0,), dtype=torch.int64)
 
 
@@ -58,7 +58,7 @@ def _cpu_backward(  # type: ignore[no-untyped-def]
 
 
 def _noted(q: Tensor, k: Tensor, found: Any) -> Any:
-    """What the flash, cuDNN and overrideable kernels return."""
+    """Return the results of the flash, cuDNN and overrideable kernels."""
     if found is NotImplemented:
         return found
     return (*found, _none(q), _none(q), q.shape[-2], k.shape[-2], *(_none(q) for _ in range(3)))
@@ -134,4 +134,4 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
-"""Kernel -> its decomposition. The ones by matrix products decompose themselves."""
+"""Kernel -> its decomposition. Kernels by matrix products decompose themselves."""

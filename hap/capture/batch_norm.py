@@ -1,12 +1,12 @@
 """Batch norm as logical operators: statistics of the *global* batch, one program for both modes.
 
-ATen's operators count the elements that they are given, which on a rank are some of the batch.
-Here a channel's mean and its squared deviations are sums, which ranks with a part of the batch
-each have a term of, and what normalises is elementwise. After SyncBatchNorm of PyTorch, which
+ATen's operators count their own elements, which on a rank are a part of the batch.
+Here a channel's mean and its squared deviations are sums, of which each rank has a term,
+and the normalisation is elementwise. After SyncBatchNorm of PyTorch, which
 sends the same figures.
 
-The captured program is that of training. :func:`by_mode` chooses the batch's statistics while
-the module trains and the running ones in ``eval()``, when the program runs.
+The captured program is that of training. When the program runs, :func:`by_mode` chooses the
+batch's statistics in training and the running ones in ``eval()``.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor
 
 @torch.library.custom_op("hap::by_mode", mutates_args=())
 def by_mode(training: Tensor, otherwise: Tensor) -> Tensor:
-    """``training`` while the module trains, ``otherwise`` in ``eval()``; called alone: training."""
+    """Return ``training`` in training, ``otherwise`` in ``eval()``; called alone: ``training``."""
     return training.clone()
 
 
 @torch.library.custom_op("hap::in_training", mutates_args=())
 def in_training(x: Tensor) -> Tensor:
-    """``x`` while the module trains, zeros in ``eval()``; called alone: ``x``."""
+    """Return ``x`` in training, zeros in ``eval()``; called alone: ``x``."""
     return x.clone()
 
 
 @torch.library.custom_op("hap::channel_sums", mutates_args=())
 def channel_sums(x: Tensor) -> Tensor:
-    """Sums per channel, of shape (C,), of ``x`` (N, C, ...); float32 of half precision."""
+    """Return sums per channel (C,) of ``x`` (N, C, ...); float32 for half precision."""
     return x.sum(_others(x), dtype=_acc_dtype(x))
 
 
 @torch.library.custom_op("hap::channel_deviations", mutates_args=())
 def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
-    """Sums per channel, of shape (C,), of the squares of ``x - mean``; ``mean`` is (C,)."""
+    """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
     var, own = torch.var_mean(x.to(mean.dtype), _others(x), correction=0)
     return (var + (own - mean).square()) * (x.numel() // x.shape[1])
 
 
 @torch.library.custom_op("hap::normalize", mutates_args=())
 def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``(x - mean) * invstd * weight + bias``, in the dtype of ``x``; all but ``x`` are (C,)."""
+    """Return ``(x - mean) * invstd * weight + bias`` in the dtype of ``x``; the others are (C,)."""
     scale = invstd * weight
     shift = bias - mean * scale
     return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
@@ -52,7 +52,7 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Ten
 
 @torch.library.custom_op("hap::normalize_sums", mutates_args=())
 def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums per channel of ``grad``, and of ``grad`` times the normalised ``x``."""
+    """Return sums per channel of ``grad``, and of ``grad`` times the normalised ``x``."""
     wide = grad.to(mean.dtype)
     centred = x - _per_channel(mean, x)
     return wide.sum(_others(x)), (wide * centred).sum(_others(x)) * invstd
@@ -63,11 +63,11 @@ def normalize_backward(
     grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
     weighted: Tensor, count: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient of ``x`` through its value and the statistics of ``count`` elements.
+    """Return the gradient of ``x`` through its value and the statistics of ``count`` elements.
 
     Args:
-        total, weighted: the sums of :func:`normalize_sums` over the whole batch, or zeros where
-            the statistics are no function of ``x``.
+        total, weighted: the sums of :func:`normalize_sums` over the whole batch, or zeros if
+            the statistics do not depend on ``x``.
     """
     scale = invstd * weight
     slope = -scale * invstd * weighted / count
@@ -124,7 +124,7 @@ def _(grad, x, mean, invstd, weight, total, weighted, count):  # type: ignore[no
 
 
 class _Normalized(torch.autograd.Function):
-    """Normalises by statistics of the batch; its gradient goes through them, too."""
+    """Normalises by statistics of the batch; the gradient passes through them, too."""
 
     @staticmethod
     def forward(
@@ -151,7 +151,7 @@ def batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Stands in a captured graph for the function of the same name."""
+    """Replace the function of the same name in a captured graph."""
     acc = _acc_dtype(input)
     given = running_mean if running_mean is not None else input
     ones = torch.ones(input.shape[1], dtype=acc, device=given.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from hap.capture import torch_private
 from hap.errors import ModelError
 
 
@@ -28,6 +29,69 @@ def check_parameters(module: nn.Module) -> None:
         raise ModelError(
             f"the parameter {wrong!r} is complex", hint="train its real and imaginary parts"
         )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise ``ModelError`` for hooks that the captured graph can't hold.
+
+    Forward hooks, forward pre-hooks, parametrizations, and hooks on tensors inside the forward are
+    traced with the forward.
+    """
+    for name, parameter in module.named_parameters():
+        if kind := torch_private.parameter_hook(parameter):
+            raise ModelError(
+                f"the parameter {name!r} has a hook ({kind}), which the captured step would not run",
+                hint="change the gradient in the forward, by a hook on a tensor computed from the "
+                "parameter or a parametrization; or call hap.compile without the hook, and "
+                "register it on the parameters of the module that it returns",
+            )
+    for path, sub in module.named_modules():
+        where = f"the module {path!r} ({type(sub).__name__})" if path else "the model itself"
+        if kind := torch_private.backward_hook(sub):
+            raise ModelError(
+                f"{where} has a backward hook ({kind}), which the captured step would not run",
+                hint="register a forward hook that calls register_hook on the module's output",
+            )
+        old = torch_private.old_reparametrization(sub)
+        made = [k for k, v in vars(sub).items() if isinstance(v, Tensor) and v.grad_fn is not None]
+        if old or made:
+            reason = old or f"it keeps the tensor {made[0]!r}, computed before the forward"
+            raise ModelError(
+                f"{where} can't be captured: {reason}",
+                hint="compute it in the forward, by torch.nn.utils.parametrizations.weight_norm, "
+                "spectral_norm or a parametrization of your own",
+            )
+    if kind := torch_private.global_hook():
+        raise ModelError(
+            f"a hook on all modules is registered ({kind}), which the captured step would not run",
+            hint="remove it before planning",
+        )
+
+
+def state_of(module: nn.Module) -> dict[str, int]:
+    """The identities of all buffers, and of tensors that are plain attributes, by dotted name."""
+    return {
+        f"{path}.{key}" if path else key: id(value)
+        for path, sub in module.named_modules()
+        for key, value in (*sub._buffers.items(), *vars(sub).items())
+        if isinstance(value, Tensor)
+    }
+
+
+def check_state(before: Mapping[str, int], after: Mapping[str, int], kept: Container[str]) -> None:
+    """Raise ``ModelError`` if the forward replaces a buffer whose value the next step needs.
+
+    Args:
+        before, after: :func:`state_of` the module, before and after a forward.
+        kept: the buffers that a step reads, or that a state dict holds.
+    """
+    for name in before:
+        if name in kept and after.get(name) != before[name]:
+            leaf = name.rpartition(".")[2]
+            raise ModelError(
+                f"the forward replaces the buffer {name!r}, so that its new value would be lost",
+                hint=f"write into the buffer: self.{leaf}.copy_(...), or self.{leaf} += ...",
+            )
 
 
 def check_batch(entries: Mapping[str, Tensor]) -> None:

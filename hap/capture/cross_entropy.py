@@ -1,10 +1,10 @@
 """Cross-entropy as a logical operator, computable from a rank's shard of the classes.
 
-``log_softmax`` needs all classes of a row before it can write one number, so a graph that names
-it can't split them. ``hap::cross_entropy`` stands for the two figures that the loss is made of,
-both of which ranks with some of the classes each can put together: the log-sum-exp of a row, and
-its logit at the target. They are as small as the targets, and so nothing as large as the logits
-but their gradient is written. After Megatron-LM's vocabulary-parallel loss (Shoeybi et al.,
+``log_softmax`` needs all classes of a row for any of its results, so a graph that contains
+it can't split them. ``hap::cross_entropy`` returns the two terms of the loss, both of which
+ranks can combine from their shards of the classes: the log-sum-exp of a row, and
+its logit at the target. They are as small as the targets, so the only tensor as large as the logits
+is their gradient. After Megatron-LM's vocabulary-parallel loss (Shoeybi et al.,
 "Megatron-LM", 2019), with one figure in place of its maximum and sum of exponentials.
 """
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of ``x`` over its last dim, and ``x`` at ``target``, 0 where that is ``skip``.
+    """Return the log-sum-exp of ``x`` over its last dim, and ``x`` at ``target`` (0 at ``skip``).
 
     Shapes: ``x`` (N, ..., C), ``target`` (N, ...) of class numbers, results as ``target``, in
     float32 if ``x`` has half precision.
@@ -31,8 +31,8 @@ def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, T
     acc = _acc_dtype(x)
     lse = torch.empty(target.shape, dtype=acc, device=x.device)
     for rows in _chunks(x):
-        # The fused kernel is twice as fast as an exponential and a sum; its largest result is
-        # the largest logit less what we are after.
+        # The fused kernel is twice as fast as an exponential and a sum; the log-sum-exp is the
+        # largest logit less the kernel's largest result.
         largest = x[rows].amax(-1).to(acc)
         found = largest - torch.log_softmax(x[rows], -1, dtype=acc).amax(-1)
         lse[rows] = torch.where(largest == -math.inf, largest, found)
@@ -45,15 +45,15 @@ def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, T
 def cross_entropy_backward(
     grad_lse: Tensor, grad_picked: Tensor, x: Tensor, target: Tensor, lse: Tensor, skip: int
 ) -> Tensor:
-    """The gradient of ``x``: ``grad_lse * softmax(x)``, and ``grad_picked`` at the targets."""
+    """Return the gradient of ``x``: ``grad_lse * softmax(x)``, plus ``grad_picked`` at targets."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first = x[next(_chunks(x), slice(0))]
     y, seed = (torch.zeros_like(first, dtype=lse.dtype) for _ in range(2))
     for rows in _chunks(x):
-        # ``exp(y) * scale`` by the kernel that does it fastest: the gradient of a log-softmax y
-        # is ``g - exp(y) * sum(g)``, here with all of g in the first column, made anew after.
+        # ``exp(y) * scale`` by the fastest kernel: the gradient of a log-softmax y
+        # is ``g - exp(y) * sum(g)``, here with all of g in the first column, corrected after.
         scale = grad_lse[rows]
-        y, seed = y[: len(scale)], seed[: len(scale)]  # the last may be shorter
+        y, seed = y[: len(scale)], seed[: len(scale)]  # the last chunk may be shorter
         torch.sub(x[rows], lse[rows].unsqueeze(-1), out=y)
         seed[..., 0] = -scale
         if out.dtype == y.dtype:
@@ -63,7 +63,7 @@ def cross_entropy_backward(
         out[rows][..., 0] = y[..., 0].exp() * scale
     skipped = target == skip
     if out.numel():
-        # One entry per row, by index: scatter_add_ would copy all of a half precision.
+        # One entry per row, by index: scatter_add_ would copy a whole half-precision tensor.
         lines, at = out.view(-1, out.shape[-1]), target.masked_fill(skipped, 0).reshape(-1)
         given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).reshape(-1)
         lines[torch.arange(len(lines), device=out.device), at] += given
@@ -71,7 +71,7 @@ def cross_entropy_backward(
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
-    """Slices of the first dim, of about :data:`CHUNK` elements each."""
+    """Yield slices of the first dim, of about :data:`CHUNK` elements each."""
     size = x.shape[0]
     step = max(1, CHUNK.get(x.device.type, CHUNK["cuda"]) * size // max(x.numel(), 1))
     for start in range(0, size, step):
@@ -117,10 +117,10 @@ def cross_entropy(
     size_average: bool | None = None, ignore_index: int = -100, reduce: bool | None = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Stands in a captured graph for the function of the same name.
+    """Replace the function of the same name in a captured graph.
 
-    Targets that are probabilities, and smoothed labels with weights, stay as they are. The mean divides by the count, or the weight, of all the targets that are not
-    ignored, which ranks with a part of the batch each sum up.
+    Targets that are probabilities, and smoothed labels with weights, keep torch's operators. The
+    mean divides by the global count, or weight, of the targets that are not ignored.
     """
     old = size_average is not None or reduce is not None
     if old or (label_smoothing and weight is not None) or target.is_floating_point():
@@ -149,6 +149,6 @@ def cross_entropy(
         loss = losses.sum()
     else:
         loss = losses.sum() / weights.sum()
-    if torch.is_autocast_enabled("cpu"):  # where torch's own loss is in single precision
+    if torch.is_autocast_enabled("cpu"):  # torch's own loss then has single precision
         return loss
     return loss.to(input.dtype)

@@ -1,9 +1,9 @@
 """Decompositions of operators whose merged dims or size arguments would prevent sharding.
 
-A group norm takes the batch, the channels and the pixels as numbers, which a rank's share
-changes; as a layer norm of the groups, its batch and its groups are dims of their own, and either
-can be split. A repetition is an expansion between two views, a strided look at a dense tensor a
-view, and what is filled or copied into a tensor takes its place.
+A group norm takes the sizes of the batch, the channels and the pixels as numbers, which a rank's
+share changes; as a layer norm of the groups, its batch and its groups are separate dims that can
+be split. A repetition becomes an expansion between two views, a strided view of a dense tensor an
+ordinary view, and a tensor that fills another replaces it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
 
 
 def _dense(shape: list[int], stride: list[int]) -> bool:
-    """Are the elements stored one after the other, in order?"""
+    """Return whether the elements are stored contiguously, in order."""
     step = 1
     for size, by in reversed(list(zip(shape, stride, strict=True))):
         if size != 1 and by != step:
@@ -94,7 +94,7 @@ def _dense(shape: list[int], stride: list[int]) -> bool:
 
 
 def _as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
-    """A view, where both sides hold all elements in one order; else not known."""
+    """Return a view if both sides hold all elements in one order; else ``NotImplemented``."""
     whole = math.prod(size) == x.numel() and not offset and x.storage_offset() == 0
     if whole and _dense(list(x.shape), list(x.stride())) and _dense(size, stride):
         return x.view(size)
@@ -104,7 +104,7 @@ def _as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | Non
 def _as_strided_scatter(
     x: Tensor, source: Tensor, size: list[int], stride: list[int], offset: int | None = None
 ) -> Any:
-    """``source``, stored like ``x``: what reads it may take a view for granted."""
+    """Return ``source``, stored like ``x``: its readers may rely on a view."""
     seen = _as_strided(x, size, stride, offset)
     return seen if seen is NotImplemented else source.reshape(x.shape).contiguous()
 

@@ -1,8 +1,8 @@
 """The user's model file: Python functions that return a model, a batch and an optimizer. (torch)
 
 ``path.py`` takes ``model()``; ``path.py:tiny`` takes ``tiny()``, and with it ``tiny_batch``,
-``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... A mistake in the file
-reads as one: every error has the file's line.
+``tiny_loss``, ... where they exist, else ``batch``, ``loss``, ... Every error names
+the line of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from hap.capture import torch_private
 from hap.capture.tracing import AUTOCAST
 from hap.capture.user_optimizer import MakeOptimizer
 from hap.errors import HapError, ModelError, PlanError, Terminated
+from hap.ir.batch import flatten
 from hap.ir.plan import Plan
 
 
@@ -35,18 +37,18 @@ class ModelFile:
     """The contents of a model file.
 
     All the callables but ``loss`` (which is traced) raise :class:`ModelError` with the line in
-    the file, if the user's code raises or returns something else than it should.
+    the file, if the user's code raises or returns a value of a wrong type.
 
     Attributes:
         path: The file, as given.
-        function: Name of the function that is ``model``.
+        function: Name of the function for ``model``.
         model: Makes the ``nn.Module``.
         batch: Makes one global batch: a tensor, a tuple, or a dict.
         loss: ``loss(output, batch)`` -> scalar; None if the forward returns the loss.
         optimizer: Parameters -> ``torch.optim.Optimizer``; see
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: The dtype of automatic mixed precision, or nothing.
-        batches: Makes an iterator over global batches.
+        batches: Makes an iterator over global batches; with an argument ``start``, from that one on.
         seed: Of torch's generators, before anything random is made.
         rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
     """
@@ -58,16 +60,16 @@ class ModelFile:
     loss: Callable[[Any, Any], torch.Tensor] | None
     optimizer: MakeOptimizer | None
     autocast: str
-    batches: Callable[[], Iterator[Any]] | None
+    batches: Callable[..., Iterator[Any]] | None
     seed: int
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
-        return load_model_file, (f"{self.path}:{self.function}",)  # each process loads it anew
+        return load_model_file, (f"{self.path}:{self.function}",)  # each process loads the file
 
 
 def load_model_file(spec: str) -> ModelFile:
-    """Run the file of ``path.py`` or ``path.py:function`` and look up what it defines.
+    """Run the file of ``path.py`` or ``path.py:function`` and look up its definitions.
 
     Raises:
         ModelError: No such file, Python errors in it, or a name missing or of the wrong kind.
@@ -111,7 +113,7 @@ def load_model_file(spec: str) -> ModelFile:
         loss=function(find("loss"), "loss"),
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
         autocast=_autocast(find("autocast"), path),
-        batches=guarded(find("batches"), "batches"),
+        batches=_iterated(function(find("batches"), "batches"), path),
         seed=seed,
         rules={
             op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
@@ -128,7 +130,7 @@ def _is_rule(entry: tuple[object, object]) -> bool:
 
 
 def _autocast(value: Any, path: str) -> str:
-    """``bfloat16`` or ``float16``, given as text or as a dtype; nothing for ``None``."""
+    """Return ``bfloat16`` or ``float16``, given as text or dtype; an empty text for ``None``."""
     name = str(value or "").removeprefix("torch.")
     if name and name not in AUTOCAST:
         raise ModelError(
@@ -138,10 +140,10 @@ def _autocast(value: Any, path: str) -> str:
 
 
 def model_file_of(plan: Plan) -> ModelFile:
-    """The model file that a plan was made from.
+    """Return the model file of a plan.
 
     Raises:
-        PlanError: The plan was made through the Python API, from no file.
+        PlanError: The plan was made through the Python API, without a file.
         ModelError: As :func:`load_model_file`.
     """
     if not plan.source.path:
@@ -168,7 +170,7 @@ def _execute(path: str) -> ModuleType:
     if found is None or found.loader is None:
         raise ModelError("not a Python file", where=path, hint="give a Python file: model.py")
     module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dynamo looks up the globals of the functions that it traces here
+    sys.modules[name] = module  # where dynamo looks up the globals of traced functions
     try:
         with _user_code(path, "the file"):
             found.loader.exec_module(module)
@@ -179,7 +181,7 @@ def _execute(path: str) -> ModuleType:
 
 
 def _guard(function: Callable[..., Any], name: str, returns: type, path: str) -> Any:
-    """``function`` with its errors told by line, and its result checked."""
+    """Return ``function`` with errors that name the line, and with a check of its result."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -194,9 +196,53 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
     return call
 
 
+def _iterated(function: Callable[[], Any] | None, path: str) -> Callable[[], Iterator[Any]] | None:
+    """``batches`` with its errors told by line, and with a check of what it yields."""
+    if function is None:
+        return None
+    made, code = function, getattr(function, "__code__", None)
+    where = f"{path}:{code.co_firstlineno}" if code else path
+
+    @functools.wraps(made)
+    def call() -> Iterator[Any]:
+        with _user_code(path, "batches()"):
+            found = made()
+        if not hasattr(found, "__iter__"):
+            what = f"batches() returned a {type(found).__name__}, not an iterator over batches"
+            raise ModelError(
+                what, where=where, hint="yield global batches, as batch() returns them"
+            )
+        with _user_code(path, "batches()"):
+            entries = iter(found)
+        for number in itertools.count():
+            with _user_code(path, "batches()"):
+                batch = next(entries, _END)
+            if batch is _END and number:
+                return
+            if batch is _END or not _has_tensors(batch):
+                kind = "no batch" if batch is _END else f"a {type(batch).__name__} without tensors"
+                raise ModelError(
+                    f"batches() yields {kind}", where=where,
+                    hint="yield global batches, as batch() returns them; each call starts anew",
+                )  # fmt: skip
+            yield batch
+
+    return call
+
+
+_END = object()
+
+
+def _has_tensors(batch: Any) -> bool:
+    try:
+        return bool(flatten(batch))
+    except ModelError:
+        return False
+
+
 @contextlib.contextmanager
 def _user_code(path: str, what: str) -> Iterator[None]:
-    """Run the file's code as ``python path`` would, with its folder first on ``sys.path``."""
+    """Run the file's code like ``python path``, with its folder first on ``sys.path``."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -215,12 +261,12 @@ def _user_code(path: str, what: str) -> Iterator[None]:
             hint="run the file with python to see the whole traceback, or repeat with -v",
         ) from error
     finally:
-        with contextlib.suppress(ValueError):  # the code may have taken it out itself
+        with contextlib.suppress(ValueError):  # the code may have removed it itself
             sys.path.remove(folder)
 
 
 def _line(error: BaseException, path: str) -> str:
-    """``path:line``, the deepest line of the file in the traceback; a syntax error's own line."""
+    """Return ``path:line``: the deepest line of the file in the traceback, or a syntax error's."""
     file = str(Path(path).resolve())
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{path}:{error.lineno}"
@@ -229,7 +275,7 @@ def _line(error: BaseException, path: str) -> str:
 
 
 def _near(name: str, module: ModuleType) -> str:
-    """Suggest functions of the file with a similar name."""
+    """Return a suggestion of similarly named functions of the file."""
     own = [
         key for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__

@@ -1,9 +1,9 @@
 """Recomputation of activations in the backward instead of saving them.
 
-The forward's operators fall into *regions*. Outputs of a region are kept; values that the backward
-reads from inside are made again, by copies of the operators, right before they are read. That is
+The forward's operators fall into *regions*. Outputs of a region are kept; other values that the
+backward reads are computed again, by copies of the operators, right before they are read. This is
 ``torch.utils.checkpoint`` (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)
-as a rewriting of the graph, so that the search places and prices the copies like all else.
+as a rewriting of the graph, so that the search places and prices the copies like all operators.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ PRODUCTS = frozenset({
     "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default",
     "hap.sdpa.default",
 })  # fmt: skip
-"""Operators of the forward whose arithmetic takes longer than reading what they made."""
+"""Operators of the forward whose arithmetic takes longer than reading their results."""
 
 WAYS = ("cheap", "blocks")
 """Arguments of :func:`chosen`, the least recomputation first."""
 
 
 class Region(NamedTuple):
-    """The region of a node, and whether what the node makes is kept all the same."""
+    """The region of a node, and whether its results are kept all the same."""
 
     number: int
     kept: bool = False
 
 
 def chosen(graph: Graph, way: str) -> dict[str, Region]:
-    """Regions of the forward by the numbered blocks of its modules, such as ``layers.3``.
+    """Return regions of the forward by the numbered blocks of its modules, such as ``layers.3``.
 
-    Of ``blocks``, only what enters a block is kept. Of ``cheap``, so are the results of all
-    products, and what is made again is memory traffic alone.
+    ``blocks`` keeps only the inputs of a block. ``cheap`` also keeps the results of all
+    products, so that recomputation is memory traffic alone.
     """
     numbers: dict[str, int] = {}
     found = {}
@@ -51,10 +51,10 @@ def chosen(graph: Graph, way: str) -> dict[str, Region]:
 
 
 def recomputed(graph: Graph, regions: Mapping[str, Region]) -> Graph:
-    """The graph whose backward makes again what it reads from inside of a region.
+    """Return the graph with a backward that recomputes its inputs from inside of regions.
 
-    Random values are no function of their inputs: a mask is kept, and what was dropped out is
-    made again from it.
+    Random values are no function of their inputs: a dropout's mask is kept, and its result is
+    recomputed from the mask.
 
     Args:
         regions: node -> its region, for some of the forward's nodes.
@@ -66,7 +66,7 @@ def recomputed(graph: Graph, regions: Mapping[str, Region]) -> Graph:
 
 
 class _Copies:
-    """Makes the copies of tensors, and of what they are made of, as they are asked for."""
+    """Makes copies of tensors, and of the tensors that they depend on, on demand."""
 
     def __init__(self, graph: Graph, regions: Mapping[str, Region]) -> None:
         self.tensors = dict(graph.tensors)
@@ -82,7 +82,7 @@ class _Copies:
         }
 
     def _stays_inside(self, node: Node, out: str) -> bool:
-        """Is it read in its own region and the backward alone?"""
+        """Return whether only its own region and the backward read it."""
         if node.op in RANDOM and not self._has_mask(node, out):
             return False
         region = self._regions[node.name]
@@ -95,7 +95,7 @@ class _Copies:
         return node.op == DROPOUT and out == node.outputs[0] and node.outputs[1] is not None
 
     def of(self, name: str, nodes: list[Node]) -> str:
-        """The value that the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
+        """Return the backward's value for ``name``; append new nodes to ``nodes``."""
         if name not in self._inside:
             return name
         if name not in self._made:
@@ -109,7 +109,7 @@ class _Copies:
         return self._made[name]
 
     def _dropped(self, node: Node, inputs: Mapping[str, str]) -> Node:
-        """Dropout by the mask that was kept: the backward's operator says just that."""
+        """Return dropout by the kept mask, which is the operator of dropout's backward."""
         out, mask = node.outputs
         assert out is not None
         assert mask is not None

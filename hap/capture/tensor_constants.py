@@ -1,7 +1,7 @@
 """Tensors that the forward creates from Python data, such as ``torch.tensor([0, 2])``.
 
-``hap::constant`` keeps the numbers in the graph, where a trace would keep a tensor beside it.
-Numbers are kept as Python has them, or as the dtype holds them that was asked for: at double
+``hap::constant`` keeps the numbers in the graph, where a trace would keep a separate tensor.
+Numbers keep Python's precision, or that of the requested dtype: in double
 precision 0.1 is not float32's 0.1.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from hap.errors import ModelError
 
 LARGEST = 1 << 16
-"""Elements of the largest constant that is written into a graph."""
+"""Largest number of elements of a constant in a graph."""
 
 
 @torch.library.custom_op("hap::constant", mutates_args=())
 def _constant(
     values: Sequence[float], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The numbers, in row-major order, as a tensor of ``shape``."""
+    """Return the numbers, in row-major order, as a tensor of ``shape``."""
     return torch.tensor(values, dtype=torch.float64).to(device, dtype).reshape(list(shape))
 
 
@@ -34,9 +34,9 @@ def _(values, shape, *, dtype, device):  # type: ignore[no-untyped-def]
 
 
 def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """Stands in a captured graph for ``torch.tensor``."""
+    """Replace ``torch.tensor`` in a captured graph."""
     shape = _shape(data)
-    if shape is None:  # not numbers alone
+    if shape is None:  # other objects than numbers
         return torch.tensor(data, dtype=dtype, **options)
     numbers = _flat(data)
     if dtype is not None and dtype.is_floating_point:
@@ -58,7 +58,7 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """The number as the dtype that was asked for holds it."""
+    """Return the number rounded to the requested dtype."""
     code = {torch.float32: "f", torch.float16: "e"}.get(dtype, "d")
     rounded: float = struct.unpack(code, struct.pack(code, number))[0]
     return rounded
@@ -73,7 +73,7 @@ def too_large(count: int, where: str = "") -> ModelError:
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
-    """The shape of nested lists of numbers; None if they are none."""
+    """Return the shape of nested lists of numbers; None for other objects."""
     if isinstance(data, bool | int | float):
         return ()
     if not isinstance(data, list | tuple):

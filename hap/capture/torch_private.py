@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Raise ``RuntimeError`` unless ``condition`` is true, without waiting for a GPU to tell."""
+    """Raise ``RuntimeError`` unless ``condition`` is true, without synchronising with a GPU."""
     torch._assert_async(condition, message)
 
 
 def fake_mode() -> Any:
-    """A mode under which tensors have shapes and no data; real tensors may mix in."""
+    """Return a mode in which tensors have shapes and no data; real tensors may mix in."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -38,10 +38,10 @@ def fake_mode() -> Any:
 
 @contextlib.contextmanager
 def building_without_data() -> Iterator[None]:
-    """A fake mode in which a module can change its dtype or device, as in ``Net().bfloat16()``.
+    """Return a fake mode in which a module can change its dtype or device: ``Net().bfloat16()``.
 
-    A module swaps its fake tensors for others then, and torch refuses to swap what has weak
-    references. Those to fake tensors are memos of the mode, which hold for the new ones as well.
+    A module then swaps its fake tensors for others, and torch refuses to swap tensors with weak
+    references. Those to fake tensors are memos of the mode, which also hold for the new tensors.
     """
     swapping: Any = torch.utils
     weakref = swapping.weakref
@@ -55,11 +55,11 @@ def building_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_in_parts() -> Iterator[None]:
-    """Meanwhile ``nn.TransformerEncoder`` and attention do not run as one fused operator.
+    """Prevent ``nn.TransformerEncoder`` and attention from running as one fused operator.
 
-    They do where nothing in them is trained; that operator has no backward, and no parts. Boolean
+    They do so where none of their parameters is trained; that operator has no backward. Boolean
     masks are converted out of place: a mask that is no buffer is a constant of the trace, and
-    what is written into constants is lost.
+    writes into constants are lost.
     """
     before, canonical = torch.backends.mha.get_fastpath_enabled(), F._canonical_mask
 
@@ -78,14 +78,14 @@ def attention_in_parts() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Has ``tensor`` a shape and no data?"""
+    """Return whether ``tensor`` has a shape and no data."""
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that fake tensors raise when Python asks for data that they don't have."""
+    """Return the exceptions of fake tensors when Python asks for data that they lack."""
     from torch._subclasses import fake_tensor
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -97,7 +97,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    """The torch-level graph of ``module(*args)``; parameters stay attributes of the result.
+    """Return the torch-level graph of ``module(*args)``; parameters stay its attributes.
 
     Raises:
         GraphBreak: the Python code depends on tensor data, or can't be traced.
@@ -106,7 +106,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     dynamo.reset()
-    # Libraries hang methods of their own on Logger (warning_once); none changes the program.
+    # Libraries add methods to Logger (warning_once); none changes the program.
     loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
         with (
@@ -124,7 +124,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
 
 @contextlib.contextmanager
 def _autocast_of_any_device() -> Iterator[None]:
-    """While the fakes are traced, which all lie on the CPU, ``autocast("cuda")`` casts them, too."""
+    """Let ``autocast("cuda")`` cast fake tensors too, which are all on the CPU when traced."""
     from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
     original = AutocastModeVariable.__init__
@@ -143,10 +143,10 @@ def _autocast_of_any_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Meanwhile ``torch.compiler.is_compiling()`` is true.
+    """Let ``torch.compiler.is_compiling()`` return true.
 
-    Models that cache tensors outside of themselves, in an ``lru_cache``, ask that before: what
-    is made under fake tensors must not be found by a real forward later.
+    Models check it before they cache tensors globally, as in an ``lru_cache``: a real forward
+    must not find tensors that were made under fake tensors.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -158,10 +158,10 @@ def as_if_compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_hints() -> Iterator[None]:
-    """Two things that modules do for the sake of other ways to run them are passed over.
+    """Skip two steps in which modules prepare for other ways to run them.
 
-    ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask itself
-    says as much. Audio models ask for the gradient of their input, which reaches no parameter, so
+    ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask has the
+    same effect. Audio models ask for the gradient of their input, which reaches no parameter, so
     that reentrant checkpoints run.
     """
     from torch._dynamo.variables import builtin
@@ -193,14 +193,14 @@ def _without_hints() -> Iterator[None]:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that a capture raises when the code can't be one graph."""
+    """Return the exceptions of a capture if the code can't be one graph."""
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException, *data_dependent_errors())
 
 
 class GraphBreak(Exception):
-    """Capture met code that it can't trace; ``line`` is the user's line where known."""
+    """Capture met code that it can't trace; ``line`` is the user's line if known."""
 
     def __init__(self, error: Exception) -> None:
         text = str(error).strip()
@@ -213,7 +213,7 @@ class GraphBreak(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """A joint forward and backward at ATen level and what its ends mean.
+    """A joint forward and backward at ATen level, with the meaning of its inputs and outputs.
 
     ``inputs`` and ``outputs`` are (role, target) in the order of placeholders and results;
     an output without a tensor (the gradient of an unused parameter) is ``None`` in the graph.
@@ -229,7 +229,7 @@ def joint_graph(
     args: tuple[torch.Tensor, ...],
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> Joint:
-    """Forward and backward of a captured module whose single output is the loss."""
+    """Return forward and backward of a captured module with the loss as its only output."""
     from torch._functorch._aot_autograd import descriptors as d
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -252,7 +252,7 @@ def joint_graph(
                 return ("gradient" if role == "parameter" else "unused"), target
             case d.InputMutationAOTOutput():
                 role, target = name(end.mutated_input)
-                # Only the rest of the step sees a value that is written into the batch.
+                # Only the rest of the step sees a value written into the batch.
                 return {"input": "unused"}.get(role, role), target  # a parameter's is refused
         raise AssertionError(f"unknown end of a joint graph: {end!r}")
 
@@ -277,7 +277,7 @@ _UNSPLITTABLE = {
 
 
 def unsplittable(op: Any) -> str:
-    """Why no row can describe an operator, as far as it says so itself; else nothing."""
+    """Return the reason why no row can describe an operator, if its schema has one."""
     if op._schema.is_mutable:
         return "it writes into its inputs"
     if not any("Tensor" in str(r.type) for r in op._schema.returns):
@@ -286,12 +286,12 @@ def unsplittable(op: Any) -> str:
 
 
 def takes_tensor(argument: Any) -> bool:
-    """Is an argument of a schema one tensor that must be given?"""
+    """Return whether an argument of a schema is one required tensor."""
     return str(argument.type) == "Tensor"
 
 
 def plain_example(argument: Any) -> Any:
-    """A value for an argument of a schema that is no tensor: a dim, a factor, a flag."""
+    """Return a value for an argument of a schema that is no tensor: a dim, a factor, a flag."""
     text = str(argument.type)
     if text.startswith("Optional"):
         return None
@@ -300,7 +300,7 @@ def plain_example(argument: Any) -> Any:
 
 
 def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
-    """A requirement of TorchInductor that is missing for a device: (requirement, remedy)."""
+    """Return (requirement, remedy) if TorchInductor lacks a requirement for a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -314,11 +314,11 @@ def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
     return None
 
 
-_compiling = threading.Lock()  # emulated ranks are threads, and inductor keeps state of its own
+_compiling = threading.Lock()  # emulated ranks are threads, and inductor has global state
 
 
 def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list[Any]], Any]:
-    """A graph of operators compiled for inputs of the shapes and strides of ``args``.
+    """Return a graph of operators compiled for the shapes and strides of ``args``.
 
     The compiled function takes the inputs as one list, which it empties to free each in time. So does
     the function that ``aot_module_simplified`` wraps in its ``forward``, whose own arguments
@@ -327,7 +327,7 @@ def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list
     from torch._inductor import compile
 
     with _compiling, torch.no_grad():
-        twin = copy.deepcopy(module)  # inductor rewrites what it is given
+        twin = copy.deepcopy(module)  # inductor rewrites its argument
         compiled: Any = compile(twin, list(args))
     while compiled.__code__.co_name != "forward":
         compiled = compiled.__wrapped__
@@ -336,9 +336,9 @@ def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list
 
 
 class BoxedCode(fx.graph.CodeGen):
-    """A graph's function that takes all inputs but the first as one list, and empties it.
+    """Generates a function that takes all inputs but the first as one list, and empties it.
 
-    The method is not promised to keep its signature; 2.13 passes ``expanded_def`` by keyword.
+    The method's signature is not guaranteed; 2.13 passes ``expanded_def`` by keyword.
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
@@ -349,14 +349,33 @@ class BoxedCode(fx.graph.CodeGen):
 
 
 def keeps_graph() -> bool:
-    """Asked during a backward: may it be run a second time?"""
+    """Return, during a backward, whether it may run a second time."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
-    """The number of the ``torch.utils.checkpoint`` that an operator of a joint graph runs in.
+def in_backward() -> bool:
+    """Is autograd running a backward on this thread?"""
+    return bool(torch._C._current_graph_task_id() != -1)
 
-    With it, whether the checkpoint's own policy says to keep what the operator makes.
+
+def generator_state(like: Any) -> int:
+    """The state of the generator that draws for a tensor, or by default on the CPU, as one number."""
+    cuda = isinstance(like, torch.Tensor) and like.is_cuda
+    state = torch.cuda.get_rng_state(like.device) if cuda else torch.get_rng_state()
+    return hash((cuda, state.numpy().tobytes()))
+
+
+def attention_by_products() -> Any:
+    """Inside, attention is products and a softmax, so that its dropout is an operator of its own."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
+    """Return the number of the ``torch.utils.checkpoint`` of an operator in a joint graph.
+
+    The second result is whether the checkpoint's own policy keeps the operator's results.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -368,12 +387,49 @@ def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
 
 
 class AgreeingGradScaler(torch.amp.GradScaler, ABC):
-    """A gradient scaler whose finding of infinities is told to :meth:`agreed`."""
+    """A gradient scaler that passes its detection of infinities to :meth:`agreed`."""
 
     @abstractmethod
     def agreed(self, found: torch.Tensor) -> torch.Tensor:
-        """More than zero where any rank's ``found`` is."""
+        """Return a value above zero if any rank's ``found`` is."""
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         return {device: self.agreed(value) for device, value in found.items()}
+
+
+def parameter_hook(parameter: torch.Tensor) -> str:
+    """The method that registered a hook on a parameter, or nothing."""
+    if parameter._backward_hooks:
+        return "register_hook"
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return "register_post_accumulate_grad_hook" if after else ""
+
+
+def backward_hook(module: torch.nn.Module) -> str:
+    """The method that registered a backward hook on a module, or nothing."""
+    if module._backward_pre_hooks:
+        return "register_full_backward_pre_hook"
+    return "register_full_backward_hook" if module._backward_hooks else ""
+
+
+def global_hook() -> str:
+    """The function that registered a hook on all modules, or nothing."""
+    from torch.nn.modules import module
+
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    found = next((k for k in kinds if getattr(module, f"_global_{k}_hooks")), "")
+    names = {"backward_pre": "full_backward_pre", "backward": "full_backward"}
+    return found and f"register_module_{names.get(found, found)}_hook"
+
+
+def old_reparametrization(module: torch.nn.Module) -> str:
+    """The deprecated function that reparametrizes a module by a forward pre-hook, or nothing."""
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            name = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+            return f"torch.nn.utils.{name} writes {hook.name!r} before every forward"
+    return ""

@@ -1,7 +1,7 @@
 """Trace an ``nn.Module`` into the graph of one training step, on fake tensors.
 
-Everything runs under fake tensors: no weight is allocated, no kernel called, and nothing of
-the capturing machine's device gets into the graph.
+Everything runs under fake tensors: no weight is allocated, no kernel runs, and the graph does not
+depend on the capturing machine's device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
 from hap.capture.attention_kernels import KERNELS
-from hap.capture.checks import check_batch, check_loss, check_parameters
+from hap.capture.checks import (
+    check_batch,
+    check_hooks,
+    check_loss,
+    check_parameters,
+    check_state,
+    state_of,
+)
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.errors import InputError, ModelError
@@ -37,7 +44,7 @@ Loss = Callable[[Any, Any], TorchTensor]
 
 
 class Step(nn.Module):
-    """The user's module as a function of flat tensors that returns the scalar loss."""
+    """The user's module as a function from flat tensors to the scalar loss."""
 
     def __init__(
         self, module: nn.Module, batch: Batch, loss: Loss | None, autocast: str = ""
@@ -71,16 +78,16 @@ def capture(
     module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = "",
     recompute: str = "",
 ) -> Graph:  # fmt: skip
-    """The joint forward and backward graph of one step on the *global* batch.
+    """Return the joint forward and backward graph of one step on the *global* batch.
 
-    The backward recomputes what ``torch.utils.checkpoint`` runs inside of the module.
+    The backward recomputes the module's parts under ``torch.utils.checkpoint``.
 
     Args:
         module: the user's module, real, on the meta device, or built under fake tensors.
-        batch: the global batch, likewise; only shapes and dtypes are looked at.
+        batch: the global batch, likewise; only shapes and dtypes are read.
         loss: ``loss(output, batch)``, if the module's output is not a loss itself.
         autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
-        recompute: what else is made again in the backward, of :data:`hap.capture.recompute.WAYS`.
+        recompute: further recomputation in the backward, of :data:`hap.capture.recompute.WAYS`.
 
     Raises:
         ModelError: the forward is no scalar loss, or depends on data; the error has the line.
@@ -88,13 +95,19 @@ def capture(
     """
     check_recipe(autocast, recompute)
     check_parameters(module)
+    check_hooks(module)
     check_batch(flatten(batch))
     mode = torch_private.fake_mode()
-    step, tensors = _fake(Step(module, batch, loss, autocast), flatten(batch), mode)
+    whole = Step(module, batch, loss, autocast)
+    step, tensors = _fake(whole, flatten(batch), mode)
+    tried, _ = _fake(whole, flatten(batch), mode)  # a forward may change attributes of the module
+    before = state_of(tried.module)
     with mode, gc_paused(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
-            check_loss(lambda: step(*tensors), _raised_at, skip)
+            check_loss(lambda: tried(*tensors), _raised_at, skip)
+        after = state_of(tried.module)
+        check_state(before, after, module.state_dict(keep_vars=True))
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             _name_logical(traced)
@@ -112,6 +125,9 @@ def capture(
             hint="change it outside of the forward, or make it a buffer",
         )
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
+    check_state(
+        before, after, {i.target for i in graph.role("buffer") if graph.consumers[i.tensor]}
+    )
     if recompute:  # a checkpoint inside of a block adds nothing
         own = chosen(graph, recompute)
         last = max((region.number for region in own.values()), default=-1)
@@ -120,7 +136,7 @@ def capture(
 
 
 def _name_logical(traced: fx.GraphModule) -> None:
-    """Put logical operators in place of torch's functions, also inside of checkpoints."""
+    """Replace torch's functions by logical operators, also inside of checkpoints."""
     for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
         for node in graph.graph.nodes:
             node.target = LOGICAL.get(node.target, node.target)
@@ -136,7 +152,7 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
     F.dropout2d: attention.channel_dropout,
     F.dropout3d: attention.channel_dropout,
 }
-"""Functions of torch that are captured as logical operators."""
+"""Functions of torch -> the logical operators that replace them."""
 
 
 AUTOCAST = ("bfloat16", "float16")
@@ -161,7 +177,7 @@ def _not_one_graph(reason: str, where: str) -> ModelError:
 
 
 def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step, Any]:
-    """A copy of ``step`` and its tensors without data, all of one fake mode, on the CPU."""
+    """Return a copy of ``step`` and its tensors without data, in one fake mode, on the CPU."""
     memo: dict[int, Any] = {}
 
     def fake(t: TorchTensor) -> TorchTensor:
@@ -184,7 +200,7 @@ def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step
     return twin, tuple(fake(t) for t in batch.values())
 
 
-# --- decompositions: where ATen hides a count of local elements, write the count out ---
+# --- decompositions: make local element counts explicit where ATen hides them ---
 
 
 def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -196,7 +212,7 @@ def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
 
 def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """``source``, stored like ``x``: what reads it may take a view for granted."""
+    """Return ``source``, stored like ``x``: its readers may rely on a view."""
     whole = source.to(x.dtype).expand(x.shape)
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
     if order == list(range(x.dim())):
@@ -261,11 +277,11 @@ _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
 def _convert(
     joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
 ) -> tuple[Graph, dict[str, Region]]:
-    """The graph, and the checkpoints that its nodes run in."""
+    """Return the graph, and the checkpoints of its nodes."""
     build = Builder()
     names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
-    regions: dict[str, Region] = {}  # node -> the checkpoint that it runs in
+    regions: dict[str, Region] = {}  # node -> its checkpoint
     inputs = []
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
@@ -323,7 +339,7 @@ def _convert(
             source=_source(node),
             module=_module(node),
         )
-        # A number among the results, the longest of some lengths, is known here.
+        # A number among the results, such as the longest of some lengths, is known here.
         values[node] = refs if many else refs[0]
         if many and any(isinstance(r, int | float) for r in results):
             values[node] = tuple(
@@ -341,7 +357,7 @@ def _convert(
 
 
 def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
-    """The tensor that the trace keeps beside the graph: made in the forward from Python data."""
+    """Return a tensor that the trace keeps outside the graph: made in the forward from data."""
     value = getattr(joint.graph.owning_module, str(node.target))
     if torch_private.is_fake(value) or value.numel() > tensor_constants.LARGEST:
         raise tensor_constants.too_large(value.numel(), _source(node))
@@ -393,7 +409,7 @@ def _line(trace: str) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    """The path of the submodule that called ``node``, or whose backward it belongs to."""
+    """Return the path of the submodule that called ``node`` or its forward operator."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

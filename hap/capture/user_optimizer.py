@@ -19,7 +19,7 @@ NAMED = "named_parameters"
 
 
 def default_optimizer(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of a model whose file has no ``optimizer``."""
+    """Return the default optimizer, for a model file without ``optimizer``."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 
@@ -31,20 +31,20 @@ def make_optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimi
 def _call(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     try:
         wanted = list(inspect.signature(make).parameters)
-    except (TypeError, ValueError):  # a builtin says nothing of its arguments
+    except (TypeError, ValueError):  # a builtin without a signature
         wanted = []
     return make(list(params.items()) if wanted[:1] == [NAMED] else list(params.values()))
 
 
 def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKind:
-    """Take real steps on small parameters, and count what the optimizer keeps.
+    """Take real steps on small parameters, and count the tensors of the optimizer's state.
 
-    The parameters have the names of the module's trained ones and as many dims; without a
-    module there is one of two dims. Those that are cut in two must train like the whole ones.
+    The parameters have the names and numbers of dims of the module's trained ones; without a
+    module there is one of two dims. Parameters cut in two must train like the whole ones.
 
     Raises:
-        ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that looks
-            across a parameter, which on shards it can't.
+        ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that reads
+            whole parameters, which shards do not provide.
     """
     shapes: dict[str, tuple[int, ...]] = {"weight": (4, 6)}
     if module is not None:
@@ -84,7 +84,7 @@ def _trained(
     make: MakeOptimizer, shapes: Mapping[str, tuple[int, ...]], dim: int = 0,
     part: slice = slice(None),
 ) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor]]:  # fmt: skip
-    """Two steps on the part of every parameter along one dim."""
+    """Take two steps on the part of every parameter along one dim."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...]) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _trained(
 def _joins(
     parts: Sequence[Mapping[str, torch.Tensor]], dim: int, whole: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Do the parts along ``dim`` make up the whole?"""
+    """Return whether the parts along ``dim`` form the whole."""
     return all(
         torch.allclose(torch.cat([p[n] for p in parts], dim) if t.dim() else parts[0][n], t,
                        rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The commands of ``hap`` and what they print. May import everything; nothing imports it.
+"""The commands of ``hap`` and their output. May import everything; nothing imports it.
 
 Its modules are loaded on first use, as ``cli.plan_screen``, so that ``hap --help`` is quick.
 """
@@ -9,14 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hap.cli import checkpoint_commands as checkpoint_commands
     from hap.cli import chrome_trace as chrome_trace
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen
     from hap.cli import profiling as profiling
+    from hap.cli import report as report
     from hap.cli import rules_screen as rules_screen
     from hap.cli import simulation as simulation
     from hap.cli import terminal as terminal
     from hap.cli import testbed_command as testbed_command
+    from hap.cli import what_if as what_if
     from hap.cli import worker as worker
 
 

@@ -2,7 +2,7 @@
 
 One process per rank, with a thread per stream and a counter of memory. The format is
 described in "Trace Event Format" (Google, 2016). Times are microseconds in multiples of
-1/8: these have no rounding error, so that viewers see neighbours touch and never overlap.
+1/8, which add without rounding error, so that neighbours touch and never overlap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 
 def trace_text(plan: Plan, run: Schedule, memory: Iterable[Curve]) -> Iterator[str]:
-    """The trace file in pieces, an event a line."""
+    """Yield the trace file in pieces, an event a line."""
     other = {"step_s": run.step_s, "overlap": run.overlap, "graph_digest": plan.graph.digest}
     yield f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n'
     between = ""
@@ -45,7 +45,7 @@ def trace_text(plan: Plan, run: Schedule, memory: Iterable[Curve]) -> Iterator[s
 
 
 def trace_events(plan: Plan, run: Schedule, memory: Iterable[Curve]) -> Iterator[Event]:
-    """Names, then the spans of all ranks in the order of the program, then memory."""
+    """Yield names, then the spans of all ranks in program order, then memory."""
     for rank, device in enumerate(plan.cluster.devices):
         yield _meta(rank, 0, "process_name", name=f"rank {rank}: {device.kind} {device.name}")
         yield _meta(rank, 0, "process_sort_index", sort_index=rank)
@@ -87,7 +87,7 @@ def _span_events(plan: Plan, span: Span) -> Iterator[Event]:
 
 
 def _describe(plan: Plan, span: Span) -> tuple[list[Value], Event]:
-    """The values that a span makes, and what is the same for it on all ranks."""
+    """Return a span's values and the part of its description that all ranks share."""
     if isinstance(span.what, Input):
         value = Value(span.what.tensor, plan.whole[1].inputs[span.what.tensor])
         return [value], {"op": "update", "module": span.what.target}
@@ -107,7 +107,7 @@ def _describe(plan: Plan, span: Span) -> tuple[list[Value], Event]:
 
 
 def _counter_events(rank: int, curve: Curve) -> Iterator[Event]:
-    """Of all values at one instant, the largest and the last."""
+    """Yield the largest and the last of all values at one instant."""
     times = microseconds(curve.times_s)
     edges = [0, *(np.flatnonzero(np.diff(times)) + 1).tolist(), len(times)]
     for first, stop in itertools.pairwise(edges):
@@ -120,5 +120,5 @@ def _counter_events(rank: int, curve: Curve) -> Iterator[Event]:
 
 
 def microseconds(seconds: Any) -> Any:
-    """Seconds as the trace has them: microseconds in multiples of 1/8."""
+    """Return seconds as microseconds in multiples of 1/8."""
     return np.round(np.asarray(seconds) * 8e6) / 8

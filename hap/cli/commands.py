@@ -1,9 +1,10 @@
-"""The command line: ``hap plan``, ``verify``, ``run``, ``show``, ``simulate``, ``profile``,
-``testbed``, ``rules``.
+"""The command line: ``hap plan``, ``verify``, ``run``, ``export``, ``import``, ``show``, ``profile``,
+``simulate``, ``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
-that ``hap --help`` is quick.
+that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
+by ``_command``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import click
 
 import hap
 from hap import cli
+from hap.cli import report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -33,7 +35,7 @@ def main() -> None:
 def _command(
     function: Callable[..., None], group: click.Group = main, name: str | None = None
 ) -> click.Command:
-    """A command of ``group`` that tells errors in two lines; with -v, their traceback too."""
+    """Register a command that prints errors in two lines, and their traceback with -v."""
 
     @functools.wraps(function)
     def told(*, verbose: bool, **given: Any) -> None:
@@ -63,22 +65,24 @@ def _command(
     default=None,
     help="Plan over two mesh axes, between nodes and inside them, or over one.  [default: better]",
 )
-@click.option("--compare", is_flag=True, help="Plan and show every baseline beside the plan.")
-@click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
+@click.option("--compare", is_flag=True, help="Also plan every baseline, and show all of them.")
+@click.option(
+    "--all-devices", is_flag=True, help="Keep all devices, even those that slow the step down."
+)
 @click.option(
     "--engine",
     default="exact",
     show_default=True,
     metavar="[exact|astar|cpsat|bounded]",
-    help="What searches for programs. exact: elimination; what is too entangled for it goes to "
-    "bounded. astar: the search of the HAP paper; it may stop early, and then says how far "
-    "from the cheapest it may be. cpsat: a general solver, to check the other two. bounded: exact "
-    "where its tables fit, else a short astar.",
+    help="The search engine. exact: elimination; graphs that are too entangled for it go to "
+    "bounded. astar: the search of the HAP paper; it may stop early, and then prints its largest "
+    "distance from the optimum. cpsat: a general solver, to check the other two. bounded: exact "
+    "if its tables fit, else a short astar.",
 )
 @click.option(
     "--recompute",
     type=click.Choice(["none", "cheap", "blocks"]),
-    help="What the backward makes again in place of keeping it.  [default: as memory needs it]",
+    help="Activations that the backward recomputes.  [default: none, unless memory requires it]",
 )
 @click.option(
     "--prove",
@@ -90,8 +94,8 @@ def _command(
 @click.option(
     "--strict-rules",
     is_flag=True,
-    help="Refuse operators without a rule instead of finding out by running them how they may be "
-    "split, or replicating them.",
+    help="Refuse operators without a rule, instead of discovering their rules by running them, "
+    "or replicating them.",
 )
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
@@ -127,9 +131,9 @@ _backend = click.option(
     type=click.Choice(["float64", "float32"]),
     default="float64",
     show_default=True,
-    help="What to compute in; float64 tells rounding from mistakes.",
+    help="Precision of the comparison; float64 distinguishes rounding from errors.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of parameters and data.")
+@click.option("--seed", default=0, show_default=True, help="Seed of parameters and data.")
 @_backend
 @click.option(
     "--device",
@@ -154,32 +158,78 @@ def verify(
             f"{verdict.first_bad} is the first tensor that differs from one device's",
             hint="hap show tells what makes it; please report this with the plan file",
         )
-    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}")
+    random = f"; {verdict.random}" if verdict.random else ""
+    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}")
 
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
+@report_command.log_option
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
 @_backend
+@click.option("--checkpoint", metavar="DIR", help="Save checkpoints into this folder.")
+@click.option(
+    "--every", type=click.IntRange(min=1), default=100, show_default=True,
+    help="Steps between two checkpoints; the last step is saved as well.",
+)  # fmt: skip
+@click.option(
+    "--keep", type=click.IntRange(min=1), default=3, show_default=True,
+    help="Number of checkpoints that stay, the newest.",
+)  # fmt: skip
+@click.option(
+    "--resume", default="no", show_default=True, metavar="[auto|no|DIR/step-N]",
+    help="auto: continue from the newest complete checkpoint, if there is one.",
+)  # fmt: skip
 @click.argument("extra", nargs=-1)
 def run(
-    plan_file: str, nproc: int | None, steps: int, backend: str, extra: tuple[str, ...]
-) -> None:
+    plan_file: str, log: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
+    every: int, keep: int, resume: str, extra: tuple[str, ...],
+) -> None:  # fmt: skip
     """Train by PLAN; what follows `--` is sys.argv of the model file.
+
+    --steps counts from the start of training, also when it resumes.
 
     For a cluster of several machines this prints the lines to start there. With --nproc, all
     ranks run on this machine. Under torchrun or srun this process is one rank.
     """
+    report_command.check_log(log, plan_file)
+    job = cli.worker.RunJob(
+        path=plan_file, steps=steps, extra=extra, backend=backend, log=log,
+        checkpoints=cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume),
+    )  # fmt: skip
     if nproc is None and _started_as_rank():
-        cli.worker.run_as_rank(plan_file, steps, extra, backend)
+        cli.worker.run_as_rank(job)
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and len(made.cluster.nodes) > 1:
-        click.echo(cli.worker.machine_lines(made, plan_file, steps, extra, backend))
+        click.echo(cli.worker.machine_lines(made, job))
         return
     with cli.terminal.training_progress(steps) as on_step:
-        cli.worker.run_here(plan_file, nproc or made.world_size, steps, extra, on_step, backend)
+        cli.worker.run_here(job, nproc or made.world_size, on_step)
+
+
+@_command
+@click.argument("checkpoint", metavar="DIR")
+@click.option("--to", required=True, metavar="FOLDER", help="A new folder.")
+def export(checkpoint: str, to: str) -> None:
+    """Write the weights of DIR's newest checkpoint as ordinary safetensors.
+
+    DIR may also be one checkpoint, DIR/step-N. The tensors are whole and have the model's names.
+    """
+    click.echo(cli.checkpoint_commands.export_weights(checkpoint, to))
+
+
+@functools.partial(_command, name="import")
+@click.argument("weights")
+@click.option("--to", required=True, metavar="DIR", help="A folder without checkpoints.")
+def import_(weights: str, to: str) -> None:
+    """Make a checkpoint of WEIGHTS, from which `hap run --resume auto` starts.
+
+    WEIGHTS is a folder of safetensors, as save_pretrained writes it, a safetensors file, or a file
+    that torch.save wrote of a state_dict.
+    """
+    click.echo(cli.checkpoint_commands.import_weights(weights, to))
 
 
 @_command
@@ -188,13 +238,15 @@ def run(
     "--output",
     default="cluster.yaml",
     show_default=True,
-    help="The cluster file; samples are kept beside it.",
+    help="The cluster file; samples are stored in the same folder.",
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine.")
-@click.option("--testbed", metavar="CLUSTER", help="Emulate this cluster here, and measure that.")
+@click.option(
+    "--testbed", metavar="CLUSTER", help="Emulate this cluster, and measure the emulation."
+)
 @click.option("--nodes", metavar="A,A,B,..", help="The machine of each rank, if not by host name.")
 @click.option("--quick", is_flag=True, help="Fewer operators, sizes and repeats.")
-@click.option("--resume", is_flag=True, help="Go on from the samples beside the output.")
+@click.option("--resume", is_flag=True, help="Continue from the stored samples.")
 def profile(
     output: str, nproc: int | None, testbed: str | None, nodes: str | None, quick: bool,
     resume: bool,
@@ -228,13 +280,18 @@ def profile(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--rank", type=click.IntRange(min=0), help="Show what this rank holds.")
+@click.option("--rank", type=click.IntRange(min=0), help="Show the shapes on this rank.")
 @click.option("--code", is_flag=True, help="Show the Python that the rank (or rank 0) runs.")
 @click.option("--forward", "side", flag_value="fwd", help="The forward's instructions only.")
 @click.option("--backward", "side", flag_value="bwd", help="The backward's instructions only.")
-def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the plan's figures as JSON instead.")
+def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json: bool) -> None:
     """Show the program of PLAN, one instruction to a line."""
     made = hap.Plan.load(plan_file)
+    if as_json:
+        figures = cli.report.figures_json.show_json(made)
+        click.echo(json.dumps(figures, indent=1, allow_nan=False))
+        return
     if rank is not None and rank >= made.world_size:
         raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
     if code:
@@ -246,8 +303,8 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None) -> None
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--trace", help="Write the timeline here, for Perfetto or chrome://tracing.")
-@click.option("--in-turn", is_flag=True, help="As if computing waited for each collective.")
+@click.option("--trace", help="Write the timeline to this file, for Perfetto or chrome://tracing.")
+@click.option("--in-turn", is_flag=True, help="Let computing wait for each collective.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
@@ -263,9 +320,13 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
         cli.terminal.emit(cli.simulation.simulation_screen(made))
 
 
+_command(report_command.report)
+_command(what_if_command.what_if, name="what-if")
+
+
 @main.group(no_args_is_help=True)
 def rules() -> None:
-    """The rules that say how operators may be split: list, show and discover them."""
+    """List, show and discover the rules by which operators are split."""
 
 
 @functools.partial(_command, group=rules, name="list")
@@ -288,8 +349,8 @@ def show_rule(op: str, model: str | None) -> None:
 def discover_rule(op: str, model: str | None) -> None:
     """Find the rows of OP by running it on split inputs.
 
-    Each input is replicated, cut along each dim, or a sum of terms; the rows that are kept made
-    up the whole result for all sizes, values and cuts that were tried.
+    Each input is replicated, cut along each dim, or a sum of terms. A row is kept if it gave the
+    whole result for all tried sizes, values and cuts.
     """
     click.echo(cli.rules_screen.discovered_text(op, model))
 
@@ -304,7 +365,7 @@ def discover_rule(op: str, model: str | None) -> None:
     metavar="[scaled|as-written|unlimited]",
     help="Link rates: scaled like the speeds, as the file has them, or no limit (needs no root).",
 )
-@click.option("--clean", is_flag=True, help="Remove what killed testbeds left behind, and stop.")
+@click.option("--clean", is_flag=True, help="Remove the leftovers of killed testbeds, and stop.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def testbed(
     cluster: str | None, cores: float | None, links: str, clean: bool, command: tuple[str, ...]
@@ -323,10 +384,10 @@ def testbed(
 
 
 def _started_as_rank() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Return whether torchrun or srun started this process as one of several."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def _note(text: str) -> None:
-    """Print to stderr text that differs from run to run; stdout is the same for the same inputs."""
+    """Print to stderr text that varies between runs; equal inputs give equal stdout."""
     click.echo(text, err=True)

@@ -1,6 +1,6 @@
 """The screen of ``hap plan``, the listing of ``hap show``, the table of ``hap verify``.
 
-The same plan gives the same screen: nothing here looks at a clock.
+The same plan gives the same screen: nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hap.ir.placement import R
 from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
+from hap.ir.regather import ALIAS
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
-if TYPE_CHECKING:  # it imports torch, which showing a plan does without
+if TYPE_CHECKING:  # it imports torch, which showing a plan does not need
     from hap.runtime.verify import Verdict
 
 _COLLECTIVES = 8
@@ -42,7 +43,7 @@ _ORIGINS = {
 
 
 def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -> RenderableType:
-    """All that a person wants to know of a plan before running it; ``path`` is where it is.
+    """Return the screen of a plan in the file ``path``.
 
     ``compare``: show the alternatives with their communication and memory, in a wider table.
     """
@@ -62,7 +63,7 @@ def plan_screen(plan: Plan, path: str = "plan.json", *, compare: bool = False) -
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan for other programs: every field but graph and program, and the screen's totals."""
+    """Return the plan for other programs: every field but graph and program, and the totals."""
     data = plan.to_json()
     del data["graph"], data["program"]
     # A plan file leaves out defaults; readers of this output need not know them.
@@ -142,7 +143,7 @@ def _parameters(plan: Plan) -> tuple[int, int]:
 
 
 def _undivided(plan: Plan) -> Counter[str]:
-    """Operators that have work, on more than scalars, all of which every rank does."""
+    """Count operators with work on more than scalars that every rank does in full."""
     graph, program = plan.whole
     found: Counter[str] = Counter()
     for step in program.instructions:
@@ -182,7 +183,7 @@ def _axes(axes: Mapping[str, int], shares: Shares, per: str, where: str = "") ->
 
 
 def _devices(plan: Plan) -> RenderableType:
-    """A line per rank; above 16 ranks, a line per alike device with alike figures."""
+    """Return a line per rank; above 16 ranks, a line per group of equal devices and figures."""
     lines: dict[tuple[object, ...], list[int]] = {}
     for rank, r in enumerate(plan.prediction.ranks):
         figures = (
@@ -217,7 +218,7 @@ def _step(plan: Plan) -> RenderableType:
     rows = [("this plan", format_seconds(p.step_s), "1.00x", _split(p))]
     for other in p.alternatives:
         time = (format_seconds(other.step_s), f"{other.step_s / p.step_s:.2f}x")
-        known = time if other.step_s else ("-", "-")  # no such program: the note says why
+        known = time if other.step_s else ("-", "-")  # without a program the note gives the reason
         unfit = ["does not fit the memory"] if other.step_s and not other.fits else []
         note = "; ".join([*([other.note] if other.note else []), *unfit])
         rows.append((other.name, *known, note))
@@ -225,7 +226,7 @@ def _step(plan: Plan) -> RenderableType:
 
 
 def _bounds(plan: Plan) -> Iterator[Text]:
-    """Predicted step, lower bound and gap: one line per proof."""
+    """Yield predicted step, lower bound and gap: one line per proof."""
     p = plan.prediction
     if plan.inside:
         yield Text("lower bound: none is worked out for two mesh axes")
@@ -237,7 +238,7 @@ def _bounds(plan: Plan) -> Iterator[Text]:
 
 
 def _comparison(plan: Plan) -> RenderableType:
-    """Every alternative beside the plan: speedup of the plan over it, traffic, worst peak."""
+    """Return a row per alternative: speedup of the plan over it, traffic, worst peak."""
     p = plan.prediction
     worst = max(rank.peak_bytes for rank in p.ranks)
     moved = sum(c.nbytes for c in p.collectives)
@@ -245,7 +246,7 @@ def _comparison(plan: Plan) -> RenderableType:
     for o in p.alternatives:
         figures = _figures(p.step_s, o.step_s, o.communicate_s, o.communicate_bytes, o.peak_bytes)
         fits = "yes" if o.fits else f"lacks {format_bytes(o.lacking_bytes)}"
-        known = (*figures, fits) if o.step_s else ("-",) * 6  # no such program: the note says why
+        known = (*figures, fits) if o.step_s else ("-",) * 6  # the note gives the reason
         rows.append((o.name, *known))
     head = ("predicted", "step", "plan's gain", "moving", "bytes", "worst peak", "fits")
     notes = table(("", ""), [(o.name, o.note) for o in p.alternatives if o.note])
@@ -266,7 +267,7 @@ def _figures(
 
 
 def _split(p: Prediction) -> str:
-    """Computing and waiting of the busiest rank, and what is communicated beside it or not."""
+    """Return the busiest rank's computing, waiting, and hidden and exposed communication."""
     computing_s = p.step_s - p.communicate_s + p.hidden_s
     text = (
         f"{format_seconds(computing_s)} computing + {format_seconds(p.communicate_s)} communicating"
@@ -275,7 +276,7 @@ def _split(p: Prediction) -> str:
 
 
 def _communication(plan: Plan) -> RenderableType:
-    """The kinds of collectives that take most time; alike ones of several layers are one kind."""
+    """Return the longest kinds of collectives; equal ones of several layers are one kind."""
     kinds: dict[tuple[object, ...], list[Collective]] = {}
     for c in plan.prediction.collectives:
         label = tensor_label(plan, c.tensor)
@@ -305,7 +306,7 @@ def _communication(plan: Plan) -> RenderableType:
 
 
 def tensor_label(plan: Plan, tensor: str) -> str:
-    """A tensor in the words of the model: a parameter, its gradient, or a module's output."""
+    """Name a tensor in the model's terms: a parameter, its gradient, or a module's output."""
     tensor = origin(tensor).tensor
     for i in plan.graph.inputs:
         if i.tensor == tensor:
@@ -315,6 +316,8 @@ def tensor_label(plan: Plan, tensor: str) -> str:
             return f"grad {target}"
     node = plan.graph.producer.get(tensor)
     if node is None or not node.module:
+        if node is not None and node.op == ALIAS:  # a parameter's alias for the backward
+            return f"{tensor_label(plan, node.inputs[0])}, again"
         return tensor
     return f"{node.module} {node.op.split('.')[1]}"
 
@@ -325,7 +328,7 @@ def _next(plan: Plan, path: str) -> RenderableType:
 
 
 def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Iterator[str]:
-    """The instructions as text; with ``rank``, the shapes that this rank makes.
+    """Yield the instructions as text; with ``rank``, the shapes that this rank makes.
 
     Args:
         side: ``fwd`` or ``bwd`` for the instructions of one side alone.
@@ -351,7 +354,7 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
 
 
 def verdict_table(verdict: Verdict) -> RenderableType:
-    """Comparisons with one device, the worst first; the rest is counted."""
+    """Return comparisons with one device, the worst first; the rest is counted."""
     worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
     shown = table(
         ("tensor", "", "relative error", ""),

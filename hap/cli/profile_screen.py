@@ -16,7 +16,7 @@ from hap.units import format_bandwidth, format_bytes, format_flops, format_secon
 
 
 def profile_screen(profile: Profile, path: str) -> RenderableType:
-    """All that a person wants to know of a measured cluster; ``path`` is where it is."""
+    """Return the screen of a measured cluster in the file ``path``."""
     sections = (
         ("Devices", _devices(profile)),
         ("Work that is slower than its traffic, or than products", _efficiencies(profile)),

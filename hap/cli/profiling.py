@@ -1,7 +1,7 @@
 """``hap profile``: all ranks measure, rank 0 fits the figures and writes a cluster file.
 
-Here the packages meet: the profiler measures the runtime's collectives and is given the
-synthesizer's prices of them, whose figures it fits.
+This module joins the packages: the profiler measures the runtime's collectives, and fits the
+figures of the synthesizer's prices.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from hap.runtime.two_level_comm import TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
 
 Progress = Callable[[int, int, str], None]
-"""Called with (records there, records wanted at most, what comes next)."""
+"""Called with (number of records, largest number of records, the next step)."""
 
 _HEAP_BYTES = 64 * 2**20
-"""More than the outputs of an operator: as in a step, they are not in new pages."""
+"""More than the outputs of an operator, which then need no new pages, as in a step."""
 
 Launch = Callable[..., Any]
-"""Called with a rank's function, ``args`` and ``on_report``, as
-:func:`hap.runtime.launch.spawn` is for a given number of ranks."""
+"""Called with a rank's function, ``args`` and ``on_report``, like
+:func:`hap.runtime.launch.spawn` with a given number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +74,10 @@ class Settings:
     """Settings that all ranks receive.
 
     Attributes:
-        output: the cluster file; samples are kept beside it.
+        output: the cluster file; samples are stored in the same folder.
         nodes: the name of each rank's machine; empty: by host name.
-        quick: fewer sizes and fewer windows.
-        resume: keep the samples that are there.
+        quick: use fewer sizes and fewer windows.
+        resume: keep existing samples.
     """
 
     output: str
@@ -92,7 +92,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A measured cluster and what its figures leave unexplained."""
+    """A measured cluster and the residuals of its fit."""
 
     cluster: Cluster
     types: tuple[device_figures.Type, ...]
@@ -106,15 +106,15 @@ def profile(
     launch: Launch | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Profile:
-    """Start ranks, have them measure, and write the cluster file.
+    """Start ranks that measure, and write the cluster file.
 
     Args:
         launch: starts the ranks, such as the ``spawn`` of a testbed; by default they run on
             this machine.
 
     Raises:
-        InputError: the output cannot be written, or the samples there are of other ranks.
-        HapError: a rank died, and which.
+        InputError: the output cannot be written, or existing samples are of other ranks.
+        HapError: a rank died; the message names it.
     """
     check(settings, world_size)
     backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
@@ -124,7 +124,7 @@ def profile(
 
 
 def check(settings: Settings, world_size: int) -> None:
-    """Refuse what would fail after the long work."""
+    """Raise early for errors that would otherwise follow the long work."""
     folder = Path(settings.output).absolute().parent
     if Path(settings.output).is_dir() or not os.access(folder, os.W_OK):
         raise InputError(
@@ -138,7 +138,7 @@ def check(settings: Settings, world_size: int) -> None:
 
 
 def measure_as_rank(settings: Settings, progress: Progress | None = None) -> None:
-    """One rank's part of the measuring; rank 0 keeps the samples.
+    """Measure on this rank; rank 0 stores the samples.
 
     Call it on every rank, inside a process group.
     """
@@ -169,12 +169,12 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
 
 
 def _header(settings: Settings, device: torch.device, rank: int) -> Header:
-    """The header of this run's records, known to all ranks."""
+    """Return the header of this run's records, the same on all ranks."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
     told = gathered_from_all((socket.gethostname(), local_rank, call_timing.kind_name(device)))
     hosts = [host for host, _, _ in told]
     nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])
-    # Emulated machines are one: their ranks share its memory all the same.
+    # Emulated machines share the memory of the real one.
     here = call_timing.memory_bytes(device, hosts.count(hosts[rank]))
     memory = gathered_from_all(here)
     ranks = tuple(
@@ -186,10 +186,10 @@ def _header(settings: Settings, device: torch.device, rank: int) -> Header:
 
 
 def machines(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[str]:
-    """The name of each rank's machine.
+    """Return the name of each rank's machine.
 
-    A host on which several ranks are the first of their machine stands for several: that is how
-    emulated ones look, which share a host's name.
+    If several ranks of a host are the first of their machine, the host stands for several
+    machines: emulated machines share a host's name.
     """
     firsts = Counter(host for host, local in zip(hosts, local_ranks, strict=True) if local == 0)
     seen: Counter[str] = Counter()
@@ -201,7 +201,7 @@ def machines(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[str]:
 
 
 def _known(settings: Settings, header: Header) -> dict[str, Record]:
-    """The records of an earlier run, by key."""
+    """Return the records of an earlier run, by key."""
     if not settings.resume or not settings.samples.exists():
         return {}
     with Journal(settings.samples, header, resume=True) as journal:
@@ -209,7 +209,7 @@ def _known(settings: Settings, header: Header) -> dict[str, Record]:
 
 
 def _shared(known: dict[str, Record] | None) -> dict[str, Record]:
-    """The records of rank 0, on all ranks."""
+    """Return the records of rank 0, on all ranks."""
     box: list[Any] = [known]
     dist.broadcast_object_list(box, src=0)
     found: dict[str, Record] = box[0]
@@ -241,7 +241,7 @@ class _Work:
 
     @property
     def total(self) -> int:
-        """Records at most."""
+        """Return the largest number of records."""
         together = 2 * (self.ranks > 1)
         return (
             len(self.wanted)
@@ -253,7 +253,7 @@ class _Work:
         """Yield the name of each step, and then its record, measured unless it is known."""
         arena = Arena(self.device)
         if self.device.type == "cpu":
-            torch.zeros(_HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
+            torch.zeros(_HEAP_BYTES, dtype=torch.uint8)  # freed, but kept: see keep_memory
         product, product_s = product_probe(self.device).name, [0.0]
         for probe in self.wanted:
             yield probe.name
@@ -281,7 +281,7 @@ class _Work:
         return lambda: lane.wait(pending)
 
     def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
-        dist.barrier()  # side by side, as a step is computed
+        dist.barrier()  # all ranks at the same time, as in a step
         call = probe.make(arena)
         if probe.after is None:
             seconds = call_timing.seconds_per_call(call, self.device, self.pace)
@@ -294,7 +294,7 @@ class _Work:
 
 
 def _rings(flat: ProcessGroupComm, header: Header) -> list[collective_bench.Ring]:
-    """All ranks; and the ranks of each machine, if there are several machines of several."""
+    """Return all ranks, and each machine's ranks if several machines have several."""
     nodes = [r.node for r in header.ranks]
     order = list(dict.fromkeys(nodes))
     groups = tuple(tuple(r for r, node in enumerate(nodes) if node == name) for name in order)
@@ -310,7 +310,7 @@ def _rings(flat: ProcessGroupComm, header: Header) -> list[collective_bench.Ring
 
 
 def _counts(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Ranks of each machine; empty if those of some machine are not consecutive."""
+    """Return ranks of each machine; empty if some machine's ranks are not consecutive."""
     runs = [k for k, node in enumerate(nodes) if k == 0 or nodes[k - 1] != node]
     if len(runs) != len(set(nodes)):
         return ()
@@ -318,11 +318,11 @@ def _counts(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 def conclude(settings: Settings) -> Profile:
-    """Fit the samples that are kept beside the output, and write it.
+    """Fit the stored samples, and write the cluster file.
 
     Raises:
         InputError: the samples cannot be read.
-        HapError: what would be written does not load as it was meant.
+        HapError: the written text does not load as the same cluster.
     """
     header, *records = list(read(settings.samples))
     if not isinstance(header, Header):
@@ -340,7 +340,7 @@ def conclude(settings: Settings) -> Profile:
 
 
 def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
-    """The cluster that explains the records best."""
+    """Return the cluster that explains the records best."""
     kinds = device_figures.types(header.ranks, of_kind(OpRecord, records), header.date)
     nodes = [r.node for r in header.ranks]
     of_rank = {rank: kind.device for kind in kinds for rank in kind.ranks}
@@ -365,7 +365,7 @@ def _named(device: Device, node: str, place: int) -> Device:
 
 
 def price(cluster: Cluster, record: ExchangeRecord) -> float:
-    """Seconds of a record's collective by the synthesizer's prices; the slowest group counts."""
+    """Return the synthesizer's price of a record's collective; the slowest group counts."""
     found = 0.0
     for group in record.groups:
         network = _network(cluster, group)
@@ -389,7 +389,7 @@ def _network(cluster: Cluster, group: tuple[int, ...]) -> NetworkModel:
 
 
 def run_as_rank(settings: Settings, progress: Progress) -> Profile | None:
-    """One rank of several that torchrun or srun started; the result is rank 0's."""
+    """Measure as one of the ranks of torchrun or srun; return the result on rank 0."""
     world = init_from_env()
     check(settings, world.size)
     measure_as_rank(settings, progress)

@@ -13,7 +13,7 @@ from hap.synthesizer.rules import RULES, Call, Row
 
 
 def known() -> Iterator[str]:
-    """The operators that have a rule, by the mathematical reason that its module is named after."""
+    """Yield the operators with a rule, by the mathematical reason that names their module."""
     reasons: dict[str, list[str]] = {}
     for op, rule in RULES.items():
         reasons.setdefault(rule.__module__.rpartition(".")[2], []).append(op)
@@ -23,10 +23,10 @@ def known() -> Iterator[str]:
 
 
 def rows_text(op: str, model: str | None = None) -> str:
-    """The rows that the table gives to calls of an operator.
+    """Return the rows of the table for calls of an operator.
 
     Raises:
-        UnsupportedOpError: it has no rule, or no arguments are known that it takes.
+        UnsupportedOpError: it has no rule, or no valid arguments are known.
     """
     op = full_name(op)
     if op not in RULES:
@@ -37,7 +37,7 @@ def rows_text(op: str, model: str | None = None) -> str:
 
 
 def discovered_text(op: str, model: str | None = None) -> str:
-    """The rows that are found for calls of an operator, on what evidence, and what to do next."""
+    """Return the discovered rows of an operator's calls, the evidence, and the next steps."""
     op = full_name(op)
     calls = _calls(op, model)
     found = [discovered(call) for call in calls]
@@ -81,7 +81,7 @@ def _rows(rows: Sequence[Row], *, blocks: bool = True) -> list[str]:
 
 
 def _next(op: str, found: Sequence[Discovery], model: str | None) -> str:
-    """How to plan with what was found, and how to keep it."""
+    """Return advice: how to plan with the discovered rows, and how to store them."""
     lines = dict.fromkeys(line for f in found for line in f.lines[1:])
     written = "".join(f'\n        "{line}",' for line in lines)
     return (

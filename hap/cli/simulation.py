@@ -1,6 +1,6 @@
 """``hap simulate``: the simulated step of a plan as a screen, JSON or a trace file.
 
-Nothing here looks at a clock or needs torch: the same plan gives the same screen and trace.
+Nothing here reads a clock or needs torch: the same plan gives the same screen and trace.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hap.files import write_whole
 from hap.ir.graph import Input
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
+from hap.plan_rows import check_rows
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
@@ -46,11 +47,12 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
     """Simulate one training step.
 
     Args:
-        overlap: collectives run beside computing, as the runtime has them; else in turn.
+        overlap: collectives overlap computing, as in the runtime; else they run in turn.
 
     Raises:
-        PlanError: the plan names no number of optimizer states, or an unknown implementation.
+        PlanError: the plan lacks the number of optimizer states, or has an unknown implementation.
     """
+    check_rows(plan)
     cost = plan_costs(plan)
     try:
         run = schedule(*plan.whole, cost, overlap=overlap)
@@ -63,7 +65,7 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
 
 
 def plan_costs(plan: Plan) -> CostModel:
-    """The prices under a plan's shares, of all that its program does."""
+    """Return the cost model under a plan's shares."""
     machine, states = Machine(plan.cluster), plan.optimizer.states
     if plan.mesh is None or plan.inside is None:
         axes = plan.program.own_axes()
@@ -74,10 +76,10 @@ def plan_costs(plan: Plan) -> CostModel:
 
 
 def write_trace(made: Simulation, path: str) -> None:
-    """Write the trace file, whole or not at all; :mod:`hap.cli.chrome_trace` says what it holds.
+    """Write the trace file atomically; see :mod:`hap.cli.chrome_trace` for its format.
 
     Raises:
-        InputError: it cannot be written there.
+        InputError: the file cannot be written.
     """
     try:
         if Path(path).is_dir():
@@ -92,7 +94,7 @@ def write_trace(made: Simulation, path: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """One rank's step; :class:`hap.synthesizer.schedule.event_simulator.Usage` says what the times are.
+    """One rank's step; :class:`hap.synthesizer.schedule.event_simulator.Usage` defines the times.
 
     ``peak_at`` names the instruction that allocates when memory is fullest.
     """
@@ -113,7 +115,7 @@ class RankUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """Alike work of several layers together; its time is the sum of each one's slowest rank."""
+    """Similar work of several layers; its time is the sum of each one's slowest rank."""
 
     of: str
     op: str
@@ -142,7 +144,7 @@ def rank_uses(made: Simulation) -> list[RankUse]:
 
 
 def longest(made: Simulation) -> list[Longest]:
-    """The work that takes most time, by the module that it is of."""
+    """Return the work that takes most time, by module."""
     found: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
     for span in made.run.spans:
         of, op = _who(made.plan, span.what)
@@ -159,7 +161,7 @@ def longest(made: Simulation) -> list[Longest]:
 
 
 def _who(plan: Plan, what: Sequence[Instruction] | Input) -> tuple[str, str]:
-    """(module, parameter or tensor; operator) for people."""
+    """Return (module, parameter or tensor; operator) for people."""
     if isinstance(what, Input):
         return what.target, "update"
     step = what[0]
@@ -179,7 +181,7 @@ def _instruction(plan: Plan, at: int) -> str:
 
 
 def simulation_json(made: Simulation) -> dict[str, Any]:
-    """The simulation for other programs: all that the screen shows."""
+    """Return the contents of the screen for other programs."""
     return {
         "step_s": made.run.step_s,
         "overlap": made.run.overlap,
@@ -189,7 +191,7 @@ def simulation_json(made: Simulation) -> dict[str, Any]:
 
 
 def simulation_screen(made: Simulation) -> RenderableType:
-    """How each rank spends the step, when its memory is fullest, and what takes most time."""
+    """Return each rank's times, its peak memory, and the longest work."""
     how = (
         "communication beside computing"
         if made.run.overlap
@@ -208,7 +210,7 @@ def simulation_screen(made: Simulation) -> RenderableType:
 
 
 def _time(seconds: float) -> str:
-    return format_seconds(round(seconds, 9))  # less is rounding
+    return format_seconds(round(seconds, 9))  # smaller amounts are rounding errors
 
 
 def _times(made: Simulation) -> RenderableType:
@@ -231,7 +233,7 @@ def _memory(made: Simulation) -> RenderableType:
 
 
 def _by_rank(plan: Plan, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """A line per rank; above 16 ranks, a line per alike device with alike figures."""
+    """Return a line per rank; above 16 ranks, a line per group of equal devices and figures."""
     lines: dict[tuple[object, tuple[str, ...]], list[int]] = {}
     for rank, cells in enumerate(rows):
         device = plan.cluster.devices[rank]

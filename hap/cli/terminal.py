@@ -16,7 +16,7 @@ from rich.text import Text
 from hap.units import format_seconds
 
 MANY_RANKS = 16
-"""Above this many ranks, alike ones share a line."""
+"""Above this number of ranks, equal ones share a line."""
 
 _WIDTH = 100
 
@@ -25,12 +25,12 @@ OnStep = Callable[[int, float, float], None]
 
 
 def console() -> Console:
-    """Where reports go: as wide as the terminal, or 100 columns without colour."""
+    """Return the console for reports: as wide as the terminal, or 100 columns without colour."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def emit(screen: RenderableType) -> None:
-    """Print to stdout, without the blanks with which rich fills its lines."""
+    """Print to stdout, without the blanks that rich appends to lines."""
     out = console()
     with out.capture() as text:
         out.print(screen)
@@ -40,7 +40,7 @@ def emit(screen: RenderableType) -> None:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()
 ) -> Table:
-    """Aligned columns without lines. Cells are plain text: ``[0]`` in a name is no markup."""
+    """Return aligned columns without lines. Cells are plain text: ``[0]`` in a name is no markup."""
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(head))
     for at, title in enumerate(head):
         side = "right" if at in right else "left"
@@ -51,7 +51,7 @@ def table(
 
 
 def no_repeats(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows whose first cell is left empty where it repeats the one above."""
+    """Return rows in which a repeated first cell is empty."""
     before = ["", *(row[0] for row in rows)]
     return [
         ("", *row[1:]) if row[0] == above else row for above, row in zip(before, rows, strict=False)
@@ -59,12 +59,12 @@ def no_repeats(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def pattern(name: str) -> str:
-    """``layer.3.mlp out`` -> ``layer.*.mlp out``: what alike layers have in common; ``fc1`` stays."""
+    """``layer.3.mlp out`` -> ``layer.*.mlp out``, for similar layers; ``fc1`` stays."""
     return re.sub(r"(?<![A-Za-z\d])\d+", "*", name)
 
 
 def alike(names: Sequence[str]) -> list[str]:
-    """Names that differ by numbers alone as one: ``layer.* heads (12x)``; others as they are."""
+    """Merge names that differ only by numbers: ``layer.* heads (12x)``; keep the others."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
@@ -77,7 +77,7 @@ def alike(names: Sequence[str]) -> list[str]:
 
 
 def runs(counts: Sequence[int], world_size: int) -> str:
-    """``96 96 32 32``; for many ranks as runs, ``8x32 24x10``: 8 ranks with 32 each, and so on."""
+    """Return ``96 96 32 32``; for many ranks runs, ``8x32 24x10``: 8 ranks with 32 each, ..."""
     if world_size <= MANY_RANKS:
         return " ".join(map(str, counts))
     return " ".join(f"{len(list(run))}x{count}" for count, run in groupby(counts))
@@ -93,14 +93,14 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _bar(out: Console) -> Progress:
-    """A progress bar: count, total, elapsed time, and a text."""
+    """Return a progress bar: count, total, elapsed time, and a text."""
     at = TextColumn("{task.fields[at]}")
     return Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), at, console=out)
 
 
 @contextlib.contextmanager
 def training_progress(steps: int) -> Iterator[OnStep]:
-    """Shows the loss and time of steps as they come: a bar on a terminal, else a line each."""
+    """Show the loss and time of each step: a bar on a terminal, else a line each."""
     out = console()
     if not out.is_terminal:
         yield lambda step, loss, seconds: print(step_line(step, loss, seconds), flush=True)
@@ -118,7 +118,7 @@ def step_line(step: int, loss: float, seconds: float) -> str:
 
 @contextlib.contextmanager
 def profiling_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Shows how far measuring has come: a bar on a terminal, else a line for every tenth."""
+    """Show the progress of measuring: a bar on a terminal, else a line for every tenth."""
     out = console()
     if not out.is_terminal:
         told = -1

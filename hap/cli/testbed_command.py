@@ -21,12 +21,12 @@ __all__ = ["clean", "emulate", "profile", "profile_hosts"]
 
 
 def emulate(cluster: str, cores: float | None, links: str, command: Sequence[str]) -> int:
-    """Bring up a cluster's hosts, show them, and run a command on each, if there is one.
+    """Start a cluster's hosts, show them, and run a command on each, if there is one.
 
     Args:
         cluster: As for :func:`hap.cluster.cluster_file.load_cluster`.
-        cores: For all ranks together; None for all that there are.
-        links: As for :class:`Testbed`; ``-`` may stand for a blank.
+        cores: Cores of all ranks together; None for all cores of the machine.
+        links: As for :class:`Testbed`; ``-`` may replace a blank.
         command: The program and its arguments; may be empty.
 
     Returns:
@@ -45,13 +45,13 @@ def emulate(cluster: str, cores: float | None, links: str, command: Sequence[str
 
 
 def profile(cluster: str, settings: Settings, progress: Progress) -> Profile:
-    """Emulate a cluster, show its hosts, and have them measured.
+    """Emulate a cluster, show its hosts, and measure them.
 
     Args:
         cluster: As for :func:`hap.cluster.cluster_file.load_cluster`.
 
     Raises:
-        HapError: Links cannot be limited here, or a rank died.
+        HapError: Links cannot be limited on this machine, or a rank died.
     """
     with Testbed(load_cluster(cluster)) as bed:
         emit(screen(bed))
@@ -59,7 +59,7 @@ def profile(cluster: str, settings: Settings, progress: Progress) -> Profile:
 
 
 def profile_hosts(bed: Testbed, settings: Settings, progress: Progress) -> Profile:
-    """Have the hosts of a testbed measured, which are on the nodes of its cluster's file.
+    """Measure the hosts of a testbed; their nodes are those of its cluster file.
 
     Raises:
         HapError: A rank died.
@@ -69,7 +69,7 @@ def profile_hosts(bed: Testbed, settings: Settings, progress: Progress) -> Profi
 
 
 def screen(bed: Testbed) -> RenderableType:
-    """The hosts as a table, then what is not as in the file."""
+    """Return the hosts as a table, then the deviations from the file."""
     slower = "as fast as in the file" if bed.scale == 1 else f"{1 / bed.scale:.4g} times slower"
     lines = [f"{bed.cluster.name}: {len(bed.hosts)} emulated hosts, {slower}"]
     rows = [_row(host) for host in bed.hosts]

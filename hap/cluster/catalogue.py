@@ -24,32 +24,32 @@ class Entry:
     """One kind of device."""
 
     device: Device  # a pattern: named after its kind, in no node; figures are effective
-    link: Link  # between two of them in one machine
+    link: Link  # between two such devices in one machine
     peak: Mapping[str, float]  # the vendor's: per dtype, and memory_bandwidth; empty for the cpu
 
 
 def find(name: str) -> Entry | None:
-    """The entry of that name or alias; case, spaces, ``-`` and ``_`` do not matter."""
+    """Return the entry of a name or alias; case, spaces, ``-`` and ``_`` do not matter."""
     kind = _names().get(_key(name))
     return None if kind is None else catalogue()[kind]
 
 
 def nearest(name: str) -> str | None:
-    """The known name that looks most like an unknown one."""
+    """Return the known name most similar to an unknown one."""
     match = get_close_matches(_key(name), _names(), n=1, cutoff=0.5)
     return _names()[match[0]] if match else None
 
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """All the entries, by kind."""
+    """Return all entries by kind."""
     raw = _data()["gpus"]
     fitted = {kind: _rates(entry.get("fitted", {})) for kind, entry in raw.items()}
     return {kind: build(kind, fitted) for kind in raw}
 
 
 def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
-    """One entry, given the fitted figures of all kinds (a fit starts from none of its own)."""
+    """Return one entry, given the fitted figures of all kinds (a fit starts without its own)."""
     raw, typical = _data()["gpus"][kind], _data()["typical"]
     rates = _rates(raw.get("rough", {}))
     origin = dict.fromkeys(rates, "catalogue: rough")
@@ -62,7 +62,7 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
     rates |= own
     origin |= dict.fromkeys(own, "catalogue: fitted to measured layers")
     if "float16" in own and peak.get("bfloat16") == peak["float16"]:
-        # Tensor cores multiply both half precisions alike.
+        # Tensor cores multiply both half precisions at the same rate.
         rates["bfloat16"], origin["bfloat16"] = own["float16"], f"{origin['float16']} in float16"
     bandwidth = rates.pop("memory_bandwidth")
     device = Device(
@@ -91,14 +91,14 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
 
 
 def like(kind: str) -> str | None:
-    """The kind whose shares of the peak stand in for figures that were not fitted."""
+    """Return the kind whose fractions of the peak replace figures that were not fitted."""
     return cast("str | None", _data()["gpus"][kind].get("like"))
 
 
 def _share(
     figure: str, like: str | None, fitted: Mapping[str, Mapping[str, float]]
 ) -> tuple[float, str]:
-    """The part of the vendor's peak to expect, and its source."""
+    """Return the expected fraction of the vendor's peak, and its source."""
     # Half precisions are fitted as float16 only.
     measured = "float16" if figure == "bfloat16" else figure
     if like and measured in fitted.get(like, {}):

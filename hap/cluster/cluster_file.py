@@ -1,7 +1,7 @@
 """Read a cluster from a yaml file, a typed hostfile, their text, or ``local`` / ``local:4``.
 
-Every complaint names the line, what is wrong with it, and what to write instead. The format is
-described in docs/cluster-file.md; the other two forms are read by :mod:`hap.cluster.hostfile`.
+Every error names the line, the fault, and a correct alternative. docs/cluster-file.md
+describes the format; :mod:`hap.cluster.hostfile` reads the other two forms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FIGURES: Final = (*BY_KEY, "source")
 _BETWEEN_LATENCY_S: Final = 30e-6
 
 LEAST_RATE: Final = 1e3
-"""Bytes or operations per second; a lower rate is a mistake in the unit."""
+"""Lowest rate in bytes or operations per second; a lower one is a mistake in the unit."""
 
 
 def load_cluster(text_or_path: str | Path) -> Cluster:
@@ -64,7 +64,7 @@ def _read(path: Path) -> str:
 
 def _read_yaml(text: str, file: str, name: str) -> Cluster:
     try:
-        data = YAML().load(text)  # the round-trip loader: it keeps line numbers
+        data = YAML().load(text)  # the round-trip loader keeps line numbers
     except RecursionError:
         raise ClusterError("the yaml is nested too deep", where=file, hint="flatten it") from None
     except MarkedYAMLError as error:
@@ -112,7 +112,7 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
 
 
 def _collectives(top: _Section) -> Collectives:
-    """Measured links per collective, implementation and level."""
+    """Return measured links per collective, implementation and level."""
     every = top.section("collectives", tuple(IMPLEMENTATIONS))
     found = {}
     for kind in every.data:
@@ -143,7 +143,7 @@ def _between(links: _Section, top: _Section, intra: Mapping[str, Link]) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
-    """``count`` identical machines, as the file describes them."""
+    """``count`` identical machines of the file."""
 
     names: tuple[str, ...]
     devices: tuple[Device, ...]
@@ -166,7 +166,7 @@ def _node(node: _Section, links: _Section) -> _Node:
         for item, where in node.items("gpus"):
             item = {"type": item} if isinstance(item, (str, int)) else item
             gpu = _Section(item, where, node.file, ("type", "count", *_FIGURES))
-            # Figures of the node hold for its GPUs, unless the entry itself says otherwise.
+            # Figures of the node apply to its GPUs, unless the entry itself overrides them.
             device = _figures(_figures(_pattern(gpu, (gpu, node)), node), gpu)
             devices += [device] * gpu.count("count", at_least=1)
     elif number := node.count("gpus", at_least=0):
@@ -188,12 +188,12 @@ def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
     for section in (node, links):
         if "inside" in section.data:
             return _link(section, "inside", latency_s)
-    # Without devices, or with one only, the link is never used.
+    # Without devices, or with only one, the link is never used.
     return slowest or Link(10e9, latency_s, "assumed: PCIe 3 x16")
 
 
 def _link(section: _Section, key: str, latency_s: float, *more: str) -> Link:
-    """``10 Gbit/s``, or ``{bandwidth: 10 Gbit/s, latency: 30 us}``, and ``more`` keys."""
+    """Read ``10 Gbit/s``, or ``{bandwidth: 10 Gbit/s, latency: 30 us}``, and ``more`` keys."""
     place = section.where(key)
     if not isinstance(section.data[key], Mapping):
         return Link(section.quantity(key, "bytes/s"), latency_s, f"{place}; latency assumed")
@@ -209,7 +209,7 @@ def _link(section: _Section, key: str, latency_s: float, *more: str) -> Link:
 
 
 def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
-    """The device that the type names; or a bare one, if the file itself gives all its figures."""
+    """Return the type's device; a device without figures if the file itself gives them all."""
     kind = str(
         gpu.required("type", "type: V100-16 (the catalogue's names are in hap/cluster/gpus.yaml)")
     )
@@ -229,7 +229,7 @@ def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
             where=gpu.where("type"),
             hint=f"{meant}give its {', '.join(missing)} here",
         )
-    # Placeholders for what the caller now overwrites from the file.
+    # Placeholders that the caller overwrites with the file's figures.
     return Device(
         name=kind, kind=kind, node="", memory_bytes=1, flops_per_s={"float32": 1.0},
         memory_bytes_per_s=1.0, launch_s=3e-6, source={"launch_s": "assumed"},
@@ -237,20 +237,20 @@ def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
 
 
 def _states(section: _Section, key: str) -> bool:
-    """Whether a section gives a figure; for the rates, that of float32 at least."""
+    """Return whether a section gives a figure; for rates, at least that of float32."""
     value = section.data.get(key)
     return value is not None and (not isinstance(value, Mapping) or "float32" in value)
 
 
 def _figures(device: Device, given: _Section) -> Device:
-    """The device with the figures that a section gives, each with the line as its source."""
+    """Return the device with a section's figures, each with its line as the source."""
     stated = [figure for figure in FIGURES if figure.key in given.data]
     values = {figure.path: _value(figure, figure.of(device), given) for figure in stated}
     source = dict(device.source)
     for figure in stated:
         place = given.where(figure.key)
         told = given.data.get("source")
-        if isinstance(told, Mapping):  # a text per key
+        if isinstance(told, Mapping):  # one text per key
             told = given.section("source", tuple(BY_KEY)).data.get(figure.key)
         names = [figure.name]
         if figure.key == "flops":
@@ -262,10 +262,10 @@ def _figures(device: Device, given: _Section) -> Device:
 
 
 def _value(figure: Figure, before: Any, given: _Section) -> Any:
-    """The value of a figure that a section gives, on top of the one before."""
+    """Return the value of a figure that a section gives, merged with the previous value."""
     key = figure.key
     if figure.key == "flops" and not isinstance(given.data[key], Mapping):
-        # One rate is that of float32; the other dtypes keep their ratio to it.
+        # A single rate is that of float32; the other dtypes keep their ratio to it.
         scale = given.quantity(key, figure.dimension) / before["float32"]
         return {dtype: rate * scale for dtype, rate in before.items()}
     if not figure.by:
@@ -276,14 +276,14 @@ def _value(figure: Figure, before: Any, given: _Section) -> Any:
 
 
 def _number(figure: Figure, given: _Section, key: str) -> float:
-    """A number, or a quantity with its unit; zero only where the figure can be zero or checks it."""
+    """Return a number or quantity; zero is accepted if the figure's own range decides on it."""
     if not figure.dimension:
         return given.number(key, zero=not figure.by)
     return given.quantity(key, figure.dimension, zero=figure.possible(0.0))
 
 
 class _Section:
-    """A mapping of the file that knows its lines and which keys it may have."""
+    """A mapping of the file with its line numbers and its permitted keys."""
 
     def __init__(self, data: Any, place: str, file: str, keys: tuple[str, ...]) -> None:
         if not isinstance(data, Mapping):
@@ -306,7 +306,7 @@ class _Section:
                 )
 
     def where(self, key: str) -> str:
-        """``file:line`` of a key."""
+        """Return ``file:line`` of a key."""
         lines = getattr(self.data, "lc", None)
         return f"{self.file}:{lines.key(key)[0] + 1}" if lines and key in self.data else self.place
 
@@ -322,13 +322,13 @@ class _Section:
         return self.data[key]
 
     def section(self, key: str, keys: tuple[str, ...]) -> _Section:
-        """The mapping under a key; an empty one if there is no such key."""
+        """Return the mapping under a key; an empty one if there is no such key."""
         if key not in self.data:
             return _Section({}, self.place, self.file, keys)
         return _Section(self.data[key], self.where(key), self.file, keys)
 
     def items(self, key: str) -> list[tuple[Any, str]]:
-        """The entries of the list under a key, each with its line."""
+        """Return the entries of the list under a key, each with its line."""
         values = self.required(key, f"{key}: and a list below it")
         if not isinstance(values, list) or not values:
             raise ClusterError(
@@ -364,7 +364,7 @@ class _Section:
         return float(value)
 
     def quantity(self, key: str, dimension: str, *, zero: bool = False) -> float:
-        """A number with its unit, above zero (or at zero, where that makes sense)."""
+        """Return a quantity with its unit, above zero, or at zero with ``zero``."""
         try:
             value = parse(self.data[key], dimension)
         except ValueError as error:

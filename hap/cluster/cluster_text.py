@@ -17,7 +17,7 @@ from hap.cluster.topology import Cluster
 
 
 def cluster_yaml(cluster: Cluster, comment: str = "") -> str:
-    """The text of a cluster file; figures keep five digits, and their provenance.
+    """Return the text of a cluster file; figures keep five digits and their provenance.
 
     Args:
         comment: lines for the top of the file.
@@ -46,7 +46,7 @@ def cluster_yaml(cluster: Cluster, comment: str = "") -> str:
 
 
 def _gpus(cluster: Cluster, node: str) -> list[CommentedMap]:
-    """The devices of a node; alike neighbours are one entry."""
+    """Return the devices of a node; equal neighbours share one entry."""
     found: list[tuple[Device, int]] = []
     for rank in cluster.ranks(node):
         device = cluster.devices[rank]

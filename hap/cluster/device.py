@@ -1,6 +1,6 @@
 """A device, its figures, and the roofline that predicts the time of an operator.
 
-The figures are *effective* rates, as real layers reach them, not the peaks of a datasheet.
+Figures are *effective* rates, as real layers reach them, not the peaks of a datasheet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hap.cluster.figures import FIGURES, nested
 from hap.cluster.work import ELEMENTWISE, GENERAL, PRODUCTS, Work
 from hap.errors import ClusterError
 
-# How a dtype without a figure of its own is computed. A GPU without bfloat16 units emulates
+# Substitutes for dtypes without a figure of their own. A GPU without bfloat16 units emulates
 # them in float32; integers and booleans run on the ordinary (non-tensor) units.
 _STAND_IN: Final[Mapping[str, str]] = {
     "bfloat16": "float32",
@@ -28,16 +28,16 @@ _STAND_IN: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How computing on a device and collectives that it takes part in slow each other.
+    """Mutual slowdown of computing on a device and the collectives that it takes part in.
 
-    They are figures of collectives among this device and faster ones.
+    The figures are those of collectives among this device and faster ones.
 
     Attributes:
-        interference: part of a collective's time that computing beside it loses, in [0, 1).
+        interference: part of a collective's time that simultaneous computing loses, in [0, 1).
         drag: duration of a collective while the device computes, relative to its duration while
             all ranks wait for it; at least 1.
-        delay_s: seconds that each message of a collective (:func:`hap.cluster.link.messages`)
-            takes longer while the device computes, whatever its size.
+        delay_s: additional seconds of each message of a collective
+            (:func:`hap.cluster.link.messages`) while the device computes, for any size.
     """
 
     interference: float = 0.0
@@ -63,10 +63,10 @@ class Device:
         operand_bytes_per_s: rate at which products read and write their tensors, which adds to the
             time of their arithmetic. Infinite where arithmetic hides it. ``flops_per_s`` over it
             is the intensity at which a product has half of its rate (Hockney and Curington, 1989).
-        contention: how computing and collectives slow each other.
+        contention: mutual slowdown of computing and collectives.
         start: start-up latency of a collective among this device and faster ones, relative to the
             cluster's measurement on all devices; in (0, 1].
-        traffic: the same for the time per byte, by the collective's name; 1 for absent ones.
+        traffic: likewise for the time per byte, by the collective's name; 1 for absent ones.
         relaunch: launch cost after a small operator, and of a parameter's update, relative to
             ``launch_s``; in (0, 1].
         source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
@@ -102,31 +102,31 @@ class Device:
 
     @classmethod
     def with_figures(cls, values: Mapping[str, Any], **others: Any) -> Self:
-        """A device from the values of figures, by path; ``others`` are its remaining fields."""
+        """Return a device with figures by path; ``others`` are its remaining fields."""
         held = nested(values)
         return cls(
             contention=Contention(**held.pop("contention", {})), **held.pop("", {}), **others
         )
 
     def changed(self, values: Mapping[str, Any], **others: Any) -> Self:
-        """The device with other values of some figures, by path, and other fields."""
+        """Return the device with other values of some figures, by path, and other fields."""
         held = nested(values)
         contention = replace(self.contention, **held.pop("contention", {}))
         return replace(self, contention=contention, **held.pop("", {}), **others)
 
     @classmethod
     def together(cls, devices: Sequence[Self], name: str) -> Self:
-        """One device as fast and as large as several; its other fields are those of the first."""
+        """Return one device as fast and as large as several; other fields are the first's."""
         values = {f.path: f.combined([f.of(device) for device in devices]) for f in FIGURES}
         return devices[0].changed(values, name=name, kind=f"{len(devices)} x {devices[0].kind}")
 
     def rate(self, kind: str, dtype: str) -> float:
-        """Achieved FLOP/s of a kind of work in a dtype.
+        """Return the achieved FLOP/s of a kind of work in a dtype.
 
         Elementwise work without a figure is as fast as memory: its rate has no limit.
         """
         if kind in ELEMENTWISE and dtype != "float64":
-            dtype = "float32"  # on the ordinary units, whatever tensor cores do
+            dtype = "float32"  # on the ordinary units, which differ from tensor cores
         while dtype not in self.flops_per_s:
             dtype = _STAND_IN.get(dtype, "float32")
         if kind not in self.efficiency:
@@ -136,11 +136,11 @@ class Device:
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
 
     def operand_s(self, kind: str) -> float:
-        """Seconds that each byte of an operator's tensors adds to its arithmetic."""
+        """Return the seconds that each byte of an operator's tensors adds to its arithmetic."""
         return 1 / self.operand_bytes_per_s if kind in PRODUCTS else 0.0
 
     def launch_of(self, kind: str) -> float:
-        """Constant cost of an operator of a kind of work, in seconds."""
+        """Return the constant cost of an operator of a kind of work, in seconds."""
         return self.relaunch_s if kind == "update" else self.launch_s
 
     @property
@@ -149,9 +149,9 @@ class Device:
         return self.launch_s * self.relaunch
 
     def seconds(self, work: Work) -> float:
-        """Time of one operator: launch, then arithmetic or memory traffic, whichever is longer.
+        """Return the time of one operator: launch plus the larger of arithmetic and traffic.
 
-        Work without flops and bytes (a zero-length shard, a view) takes no time at all.
+        Work without flops and bytes (a zero-length shard, a view) takes no time.
         """
         if not work.flops and not work.bytes:
             return 0.0
@@ -161,11 +161,11 @@ class Device:
 
     @property
     def figures(self) -> tuple[object, ...]:
-        """All that two devices must share to be alike: not name, node and provenance."""
+        """All fields that equal devices share: not name, node and provenance."""
         return self.kind, *(figure.frozen(figure.of(self)) for figure in FIGURES)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without figures that have their defaults."""
+        """Return plain data for JSON, without default figures."""
         values = {f.name: f.of(self) for f in FIGURES if f.of(self) != f.default}
         plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         source = {"source": dict(self.source)} if self.source else {}
@@ -173,12 +173,16 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`.
+        """Inverse of :meth:`to_dict`.
 
         Raises:
             ClusterError: a figure is out of its range.
-            TypeError: a figure is missing or unknown.
+            TypeError: a figure is missing or unknown, or a name is no text.
+            KeyError: a name is missing.
         """
+        for name in ("name", "kind", "node"):
+            if not isinstance(data[name], str):
+                raise TypeError(f"the {name} of a device is {data[name]!r}, not a text")
         paths = {figure.name: figure.path for figure in FIGURES}
         values = {paths[name]: value for name, value in data.items() if name in paths}
         return cls.with_figures(values, **{k: v for k, v in data.items() if k not in paths})

@@ -1,10 +1,9 @@
-"""The table of a device's figures: one row each, followed by reader, writer, checks and docs.
+"""The table of a device's figures: one row each.
 
-A row says how the cluster file spells the figure, which values are possible, which value it has if
-nobody gives one, and how the figures of several devices make that of all of them together. The
-reader, the writer, validation, plan files, :meth:`hap.ir.mesh.Mesh.between` and the table in
-docs/cluster-file.md follow the rows. A new figure is one row, and a field of
-:class:`hap.cluster.device.Device`.
+A row holds the figure's name in the cluster file, its range and default, and the way in which the
+figures of several devices combine into one. The reader, the writer, validation, plan files,
+:meth:`hap.ir.mesh.Mesh.between` and the table in docs/cluster-file.md follow the rows. A new
+figure is one row, and a field of :class:`hap.cluster.device.Device`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class Figure:
         meaning: a sentence for the docs.
         dimension: ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``, or nothing for a plain number.
         by: the keys of a mapping that the file may have; empty if the figure is one number.
-        closed: does a device refuse other keys, too?
-        default: the value that it has if none is given; ``None``: it is required.
+        closed: whether a device refuses other keys, too.
+        default: its value if none is given; ``None``: it is required.
         least, most: the range of possible values.
         open: the range is without ``least`` (``(``), without ``most`` (``)``), or both.
         hint: advice for a value out of range.
         together: (values of several devices, default) -> the value of one device as fast and as
-            large as all of them; ``None``: that of the first.
-        unit: (size, name) in which the file is written; ``None``: as a plain number.
+            large as all of them; ``None``: the first device's value.
+        unit: (size, name) of the unit in the written file; ``None``: a plain number.
     """
 
     key: str
@@ -63,19 +62,23 @@ class Figure:
         return self.path.rpartition(".")[-1]
 
     def of(self, device: Any) -> Any:
-        """Its value on a device."""
+        """Return its value on a device."""
         for attribute in self.path.split("."):
             device = getattr(device, attribute)
         return device
 
     def possible(self, value: float) -> bool:
-        """Is a number within the range? Never one that is not a number."""
+        """Return whether a number is within the range; false for NaN and integers beyond 64 bits."""
+        if isinstance(value, int) and value >= 2**63:
+            return False
         above = value > self.least if "(" in self.open else value >= self.least
         below = value < self.most if ")" in self.open else value <= self.most
         return above and below
 
     def problem(self, value: Value) -> str:
-        """The first entry of a value that is impossible, as ``drag is 0.5``; empty if there is none."""
+        """Return the first impossible entry of a value, as ``drag is 0.5``; empty if none."""
+        if isinstance(value, Mapping) != bool(self.by):
+            return f"{self.name} is {value}"
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
         for entry, number in entries:
             if not self.possible(number) or (self.closed and entry not in self.by):
@@ -83,17 +86,17 @@ class Figure:
         return ""
 
     def frozen(self, value: Value) -> object:
-        """A value that can be compared and hashed."""
+        """Return a value in a form that can be compared and hashed."""
         return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
 
     def combined(self, values: Sequence[Any]) -> Any:
-        """The value of several devices as one; see ``together``."""
+        """Return the value of several devices as one; see ``together``."""
         first = values[0]
         if self.together is None:
             return first
         if not self.by:
             return self.together(values)
-        if self.default is None:  # a mapping without entries that every device has to give
+        if self.default is None:  # a mapping in which every device must have the same entries
             shared = [entry for entry in first if all(entry in value for value in values)]
             return {entry: self.together([value[entry] for value in values]) for entry in shared}
         return {
@@ -166,16 +169,16 @@ FIGURES: Final = (
         key="efficiency", path="efficiency", by=(*PRODUCTS[1:], *ELEMENTWISE), default={},
         together=None,
         meaning="`{attention: 0.5, conv: 0.8}`: rate of other work relative to matrix products; "
-        "the kinds are listed [here](profiler.md#what-is-fitted)",
+        "the kinds are listed [here](profiler.md#the-fit)",
     ),
 )  # fmt: skip
-"""In the order in which the file is written."""
+"""The figures in the order of the written file."""
 
 BY_KEY: Final[Mapping[str, Figure]] = {figure.key: figure for figure in FIGURES}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Path -> value, as holder -> attribute -> value; the device's own fields are under ``""``."""
+    """Turn path -> value into holder -> attribute -> value; the device itself is ``""``."""
     found: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         holder, _, attribute = path.rpartition(".")
@@ -184,7 +187,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def documentation() -> list[str]:
-    """The rows of the docs' table: place, key, meaning and default."""
+    """Return the rows of the docs' table: place, key, meaning and default."""
     rows = []
     for figure in FIGURES:
         default = "" if figure.default in (None, {}, math.inf) else f"{figure.default:g}"

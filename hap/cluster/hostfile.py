@@ -1,7 +1,7 @@
 """Typed hostfiles (``worker0 slots=8 type=A100-40``) and ``local``, the CPUs of this machine.
 
-A hostfile is what mpirun and DeepSpeed read, with the type of GPU added; comments may carry the
-links::
+A hostfile has the format of mpirun and DeepSpeed, with the type of GPU added; comments may give
+the links::
 
     # hap: between=10Gbit/s,30us inside=300GB/s,3us
     worker0 slots=8 type=A100-40
@@ -27,13 +27,13 @@ _DEFAULT_LATENCY_S = {"between": 30e-6, "inside": 10e-6}
 
 
 def is_hostfile(text: str) -> bool:
-    """Whether the first line that says something is ``host key=value ...``."""
+    """Return whether the first non-comment line is ``host key=value ...``."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return bool(_HOST.fullmatch(next(filter(None, lines), "")))
 
 
 def read_hostfile(text: str, file: str, name: str) -> Cluster:
-    """Reads a typed hostfile.
+    """Read a typed hostfile.
 
     Raises:
         ClusterError: With the line in ``where`` and the remedy in ``hint``.
@@ -115,7 +115,7 @@ def _slots(settings: dict[str, str], where: str) -> int:
 
 
 def _link(key: str, text: str, where: str) -> Link:
-    """``10Gbit/s`` or ``10Gbit/s,30us``."""
+    """Read ``10Gbit/s`` or ``10Gbit/s,30us``."""
     bandwidth, _, latency = text.partition(",")
     try:
         return Link(
@@ -131,7 +131,7 @@ def _link(key: str, text: str, where: str) -> Link:
 
 
 def local_cluster(text: str) -> Cluster:
-    """``local``: a rank per core of this machine; ``local:4``: four ranks that share the cores.
+    """Read ``local`` (a rank per core of this machine) or ``local:4`` (four ranks share them).
 
     Raises:
         ClusterError: The number of ranks is not a positive whole number.

@@ -11,10 +11,10 @@ from hap.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Inside a machine: between two of its devices. Between machines: one machine's adapter.
+    """A link between two devices inside a machine, or one machine's adapter to the others.
 
-    ``least_s`` is what a collective over it takes, however small it is: where ranks must wait for
-    processor time, say, which costs nothing more where bytes take longer. Where measured.
+    ``least_s`` is the measured minimum of a collective over it, for example the time in which
+    ranks wait for a processor. It is a floor of the price, and adds nothing to larger transfers.
     """
 
     bandwidth_bytes_per_s: float
@@ -38,7 +38,7 @@ IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "all_reduce_lse": ("terms gathered", "two reductions"),
     "all_to_all": ("exact", "gathered", "hierarchical"),
 }
-"""Collective -> the ways in which the runtime can do it."""
+"""Collective -> the implementations that the runtime has."""
 
 _ROUNDS: Final[Mapping[str, int]] = {
     "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_reduce_lse": 4, "all_to_all": 1,
@@ -46,12 +46,12 @@ _ROUNDS: Final[Mapping[str, int]] = {
 
 
 def messages(kind: str, ranks: int) -> int:
-    """Number of consecutive messages of a collective, each around a ring of ranks."""
+    """Return the number of consecutive messages of a collective around a ring of ranks."""
     return _ROUNDS[kind] * max(1, ranks - 1)
 
 
 LEVELS: Final = ("inside", "between")
-"""Between the devices of one machine, and between machines."""
+"""Levels of links: between the devices of one machine, and between machines."""
 
 Collectives = Mapping[str, Mapping[str, Mapping[str, Link]]]
-"""Collective -> implementation -> level -> the links as that implementation sees them."""
+"""Collective -> implementation -> level -> the effective link of that implementation."""

@@ -16,20 +16,20 @@ from hap.errors import ClusterError
 from hap.units import format_bandwidth
 
 MOST_DEVICES = 16_384
-"""Devices of a cluster; a file that asks for more is a mistake, and would exhaust the memory."""
+"""Most devices of a cluster; a file with more is a mistake, and would exhaust the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All the devices in rank order, and how they are joined.
+    """All devices in rank order, and the links between them.
 
     Attributes:
-        name: For people.
-        devices: One per rank.
+        name: A name for people.
+        devices: One device per rank.
         intra: Node -> the link between two devices of that node.
-        inter: Each node's adapter: what leaves or enters the node shares it.
-        collectives: Measured figures of single implementations, in place of the links'. Those
-            that are absent have the links' prices.
+        inter: Node -> its adapter, shared by all traffic that leaves or enters the node.
+        collectives: Measured links of single implementations, which replace the ones above.
+            Implementations without an entry use those.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Cluster:
                     raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")
 
     def measured(self, kind: str, implementation: str) -> Mapping[str, Link]:
-        """Level -> the links as one implementation of a collective sees them among these devices;
-        empty if it was not measured."""
+        """Return level -> the effective link of one implementation of a collective among these
+        devices; empty if it was not measured."""
         levels = self.collectives.get(kind, {}).get(implementation, {})
         start = max(device.start for device in self.devices)
         traffic = max(device.traffic.get(kind, 1.0) for device in self.devices)
@@ -67,7 +67,7 @@ class Cluster:
         }  # fmt: skip
 
     def seen_by(self, kind: str, implementation: str) -> Self:
-        """The cluster with the links as one implementation of a collective sees them."""
+        """Return the cluster with the effective links of one implementation of a collective."""
         levels = self.measured(kind, implementation)
         if not levels:
             return self
@@ -89,7 +89,7 @@ class Cluster:
         return tuple(dict.fromkeys(device.node for device in self.devices))
 
     def ranks(self, node: str) -> tuple[int, ...]:
-        """The ranks that sit in a node."""
+        """Return the ranks of a node."""
         return tuple(rank for rank, device in enumerate(self.devices) if device.node == node)
 
     @property
@@ -99,7 +99,7 @@ class Cluster:
         return tuple(len(self.ranks(n)) for n in runs) if len(runs) == len(self.nodes) else ()
 
     def types(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks grouped by alike devices (same figures, whatever the node), first rank first."""
+        """Ranks grouped by equal figures, ignoring the node; groups by their first rank."""
         groups: dict[object, list[int]] = {}
         for rank, device in enumerate(self.devices):
             groups.setdefault(device.figures, []).append(rank)
@@ -114,17 +114,17 @@ class Cluster:
         return tuple(found.values())
 
     def without(self, rank: int) -> Self:
-        """The cluster after the loss of one device; the ranks above it move down by one."""
+        """Return the cluster without one device; the ranks above it move down by one."""
         self._check_rank(rank)
         return self._keep(self.devices[:rank] + self.devices[rank + 1 :])
 
     def only(self, rank: int) -> Self:
-        """The cluster of one device alone."""
+        """Return the cluster of one device alone."""
         self._check_rank(rank)
         return self._keep((self.devices[rank],))
 
     def keep(self, ranks: Sequence[int]) -> Self:
-        """A part of the cluster, its ranks numbered anew in their order."""
+        """Return a part of the cluster, with its ranks renumbered in their order."""
         for rank in ranks:
             self._check_rank(rank)
         return self._keep(tuple(self.devices[rank] for rank in ranks))
@@ -146,7 +146,7 @@ class Cluster:
         return digest_of(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; :meth:`from_dict` is its inverse."""
+        """Return plain data for JSON; inverse of :meth:`from_dict`."""
         plain: dict[str, Any] = {
             "name": self.name,
             "devices": [device.to_dict() for device in self.devices],
@@ -165,7 +165,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Reads what :meth:`to_dict` wrote.
+        """Read the data of :meth:`to_dict`.
 
         Raises:
             ClusterError: A figure is missing, unknown, of another type, or out of range.
@@ -210,10 +210,10 @@ def check_size(devices: int, where: str) -> None:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of a cluster as plain data, without its title and the provenance of figures.
+    """Return the SHA-256 (hex) of a cluster's plain data, without its title and provenance.
 
-    Figures that have their defaults are absent from the data, so that a new figure leaves the
-    digests of clusters without it as they are.
+    The data omit figures with their defaults, so that a new figure leaves the digests of clusters
+    without it unchanged.
     """
     kept = _without_sources({key: value for key, value in content.items() if key != "name"})
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
@@ -227,6 +227,6 @@ def _without_sources(data: Any) -> Any:
 
 
 def _plain(link: Link) -> dict[str, Any]:
-    """Plain data for JSON, without what has its default."""
+    """Return plain data for JSON, without default values."""
     values = {f.name: getattr(link, f.name) for f in fields(link)}
     return {f.name: values[f.name] for f in fields(link) if values[f.name] != f.default}

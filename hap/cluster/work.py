@@ -19,7 +19,7 @@ GENERAL: Final[Mapping[str, str]] = {
     "tanh": "math",
     "loss": "math",
 }
-"""Kind -> the more general kind whose efficiency it has if it has none of its own."""
+"""Kind -> the more general kind whose efficiency replaces a missing one."""
 
 
 class Work(NamedTuple):

@@ -1,13 +1,13 @@
 """Logical axes: classes of dims that must be sharded together, and their granularity.
 
-An operator that shards two dims by one row ties them: their cuts must fall on the same
-places. The ties gather the dims of a graph into classes, the *axes*: the batch, the heads
-of a layer, the width of another. Each axis has so many *units*, the blocks in which all its
+An operator that shards two dims by one row ties them: both must be cut at the same
+places. The ties divide the dims of a graph into classes, the *axes*: the batch, the heads
+of a layer, the width of another. An axis has a number of *units*, the blocks into which all its
 dims can be cut, and each dim a *granule*, its elements per unit: merging (12 heads, 64) into
-768 leaves an axis of 12 units whose dims have granules 1 and 64.
+768 leaves an axis of 12 units with dims of granules 1 and 64.
 
-Shares are integer units per rank. :func:`shard_sizes` is the one place where they become
-sizes of shards; cost, emission and runtime all call it.
+Shares are integer units per rank. :func:`shard_sizes` is the only function that turns them
+into sizes of shards; cost, emission and runtime all call it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Shares = Mapping[str, tuple[int, ...]]
 
 
 def shard_sizes(size: int, units: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements per rank of a dim of ``size`` elements on an axis of ``units`` blocks."""
+    """Return elements per rank of a dim of ``size`` elements on an axis of ``units`` blocks."""
     if sum(shares) != units or (size % units if units else size):
         raise ValueError(f"shares {shares} don't fit {units} blocks of a dim of size {size}")
     granule = size // max(units, 1)
@@ -71,7 +71,7 @@ class Ties:
         return root
 
     def tie(self, dims: Iterable[Dim], units: int) -> bool:
-        """Tie dims that one row shards; ``False`` (and no change) if no common cut is left."""
+        """Tie dims that one row shards; return ``False`` (and change nothing) if no cut is left."""
         roots = list(dict.fromkeys(self._find(d) for d in dims))
         common = math.gcd(units, *(self._units[r] for r in roots))
         if common < 2:
@@ -82,7 +82,7 @@ class Ties:
         return True
 
     def build(self, names: Mapping[Dim, str]) -> Axes:
-        """The axes; ``names`` gives names to the classes of some dims, first come first named."""
+        """Return the axes, each named by the first entry of ``names`` among its dims."""
         members: dict[Dim, list[Dim]] = {}
         for dim in self._parent:
             members.setdefault(self._find(dim), []).append(dim)

@@ -23,17 +23,17 @@ LONE = "*"
 
 
 _DEEPEST = 64
-"""Levels of nesting; a list that contains itself has no end."""
+"""Limit of nested levels; a list that contains itself has no end."""
 
 
 def is_tensor(value: object) -> bool:
-    """Is this a tensor? Known without importing torch, so that plans are read without it."""
+    """Return whether a value is a tensor, without importing torch, so that plans need no torch."""
     found = hasattr(value, "requires_grad") and hasattr(value, "shape")
     return found and not isinstance(value, type)
 
 
 def flatten(batch: Batch) -> dict[str, Any]:
-    """The tensors of a batch by name, in order.
+    """Return the tensors of a batch by name, in order.
 
     Raises:
         ModelError: the batch is of no known form, or two tensors have one name.
@@ -56,7 +56,7 @@ def _tensors(entry: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]
 
 
 def _parts(entry: Any, name: str) -> list[tuple[str, Any]]:
-    """The entries of a container by key; none of what is a constant."""
+    """Return the entries of a container by key; constants have none."""
     match entry:
         case Mapping():
             return [(str(key), part) for key, part in entry.items()]
@@ -74,7 +74,7 @@ def _parts(entry: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def form_of(batch: Batch) -> Form:
-    """The structure of a batch with names in place of tensors; :func:`rebuild` is the inverse.
+    """Return the structure of a batch with names in place of tensors; inverse of :func:`rebuild`.
 
     Raises:
         ModelError: the batch is of no known form.
@@ -96,7 +96,7 @@ def _form(entry: Any, name: str) -> Form:
 
 
 def rebuild(form: Form, tensors: Mapping[str, Any]) -> Batch:
-    """A batch of this form with these tensors in it."""
+    """Return a batch of this form with these tensors in it."""
     ((kind, content),) = form.items()
     if kind == "tensor":
         return tensors[content]
@@ -109,7 +109,7 @@ def rebuild(form: Form, tensors: Mapping[str, Any]) -> Batch:
 
 
 def each(batch: Batch, change: Callable[[str, Any], Any]) -> Batch:
-    """The batch with ``change(name, tensor)`` in place of every tensor."""
+    """Return the batch with ``change(name, tensor)`` in place of every tensor."""
     return rebuild(form_of(batch), {name: change(name, t) for name, t in flatten(batch).items()})
 
 
@@ -121,6 +121,6 @@ def call(function: Callable[..., Any], batch: Batch) -> Any:
 
 
 def given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a call's arguments by name; a lone positional tensor is ``*`` and ``0``."""
+    """Return the tensors of a call's arguments by name; a lone positional one is ``*`` and ``0``."""
     found = flatten(args) | flatten(kwargs)
     return found | {LONE: args[0]} if len(args) == 1 and is_tensor(args[0]) else found

@@ -1,9 +1,9 @@
 """The single-device training program as plain data.
 
 A :class:`Graph` is the joint forward and backward of one training step in single-assignment
-form: named tensors, nodes that make them, and the roles of what goes in and out. It knows
-nothing about torch, devices or sharding, so that planning is pure and a plan made on one
-machine means the same on another.
+form: named tensors, nodes that make them, and the roles of its inputs and outputs. It does not
+depend on torch, devices or sharding, so that planning is pure and a plan has the same meaning on
+every machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from hap.ir.plain_data import read_count, read_list, read_map, read_text
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -45,7 +47,7 @@ FREE = frozenset(
 """Operators that run no kernel."""
 
 SMALL_BYTES = 2**18
-"""The tensors of a small operator, together: it leaves the caches of a processor as they were."""
+"""Most bytes of all tensors of a small operator, which leaves a processor's caches intact."""
 
 
 class Ref(NamedTuple):
@@ -88,9 +90,9 @@ class Tensor:
 class Node:
     """One operator call: ``outputs = op(*args, **kwargs)``.
 
-    ``outputs`` holds one tensor name per result, ``None`` where nobody uses that result.
-    ``source`` is the user's line and ``module`` the path of the calling submodule, in the
-    backward those of the forward's operator; both only serve messages and take no part in the
+    ``outputs`` holds one tensor name per result, ``None`` for unused results.
+    ``source`` is the user's line and ``module`` the path of the calling submodule; in the
+    backward, those of the forward's operator. Both serve only messages and are not part of the
     graph's digest.
     """
 
@@ -115,7 +117,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A tensor that enters the step. ``target`` is the parameter's or the batch entry's name.
+    """A tensor that enters the step. ``target`` is the name of the parameter or batch entry.
 
     Roles: ``parameter``, ``buffer``, ``input`` (of the batch), ``constant``, ``tangent`` (the
     gradient that arrives at the loss).
@@ -139,8 +141,8 @@ class Output:
 class Graph:
     """A checked single-assignment program; see the module's docstring.
 
-    ``rules`` holds what is known of operators without a rule in the table: see
-    :mod:`hap.synthesizer.rules.textual_rules`. It is no part of the program, nor of its digest.
+    ``rules`` describes operators that the rule table lacks: see
+    :mod:`hap.synthesizer.rules.textual_rules`. It is not part of the program, nor of its digest.
     """
 
     inputs: tuple[Input, ...]
@@ -172,7 +174,7 @@ class Graph:
 
     @cached_property
     def ruled(self) -> frozenset[str]:
-        """The operators that :attr:`rules` are of."""
+        """The operators that :attr:`rules` describes."""
         return frozenset(key.partition("(")[0] for key in self.rules)
 
     @cached_property
@@ -183,8 +185,8 @@ class Graph:
     def alike(self) -> Mapping[str, int]:
         """Node name -> number of its kind: same operator, flags, shapes, dtypes, :attr:`after_small`.
 
-        Layers repeat, so there are few kinds; what does not look at names is the same for all
-        the nodes of one.
+        Layers repeat, so there are few kinds. A function that does not read names has the same
+        value for all nodes of a kind.
         """
         kinds: dict[object, int] = {}
         found = {}
@@ -201,9 +203,10 @@ class Graph:
 
     @cached_property
     def after_small(self) -> frozenset[str]:
-        """The nodes that run right after a small operator, whatever views are between.
+        """The nodes that run right after a small operator, ignoring views between them.
 
-        By whole tensors: what is small on one device is so under any shares.
+        Sizes are those of whole tensors: an operator that is small on one device is small under
+        any shares.
         """
         found, small = set(), False
         for node in self.nodes:
@@ -229,9 +232,9 @@ class Graph:
 
     @cached_property
     def backward(self) -> frozenset[str]:
-        """Names of the nodes that run in the backward: all that the loss does not need.
+        """Names of the nodes that run in the backward: all nodes that the loss does not need.
 
-        Decided here, once for all ranks: a partition chosen from a rank's own sizes could
+        The graph decides this for all ranks: a partition by a rank's own sizes could
         order its collectives unlike the others'.
         """
         needed: set[str] = {o.tensor for o in self.outputs if o.role != "gradient"}
@@ -244,7 +247,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> frozenset[str]:
-        """Tensors that the forward makes and the backward reads: kept in memory in between."""
+        """Tensors that the forward makes and the backward reads: kept in memory until then."""
         made = {o for n in self.nodes if n.name not in self.backward for o in n.outputs if o}
         read = {i for n in self.nodes if n.name in self.backward for i in n.inputs}
         return frozenset(made & read)
@@ -263,12 +266,12 @@ class Graph:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the program without the source lines: what a plan is bound to."""
+        """SHA-256 of the program without source lines, which binds a plan to its model."""
         text = json.dumps(self.to_json(sources=False), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def lines(self) -> Iterator[str]:
-        """The program as text, a line each; also what two versions of a model differ by."""
+        """The program as text, a line each; the differences of two models are those of lines."""
         for i in self.inputs:
             yield f"{i.role} {i.target} -> {self.tensors[i.tensor]}"
         for node in self.nodes:
@@ -295,24 +298,64 @@ class Graph:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Graph:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: a field has another type than :meth:`to_json` writes.
+        """
+        fields = read_map(data, "the graph")
+        nodes = []
+        for k, entry in enumerate(read_list(fields["nodes"], "nodes")):
+            where = f"node {k} of the graph"
+            name, op, args, kwargs, outs, source, module = read_list(entry, where, 7)
+            named = [read_list(pair, f"keyword of {where}", 2) for pair in read_list(kwargs, where)]
+            nodes.append(
+                Node(
+                    name=read_text(name, where), op=read_text(op, where),
+                    args=tuple(_unpack(a) for a in read_list(args, where)),
+                    kwargs=tuple((read_text(key, where), _unpack(value)) for key, value in named),
+                    outputs=tuple(
+                        None if o is None else read_text(o, where) for o in read_list(outs, where)
+                    ),
+                    source=read_text(source, where), module=read_text(module, where),
+                )
+            )  # fmt: skip
+        tensors = {}
+        for name, entry in read_map(fields["tensors"], "the graph's tensors").items():
+            shape, dtype = read_list(entry, f"tensor {name}", 2)
+            sizes = tuple(
+                read_count(s, f"tensor {name}") for s in read_list(shape, f"tensor {name}")
+            )
+            tensors[name] = Tensor(name=name, shape=sizes, dtype=read_text(dtype, f"tensor {name}"))
+        rules = read_map(fields.get("rules", {}), "the graph's rules")
         return Graph(
-            inputs=tuple(Input(tensor=t, role=r, target=g) for t, r, g in data["inputs"]),
-            nodes=tuple(
-                Node(name=name, op=op, args=_unpack(args), kwargs=_unpack(kwargs),
-                     outputs=tuple(outs), source=source, module=module)
-                for name, op, args, kwargs, outs, source, module in data["nodes"]
+            inputs=tuple(
+                Input(tensor=t, role=r, target=g) for t, r, g in _ends(fields["inputs"], "inputs")
             ),
-            outputs=tuple(Output(tensor=t, role=r, target=g) for t, r, g in data["outputs"]),
-            tensors={
-                name: Tensor(name=name, shape=tuple(shape), dtype=dtype)
-                for name, (shape, dtype) in data["tensors"].items()
+            nodes=tuple(nodes),
+            outputs=tuple(
+                Output(tensor=t, role=r, target=g)
+                for t, r, g in _ends(fields["outputs"], "outputs")
+            ),
+            tensors=tensors,
+            rules={
+                key: tuple(
+                    read_text(line, f"rule {key}") for line in read_list(lines, f"rule {key}")
+                )
+                for key, lines in rules.items()
             },
-            rules={key: tuple(lines) for key, lines in data.get("rules", {}).items()},
-        )  # fmt: skip
+        )
+
+
+def _ends(data: Any, where: str) -> Iterator[tuple[str, str, str]]:
+    """Triples of text: tensor, role, target."""
+    for entry in read_list(data, where):
+        tensor, role, target = read_list(entry, where, 3)
+        yield read_text(tensor, where), read_text(role, where), read_text(target, where)
 
 
 def substitute(arg: Arg, tensor: Any) -> Arg:
-    """``arg`` with ``tensor(ref)`` in place of every :class:`Ref`, tuples kept as tuples."""
+    """Return ``arg`` with ``tensor(ref)`` in place of every :class:`Ref`, tuples kept as tuples."""
     if isinstance(arg, Ref):
         return tensor(arg)
     if isinstance(arg, tuple) and not isinstance(arg, Dtype):
@@ -323,11 +366,11 @@ def substitute(arg: Arg, tensor: Any) -> Arg:
 def renamed_in_backward(
     graph: Graph, other: Callable[[str, list[Node]], str], tensors: Mapping[str, Tensor]
 ) -> Graph:
-    """The graph whose backward reads other tensors.
+    """Return a graph with a backward that reads other tensors.
 
     Args:
-        other: the name that a tensor has in the backward; it may append the nodes that make it.
-        tensors: all that are then there; looked at last.
+        other: returns the name that a tensor has in the backward, and may append nodes that make it.
+        tensors: all tensors of the new graph; read after all calls of ``other``.
     """
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -340,7 +383,7 @@ def renamed_in_backward(
 def reading(
     node: Node, names: Mapping[str, str], copy: str = "", outputs: tuple[str | None, ...] = ()
 ) -> Node:
-    """The node with other inputs, old name -> new; with ``copy``, a second node of that name."""
+    """Return the node with other inputs, old name -> new; ``copy`` renames a second node."""
     if not copy and all(old == new for old, new in names.items()):
         return node
 
@@ -383,5 +426,5 @@ def _pack(arg: Arg) -> Any:
 def _unpack(data: Any) -> Arg:
     if isinstance(data, dict):
         ((kind, value),) = data.items()
-        return {"t": Ref, "dtype": Dtype, "float": float}[kind](value)
+        return {"t": Ref, "dtype": Dtype, "float": float}[kind](read_text(value, "an argument"))
     return tuple(_unpack(a) for a in data) if isinstance(data, list) else data

@@ -1,7 +1,7 @@
 """Build a graph node by node, without duplicate computations.
 
-Autograd's traces are full of views of views, transposes undone at once, and values made
-again in the backward. Dropping them changes no result, and what is left plans faster.
+Autograd's traces contain views of views, transposes undone at once, and values made
+again in the backward. Removing them changes no result and speeds up planning.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from hap.ir.graph import Arg, Graph, Input, Node, Output, Ref, Tensor
 
-# The graph mutates nothing and its views are made by reshape, so a copy is its original.
+# The graph mutates nothing and makes its views by reshape, so a copy equals its original.
 ALIASES = {
     "aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
     "aten.lift_fresh.default", "aten.clone.default",
 }  # fmt: skip
-# All say: the same elements in the same order, in another shape.
+# All of these return the same elements in the same order, in another shape.
 VIEWS = {
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
     "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
@@ -30,7 +30,7 @@ DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.st
 
 
 class Builder:
-    """Collects nodes; ``node`` returns references that may be to an earlier, equal value."""
+    """Collects nodes; ``node`` may return references to an earlier, equal value."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -46,7 +46,7 @@ class Builder:
         self, *, name: str, op: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...],
         results: Sequence[Tensor | None], source: str, module: str,
     ) -> tuple[Ref | None, ...]:  # fmt: skip
-        """Add ``results = op(*args)`` unless an equal value exists; returns the results."""
+        """Add ``results = op(*args)`` unless an equal value exists; return the results."""
         if op in ALIASES:
             return (args[0],)
         if op in VIEWS:
@@ -78,13 +78,13 @@ class Builder:
         return refs
 
     def _nonempty(self, refs: tuple[Ref, ...], result: Tensor | None) -> tuple[Ref, ...]:
-        """The arguments of a concatenation without empty ones, which may have any rank."""
+        """Return the arguments of a concatenation without empty ones, which may have any rank."""
         kept = tuple(ref for ref in refs if self._tensors[ref.name].numel)
         dtypes = {self._tensors[ref.name].dtype for ref in kept}
         return kept if result is not None and result.dtype in dtypes else refs
 
     def _same(self, ref: Ref, result: Tensor | None) -> bool:
-        """Has ``ref`` the shape and dtype of ``result``?"""
+        """Return whether ``ref`` has the shape and dtype of ``result``."""
         own = self._tensors[ref.name]
         return result is not None and (own.shape, own.dtype) == (result.shape, result.dtype)
 
@@ -98,14 +98,14 @@ class Builder:
         return node.args[0] if same and node is not None else None
 
     def graph(self, *, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Graph:
-        """The finished graph without what nobody uses."""
+        """Return the finished graph without unused nodes and inputs."""
         needed = {o.tensor for o in outputs}
         kept: list[Node] = []
         for node in reversed(self._nodes):
             if needed.intersection(node.outputs):
                 needed.update(node.inputs)
                 kept.append(node)
-        # The second name of a tied parameter, and what the forward ignores, is no input.
+        # A tied parameter's second name and inputs that the forward ignores are no inputs.
         inputs = tuple(i for i in inputs if i.tensor in needed or i.role in ("input", "tangent"))
         used = needed | {i.tensor for i in inputs}
         nodes = tuple(

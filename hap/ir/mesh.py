@@ -1,9 +1,9 @@
 """Two mesh axes: the step of one machine, divided from a program between machines.
 
-The program *between* treats every machine as one device. It leaves to each machine
-a training step, of smaller tensors, in which the collectives between machines are operators:
-:func:`divide` writes it down as a graph. The program *inside* is planned over that graph like
-any other, and so may decide in which placement inside the machine a tensor crosses the slow
+The program *between* treats every machine as one device. What remains for each machine is
+a training step on smaller tensors, in which the collectives between machines are operators:
+:func:`divide` returns it as a graph. The program *inside* is planned over that graph like
+any other, and so may choose the placement inside the machine in which a tensor crosses the slow
 links: the hierarchical all-reduce (reduce-scatter inside, all-reduce between, all-gather
 inside) is one of its choices, not a special case.
 
@@ -28,10 +28,10 @@ from hap.ir.program import BETWEEN, Compute, Convert, Program, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """The program that every machine runs, over the graph that :func:`divide` gives.
+    """The program that every machine runs, over the graph that :func:`divide` returns.
 
-    ``shares`` maps an axis to units per rank of the whole cluster, in rank order; those of one
-    machine's ranks sum to what the machine has of the axis.
+    ``shares`` maps an axis to units per rank of the whole cluster, in rank order; the units of a
+    machine's ranks sum to the machine's units of the axis.
     """
 
     program: Program
@@ -39,7 +39,7 @@ class Inside:
 
 
 class Offset(NamedTuple):
-    """Where a machine's shard of a tensor begins along ``dim``, of ``size`` elements in all."""
+    """Start of a machine's shard along ``dim``, and the ``size`` of the whole dim in elements."""
 
     dim: int
     start: int
@@ -47,7 +47,7 @@ class Offset(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The work of one rank: ``program`` over ``graph``, as rank ``rank`` of those beside it.
+    """The work of one rank: ``program`` over ``graph``, as rank ``rank`` of its machine.
 
     ``offsets`` has an entry for each tensor that is cut between machines.
     """
@@ -63,7 +63,7 @@ class Mesh:
     """The ranks of a cluster as a matrix: machines by devices.
 
     Raises:
-        ValueError: the machines have unlike numbers of devices, or there is nothing to divide.
+        ValueError: the machines do not all have the same number of devices, 2 or more.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Per device of a machine, the ranks that stand in its place in all machines."""
+        """Per device of a machine, the ranks with its place in all machines."""
         return tuple(zip(*self.machines, strict=True))
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Mesh:
 
     @cached_property
     def between(self) -> Cluster:
-        """The cluster whose devices are whole machines, at the sum of their devices' rates."""
+        """The cluster with whole machines as devices, at the sum of their devices' rates."""
         machines = [[self.cluster.devices[r] for r in ranks] for ranks in self.machines]
         devices = tuple(Device.together(machine, machine[0].node) for machine in machines)
         links = {d.node: self.cluster.inter for d in devices}
@@ -109,26 +109,26 @@ class Mesh:
 
 
 def is_mesh(cluster: Cluster) -> bool:
-    """Has the cluster several machines of equally many devices, two or more?"""
+    """Return whether the cluster has several machines, all with the same number (2+) of devices."""
     counts = {len(cluster.ranks(node)) for node in cluster.nodes}
     return len(cluster.nodes) > 1 and len(counts) == 1 and counts != {1}
 
 
 AGAIN = "'"
-"""Ends the name of a value that the backward makes a second time."""
+"""Suffix of the name of a value that the backward makes a second time."""
 
 
 def origin(tensor: str) -> Value:
-    """The value of the program between that a tensor of a divided graph stands for."""
+    """Return the value of the program between that a tensor of a divided graph represents."""
     name, mark, placement = tensor.rstrip(AGAIN).rpartition("~")
     return Value(name, Placement.parse(placement)) if mark else Value(placement, R)
 
 
 def divide(graph: Graph, program: Program, shares: Shares, machine: int | None = None) -> Graph:
-    """The step that a machine runs: values become tensors, conversions operators.
+    """Return the step that a machine runs: values become tensors, conversions operators.
 
     Args:
-        program: between machines; ``shares`` are units per machine.
+        program: the program between machines; ``shares`` are units per machine.
         machine: gives the tensors the sizes of this machine's shards. Without it they keep the
             sizes of the whole tensors: the form in which all machines are planned at once.
     """
@@ -138,7 +138,7 @@ def divide(graph: Graph, program: Program, shares: Shares, machine: int | None =
 def offsets(
     graph: Graph, program: Program, shares: Shares, machine: int, divided: Graph
 ) -> dict[str, Offset]:
-    """Where a machine's shards begin, by the names of its divided graph."""
+    """Return the starts of a machine's shards, by the names of its divided graph."""
     found = {}
     for name in divided.tensors:
         value = origin(name)
@@ -173,7 +173,7 @@ class _Divider:
             inputs=inputs, nodes=nodes, outputs=outputs, tensors=self._tensors,
             rules=self._graph.rules,
         )  # fmt: skip
-        # Parameters that only the backward reads are no longer converted at the start.
+        # Parameters that only the backward reads are not converted at the start.
         return replace(joint, nodes=tuple(sorted(nodes, key=lambda n: n.name in joint.backward)))
 
     def _made(self, value: Value) -> str:
@@ -235,12 +235,12 @@ def _module(graph: Graph, tensor: str) -> str:
 
 
 def is_mesh_op(op: str) -> bool:
-    """Does an operator stand for a conversion between machines?"""
+    """Return whether an operator represents a conversion between machines."""
     return op.startswith(BETWEEN)
 
 
 def step_ends(graph: Graph) -> frozenset[str]:
-    """Parameters and gradients, also before and after they pass between machines.
+    """Return parameters and gradients, including their values before and after conversions.
 
     They are converted at the two ends of a step, many at a time.
     """

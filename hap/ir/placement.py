@@ -1,8 +1,8 @@
 """Placements of a tensor: replicated, sharded on a dim, or partial.
 
 The vocabulary of PyTorch's DTensor; the HAP paper (EuroSys'24) writes Identity, Gather(d)
-and Reduce. A placement is a *property* of a tensor in the sense of Hoare: rules state which
-placements of the inputs make which placement of the output true.
+and Reduce. A placement is a *property* of a tensor in the sense of Hoare: a rule derives the
+placement of the output from the placements of the inputs.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def S(dim: int) -> Placement:
 
 
 def conversion(src: Placement, dst: Placement) -> str | None:
-    """The instruction that turns ``src`` into ``dst``; ``None`` if it is already there.
+    """Return the instruction that turns ``src`` into ``dst``; ``None`` if they are equal.
 
     ``slice`` and ``mask`` (rank 0 keeps its copy, the others hold zeros) move no data between
-    ranks; ``P`` can't be reached from a shard without a collective that no program needs.
+    ranks. ``P`` can't be reached from a shard, since no program needs such a collective.
     """
     if src == dst:
         return None
@@ -68,7 +68,7 @@ def conversion(src: Placement, dst: Placement) -> str | None:
 
 
 def convertible(src: Placement, dst: Placement) -> bool:
-    """Is there an instruction that turns ``src`` into ``dst``, or nothing to do?"""
+    """Return whether ``src`` equals ``dst`` or an instruction converts it."""
     return src == dst or (src.kind, dst.kind) in _CONVERSIONS
 
 

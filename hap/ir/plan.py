@@ -1,7 +1,7 @@
 """A plan: program, shares and predictions, bound by digests to its model and cluster.
 
 A plan file is canonical JSON: the same inputs give the same bytes. It holds the captured
-graph, so that a model that changed since can be told what differs.
+graph, so that the differences to a changed model can be listed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
+from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
+from hap.ir.plain_data import read_list, read_map
 from hap.ir.plan_checks import check_programs
 from hap.ir.prediction import (
     Alternative,
@@ -33,12 +35,12 @@ from hap.ir.prediction import (
 from hap.ir.program import Program, Value
 
 FORMAT = 4
-"""Version of the plan file; raised when an older reader would misunderstand a newer file."""
+"""Version of the plan file; increased when an older reader would misunderstand a newer file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the model came from, for the commands that load it again: empty for the Python API."""
+    """Origin of the model, for commands that load it again; empty for the Python API."""
 
     path: str = ""
     function: str = "model"
@@ -46,12 +48,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the graph was captured: what :func:`hap.capture.tracing.capture` is told to make it again.
+    """Arguments of :func:`hap.capture.tracing.capture` that reproduce the graph.
 
     Attributes:
         batch: the batch's form, see :mod:`hap.ir.batch`; ``None`` in plans of older versions.
-        autocast: the dtype of the automatic mixed precision around the forward, or nothing.
-        recompute: which activations the backward makes again, see :mod:`hap.capture.recompute`, or nothing.
+        autocast: the dtype of automatic mixed precision in the forward, or nothing.
+        recompute: the activations that the backward recomputes, see :mod:`hap.capture.recompute`.
     """
 
     batch: Form = None
@@ -61,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKind:
-    """The optimizer's class, and the number of tensors of its size that it keeps per parameter."""
+    """The optimizer's class, and the number of tensors of a parameter's size in its state."""
 
     name: str
     states: int
@@ -71,7 +73,7 @@ class OptimizerKind:
 
     @staticmethod
     def of(text: str) -> OptimizerKind:
-        """The inverse of ``str``, for plan files before format 4."""
+        """Inverse of ``str``, for plan files before format 4."""
         name, _, rest = text.partition(" (")
         states = rest.partition(" ")[0]
         if not states.isdecimal():
@@ -81,7 +83,7 @@ class OptimizerKind:
 
 
 class TensorCut(NamedTuple):
-    """One cut of a tensor: elements of every place along ``dim``; ``place`` is this rank's."""
+    """One cut of a tensor along ``dim``: elements of every place; ``place`` is this rank's."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -94,7 +96,7 @@ class TensorCut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The pair that won, program and shares, and all that is needed to run and explain it.
+    """The best pair of program and shares, with all that is needed to run and explain it.
 
     With ``inside``, the ranks form a mesh of two axes (:mod:`hap.ir.mesh`): ``program`` and
     ``shares`` are then those between machines, with an entry per machine.
@@ -108,12 +110,12 @@ class Plan:
     shares: Shares
     idle: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Names of devices of the given cluster that the plan does without; ``cluster`` lacks them."""
+    """Names of devices of the given cluster that the plan leaves out; ``cluster`` lacks them."""
     prediction: Prediction
     inside: Inside | None = None
     recipe: Recipe = Recipe()
     unruled: tuple[OperatorCost, ...] = ()
-    """The operators that neither the rule table nor a rule of the user's describes."""
+    """The operators that neither the rule table nor a user's rule describes."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -149,13 +151,13 @@ class Plan:
 
     @cached_property
     def whole(self) -> tuple[Graph, Program]:
-        """All instructions that ranks run, and the graph that they are of."""
+        """All instructions that ranks run, and their graph."""
         if self.inside is None:
             return self.graph, self.program
         return divide(self.graph, self.program, self.shares), self.inside.program
 
     def part(self, rank: int) -> Part:
-        """The program of a rank, with the sizes of its own machine."""
+        """Return the program of a rank, with the sizes of its own machine."""
         if self.mesh is None:
             return Part(self.graph, self.program, self.shares, rank, {})
         machine, column = self.mesh.place(rank)
@@ -181,7 +183,7 @@ class Plan:
         return found
 
     def part_of(self, rank: int) -> int:
-        """Units of all used axes that a rank holds; 0 if it only waits."""
+        """Return the units of all used axes that a rank holds; 0 if it only waits."""
         held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
         return held + sum(u[rank] for u in self.inside.shares.values()) if self.inside else held
 
@@ -189,7 +191,7 @@ class Plan:
         return self.mesh.place(rank)[0] if self.mesh else rank
 
     def levels(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
-        """How an input is cut as it is stored, the coarsest cut first; ``None``: it is not.
+        """Return the cuts of an input in storage, the coarsest first; ``None``: not cut.
 
         There is one level, or with two mesh axes a cut between machines and one inside.
         """
@@ -209,7 +211,7 @@ class Plan:
         return tuple(found)
 
     def local_shape(self, tensor: str, rank: int) -> tuple[int, ...]:
-        """This rank's shape of an input, a parameter for example, as it is stored."""
+        """Return this rank's shape of a stored input, such as a parameter."""
         shape = list(self.graph.tensors[tensor].shape)
         for level in self.levels(tensor, rank):
             if level:
@@ -217,7 +219,7 @@ class Plan:
         return tuple(shape)
 
     def local_batch(self, batch: Any, rank: int) -> Any:
-        """The part of a global batch that a rank reads, in the batch's own form.
+        """Return the part of a global batch that a rank reads, in the batch's own form.
 
         Tensors that the program does not shard stay whole; see :mod:`hap.ir.batch` for the forms of a
         batch.
@@ -242,7 +244,7 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the global batch: the first dim of its first tensor that has dims."""
+        """Number of rows of the global batch: the first dim of its first tensor with dims."""
         return self.graph.tensors[self._first_input].shape[0]
 
     @property
@@ -251,7 +253,7 @@ class Plan:
         return next((name for name in names if self.graph.tensors[name].shape), names[0])
 
     def batch_rows(self, rank: int) -> tuple[int, int]:
-        """(start, stop) of the rows of the global batch that a rank reads; all if unsharded."""
+        """Return (start, stop) of the rows that a rank reads; all rows if unsharded."""
         start, stop = 0, self.batch_size
         for level in self.levels(self._first_input, rank):
             if level and level.dim == 0:
@@ -276,7 +278,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; what has its default is left out, so that older plans lack nothing."""
+        """Return plain data without default values, which older plans lack as well."""
         data: dict[str, Any] = {
             "format": FORMAT,
             "source": _packed(self.source),
@@ -299,7 +301,7 @@ class Plan:
         return data | {key: value for key, value in optional.items() if value}
 
     def save(self, path: str | Path) -> None:
-        """Write the plan file: whole, or not at all."""
+        """Write the plan file atomically."""
         text = json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
         write_whole(path, [text])
 
@@ -336,13 +338,24 @@ class Plan:
                 f"the plan has format {data['format']}, this version reads up to {FORMAT}",
                 where=where, hint="update hap, or plan anew with this version",
             )  # fmt: skip
-        if infinite and data["format"] >= 4:  # older plans wrote a device's default rate so
+        if (
+            infinite and data["format"] >= 4
+        ):  # older plans wrote a device's default rate as Infinity
             raise PlanError(f"{infinite[0]} is no figure", where=where, hint="plan anew")
         try:
             return Plan.from_json(data)
         except (PlanError, ClusterError) as error:
-            raise PlanError(error.what, where=error.where or where, hint=error.hint) from None
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise PlanError(
+                error.what, where=error.where or where, hint=error.hint or "plan anew"
+            ) from None
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise PlanError(
                 f"the plan file is damaged ({type(error).__name__}: {error})",
                 where=where, hint="plan anew",
@@ -350,9 +363,9 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`; raises what :meth:`load` turns into ``PlanError``."""
+        """Inverse of :meth:`to_json`; :meth:`load` turns its errors into ``PlanError``."""
         graph, cluster = Graph.from_json(data["graph"]), Cluster.from_dict(data["cluster"])
-        # The stored data is digested, not the cluster, whose defaults a newer version may have added.
+        # Digest the stored data: a newer version may have added defaults to the cluster.
         digests = graph.digest, digest_of(data["cluster"])
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
@@ -372,7 +385,7 @@ class Plan:
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=Program.from_json(data["program"]),
-            shares={name: tuple(units) for name, units in data["shares"].items()},
+            shares=_read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
@@ -380,12 +393,13 @@ class Plan:
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
+        check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
         return plan
 
 
 def _packed(record: Any) -> Any:
-    """A dataclass as plain data, and those that it holds; fields with their defaults are left out."""
+    """Return a dataclass, including nested ones, as plain data without default values."""
     if isinstance(record, tuple):
         return [_packed(entry) for entry in record]
     if not is_dataclass(record):
@@ -395,7 +409,7 @@ def _packed(record: Any) -> Any:
 
 
 def _noted(found: list[str]) -> Callable[[str], float]:
-    """Reads ``Infinity`` and ``NaN``, which JSON does not have, and notes them."""
+    """Return a parser of ``Infinity`` and ``NaN``, which JSON lacks, that notes them."""
 
     def read(text: str) -> float:
         found.append(text)
@@ -410,7 +424,11 @@ def _pack_inside(inside: Inside) -> dict[str, Any]:
 
 
 def _unpack_inside(data: Mapping[str, Any]) -> Inside:
-    return Inside(
-        program=Program.from_json(data["program"]),
-        shares={name: tuple(units) for name, units in data["shares"].items()},
-    )
+    return Inside(program=Program.from_json(data["program"]), shares=_read_shares(data["shares"]))
+
+
+def _read_shares(data: Any) -> Shares:
+    return {
+        name: tuple(read_list(units, f"the shares of axis {name}"))
+        for name, units in read_map(data, "the shares").items()
+    }

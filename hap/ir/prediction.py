@@ -36,10 +36,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another way to train on the same cluster, judged by the same model.
+    """Another way to train on the same cluster, predicted by the same model.
 
-    Without a program that runs the model, ``step_s`` is 0 and ``note`` says why. ``peak_bytes``
-    and ``lacking_bytes`` are of the rank that has the highest peak, or lacks the most.
+    If no program runs the model, ``step_s`` is 0 and ``note`` gives the reason. ``peak_bytes``
+    and ``lacking_bytes`` are of the rank with the highest peak and of the one that lacks the most.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A proof that nothing among ``covers`` is faster than ``step_s``, in the cost model.
+    """A proof that no program among ``covers`` has a step below ``step_s``, in the cost model.
 
-    ``gap`` is the part of the plan's predicted step by which it may at most be too slow, and
-    ``searches`` what the proof took.
+    ``gap`` is the largest part of the plan's predicted step that a better program could save, and
+    ``searches`` the number of searches of the proof.
     """
 
     covers: str
@@ -68,10 +68,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCost:
-    """An operator that the rule table lacks, and what its calls cost in the step.
+    """An operator that the rule table lacks, with the cost of its calls in the step.
 
-    ``origin``: where its rows come from, see :data:`hap.synthesizer.rules.textual_rules.ORIGINS`.
-    ``seconds``: of the rank that computes it longest.
+    ``origin``: the origin of its rows, see :data:`hap.synthesizer.rules.textual_rules.ORIGINS`.
+    ``seconds``: on the rank that computes it longest.
     """
 
     op: str
@@ -84,7 +84,7 @@ class OperatorCost:
 class Prediction:
     """Predictions of the cost model for a plan. Times are seconds of one training step.
 
-    ``hidden_s`` of communicating is beside computing of the busiest rank.
+    ``hidden_s``: seconds of communication that overlap computing of the busiest rank.
     """
 
     step_s: float

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from hap.ir.axes import Axes, Axis, Shares, shard_sizes
 from hap.ir.graph import FREE, Graph
 from hap.ir.placement import LOCAL, Placement, R, conversion
+from hap.ir.plain_data import read_count, read_list, read_map, read_text
 
 
 class Value(NamedTuple):
@@ -54,16 +55,16 @@ class Compute:
         return [Value(o, p) for o, p in zip(outputs, self.outs, strict=True) if o and p]
 
     def aliases(self, graph: Graph) -> bool:
-        """Do its results share the storage of its first input?"""
+        """Return whether its results share the storage of its first input."""
         return graph.by_name[self.node].op in FREE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert:
-    """Turn ``tensor@src`` into ``tensor@dst``; ``implementation`` names how, where it matters.
+    """Turn ``tensor@src`` into ``tensor@dst``; ``implementation`` names one of several ways.
 
-    A collective is issued where it stands and waited for by the first instruction that reads
-    its result. Neighbours run as one if their ``bucket`` is the same.
+    A collective is issued at its place in the program; the first instruction that reads its
+    result waits for it. Neighbours with the same ``bucket`` run as one.
     """
 
     tensor: str
@@ -92,7 +93,7 @@ class Convert:
         return [Value(self.tensor, self.dst)]
 
     def aliases(self, graph: Graph) -> bool:
-        """Does its result share the storage of its input?"""
+        """Return whether its result shares the storage of its input."""
         return self.kind == "slice"
 
 
@@ -100,32 +101,32 @@ Instruction = Compute | Convert
 
 
 def reads(graph: Graph, group: Iterable[Instruction]) -> list[Value]:
-    """The values that a group of instructions reads."""
+    """Return the values that a group of instructions reads."""
     return [value for step in group for value in step.reads(graph)]
 
 
 def writes(graph: Graph, group: Iterable[Instruction]) -> list[Value]:
-    """The values that a group of instructions makes."""
+    """Return the values that a group of instructions makes."""
     return [value for step in group for value in step.writes(graph)]
 
 
 FUSIBLE = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_lse"})
-"""Collectives that run on several tensors at once as on one long one."""
+"""Collectives that can run on several tensors as on one long tensor."""
 
 BETWEEN = "mesh."
-"""Prefix of the operators that stand for collectives between machines; see :mod:`hap.ir.mesh`."""
+"""Prefix of the operators that represent collectives between machines; see :mod:`hap.ir.mesh`."""
 
 
 Bounds = tuple[tuple[int, int], ...]
-"""Of groups of neighbouring instructions: the first one of each, and the one after its last."""
+"""(start, stop) of each group of neighbouring instructions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Instructions in the order in which every rank runs them.
 
-    ``inputs`` holds the placement in which each input of the graph is given, a parameter's
-    being the one in which it is stored; ``outputs`` likewise, in the order of the graph's
+    ``inputs`` holds the placement in which each input of the graph is given (for a parameter,
+    the placement in which it is stored); ``outputs`` likewise, in the order of the graph's
     outputs. ``axes`` maps ``tensor:dim`` of every sharded value to (axis, units).
     """
 
@@ -138,7 +139,7 @@ class Program:
         return self.axes[f"{tensor}:{dim}"]
 
     def sizes(self, graph: Graph, value: Value, shares: Shares) -> tuple[int, ...]:
-        """Elements along the sharded dim of ``value``, one entry per rank."""
+        """Return the elements along the sharded dim of ``value``, one entry per rank."""
         name, units = self.axis(value.tensor, value.placement.dim)
         size = graph.tensors[value.tensor].shape[value.placement.dim]
         return shard_sizes(size, units, shares[name])
@@ -160,18 +161,18 @@ class Program:
         return {}
 
     def groups(self, graph: Graph) -> Iterator[tuple[Instruction, ...]]:
-        """The instructions in order, neighbouring collectives of one kind and bucket run as one.
+        """Yield the instructions in order; fused collectives form one group.
 
-        Fused collectives pay for one start instead of many. The program alone decides which are
-        fused, so that all ranks fuse alike.
+        Fusion needs the same kind and bucket, and saves starts. The program alone decides it, so
+        that all ranks fuse alike.
         """
         for first, end in self.bounds(graph):
             yield self.instructions[first:end]
 
     def bounds(self, graph: Graph, *, named: bool = True) -> Bounds:
-        """Of each group, its first instruction and the one after its last.
+        """Return (start, stop) of each group.
 
-        ``named``: collectives by unlike implementations run apart; else these are not chosen yet.
+        ``named``: do not fuse different implementations; otherwise these are not chosen yet.
         """
 
         def key(step: Instruction) -> object:
@@ -201,7 +202,7 @@ class Program:
         return Axes(axes=named, of=of)
 
     def used_axes(self) -> dict[str, int]:
-        """Axis -> units, for the axes that some value is sharded on."""
+        """Axis -> units, for the axes on which some value is sharded."""
         return dict(self.axes.values())
 
     def check(self, graph: Graph) -> None:
@@ -251,7 +252,7 @@ class Program:
 
     @cached_property
     def schedule_digest(self) -> str:
-        """SHA-256 of the collectives in order: ranks compare it before they start."""
+        """SHA-256 of the collectives in order, which ranks compare before they start."""
         text = json.dumps([_pack(c) for c in self.collectives], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -265,11 +266,29 @@ class Program:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Program:
+        def placed(value: Any, where: str) -> Placement:
+            return Placement.parse(read_text(value, where))
+
+        fields = read_map(data, "a program")
+        axes = {}
+        for dim, entry in read_map(fields["axes"], "the program's axes").items():
+            name, units = read_list(entry, f"the axis of {dim}", 2)
+            axes[dim] = (
+                read_text(name, f"the axis of {dim}"),
+                read_count(units, f"the axis of {dim}"),
+            )
+        given = read_map(fields["inputs"], "the program's inputs")
         return Program(
-            inputs={k: Placement.parse(p) for k, p in data["inputs"].items()},
-            instructions=tuple(_unpack(i) for i in data["instructions"]),
-            outputs=tuple(Placement.parse(p) for p in data["outputs"]),
-            axes={k: (str(v[0]), int(v[1])) for k, v in data["axes"].items()},
+            inputs={k: placed(p, f"the input {k}") for k, p in given.items()},
+            instructions=tuple(
+                _unpack(read_list(i, f"instruction {k}"))
+                for k, i in enumerate(read_list(fields["instructions"], "the program"))
+            ),
+            outputs=tuple(
+                placed(p, "an output")
+                for p in read_list(fields["outputs"], "the program's outputs")
+            ),
+            axes=axes,
         )
 
 

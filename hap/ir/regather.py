@@ -1,9 +1,9 @@
 """Aliases of parameters for the backward, so that it may gather them a second time.
 
-A parameter read by both passes would have to be the same value for both: a replica gathered for
-the forward would lie in memory until the backward. So the backward reads an alias of the
-parameter, its *twin*, which costs nothing and may be placed otherwise: looking at the forward's
-replica, or at the stored shards, to be gathered a second time (ZeRO, stage 3: Rajbhandari et
+If both passes read the same value of a parameter, a replica gathered for the forward must stay
+in memory until the backward. So the backward reads an alias of the parameter, its *twin*, which
+costs nothing and may have another placement: that of the forward's replica, or that of the stored
+shards, which are then gathered a second time (ZeRO, stage 3: Rajbhandari et
 al., SC 2020).
 """
 
@@ -15,16 +15,16 @@ from hap.ir.graph import Graph, Node, Ref, Tensor, reading, renamed_in_backward
 
 ALIAS = "aten.alias.default"
 
-# Views that a parameter may be looked at through; each is made anew for the backward.
+# Views of parameters; each is made anew for the backward.
 _LOOKS = frozenset({
     "aten.view.default", "aten.t.default", "aten.transpose.int", "aten.permute.default",
 })  # fmt: skip
 
 
 def with_backward_aliases(graph: Graph) -> Graph:
-    """The graph with twins of all parameters of two or more dims that both passes read.
+    """Return the graph with twins of all parameters of two or more dims that both passes read.
 
-    Vectors, biases and norms' weights, are too small for a second gather to be worth its start.
+    Vectors (biases, weights of norms) are too small for a second gather to be worth its start.
     """
     parameters = {i.tensor for i in graph.role("parameter") if _large(graph.tensors[i.tensor])}
     read = {name for n in graph.nodes if n.name not in graph.backward for name in n.inputs}
@@ -33,7 +33,7 @@ def with_backward_aliases(graph: Graph) -> Graph:
 
 
 def backward_alias_of(graph: Graph) -> Mapping[str, str]:
-    """Parameter -> its twin."""
+    """Return parameter -> its twin."""
     parameters = {i.tensor for i in graph.role("parameter")}
     return {
         n.inputs[0]: str(n.outputs[0])
@@ -46,7 +46,7 @@ def _large(tensor: Tensor) -> bool:
 
 
 class _BackwardAliases:
-    """Makes the twins of parameters, and of the forward's views of them, as they are asked for."""
+    """Makes the twins of parameters, and of the forward's views of them, on demand."""
 
     def __init__(self, graph: Graph, parameters: set[str]) -> None:
         self.tensors = dict(graph.tensors)
@@ -54,7 +54,7 @@ class _BackwardAliases:
         self._made: dict[str, str] = {}
 
     def of(self, name: str, nodes: list[Node]) -> str:
-        """The value that the backward reads in place of ``name``; new nodes are appended to ``nodes``."""
+        """Return the backward's value for ``name``; append new nodes to ``nodes``."""
         if name in self._made:
             return self._made[name]
         view = self._graph.producer.get(name)
@@ -64,7 +64,7 @@ class _BackwardAliases:
         elif view and view.op in _LOOKS and view.name not in self._graph.backward:
             base = self.of(view.inputs[0], nodes)
             if base == view.inputs[0]:
-                return name  # a view of something else
+                return name  # a view of another tensor
             twin = self._new(name)
             nodes.append(reading(view, {view.inputs[0]: base}, twin, (twin,)))
         else:

@@ -32,14 +32,14 @@ from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
 
 Range = tuple[int, int]
-"""Units from, and up to and with."""
+"""(least, largest) number of units, both included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """A set of shares of an axis: per type of ``sizes`` devices, ranges of units.
 
-    ``total`` of all its ranks together, ``most`` of the one that has most.
+    ``total``: of all its ranks together; ``most``: of its rank with the largest share.
     """
 
     axis: str
@@ -50,7 +50,7 @@ class Box:
 
     @staticmethod
     def whole(axis: str, units: int, sizes: tuple[int, ...]) -> Box:
-        """All shares of an axis."""
+        """Return the box of all shares of an axis."""
         everything = ((0, units),) * len(sizes)
         box = Box(axis=axis, units=units, sizes=sizes, total=everything, most=everything)
         tight = box.tightened()
@@ -58,7 +58,7 @@ class Box:
         return tight
 
     def tightened(self) -> Box | None:
-        """The same shares in smaller ranges; ``None`` if there are none in them."""
+        """Return the same shares in smaller ranges; ``None`` if the box is empty."""
         total, most = self.total, self.most
         for _ in range(2):
             total = tuple(
@@ -79,9 +79,9 @@ class Box:
         return replace(self, total=total, most=most)
 
     def split(self) -> tuple[Box, Box] | None:
-        """Two boxes, cut where the range is widest; ``None`` if the box is a point.
+        """Return two boxes, cut in the widest range; ``None`` if the box is a point.
 
-        Totals are measured by differences, as links carry them; loads by factors.
+        Totals are compared by differences, because links carry them; loads by ratios.
         """
         wide = [
             (_TOTALS * (hi - lo) / self.units, "total", k) for k, (lo, hi) in enumerate(self.total)
@@ -107,7 +107,7 @@ class Box:
 
 
 _TOTALS = 8.0
-"""Weight of a type's total against a factor between loads when ranges are compared."""
+"""Weight of a type's total relative to a ratio of loads when ranges are compared."""
 
 
 class BoxPrices(Floors):
@@ -128,7 +128,7 @@ class BoxPrices(Floors):
         low, high, start, again = (np.zeros_like(one) for _ in range(4))
         for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
             low[ranks], high[ranks] = np.array(box.most[k]) / box.units
-            # Has each of its ranks a unit at least, though all others have the most?
+            # Does each of its ranks have at least one unit, even if all others have the most?
             if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
                 start[ranks] = machine.cluster.devices[ranks[0]].launch_s
             again[ranks] = machine.cluster.devices[ranks[0]].relaunch
@@ -170,7 +170,7 @@ class BoxPrices(Floors):
         return p.sharded and self.axes.of[tensor, p.dim] == self._box.axis
 
     def _doubled(self, ways: Floats) -> Floats:
-        """Times outside of the axis: the most loaded rank may have no part of others."""
+        """Return times outside the axis: the most loaded rank may have no part of other axes."""
         key = id(ways)
         if key not in self._boxed:
             most = ways if ways.ndim == 1 else np.zeros_like(ways)
@@ -178,7 +178,7 @@ class BoxPrices(Floors):
         return self._boxed[key]
 
     def _ways_inside(self, low_s: PerRank, high_s: PerRank, launch_s: Floats) -> Floats:
-        """Times on the axis: one row per type that may have what is left of it."""
+        """Return times on the axis: one row per type that may have the remainder of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
         start = np.where(whole > 0, launch_s, 0.0)
         slope = (whole - start) / self._part
@@ -197,7 +197,7 @@ class BoxPrices(Floors):
 def _per_machine(
     box: Box, types: tuple[tuple[int, ...], ...], machine: Machine
 ) -> tuple[Floats, Floats]:
-    """The least and the largest part of the axis that each machine of a cluster may have."""
+    """Return the least and the largest part of the axis that each machine may have."""
     cluster = machine.cluster
     low, high = [], []
     for node in cluster.nodes:
@@ -213,7 +213,7 @@ class _Leaf:
     box: Box
     bound_s: float
     hope_s: float
-    """The highest bound that other weights could still give, as far as is known."""
+    """The highest bound that other weights could still give, as far as known."""
 
 
 class Branching:
@@ -273,7 +273,7 @@ class Branching:
 
 
 def busiest_axis(space: Space, machine: Machine, states: int, program: Program) -> str | None:
-    """The axis on which most of a program's time, if done whole, is split; or ``None``."""
+    """Return the axis that splits most of a program's time, or ``None``."""
     prices = AnyShares(space, machine, states)
     total: dict[str, float] = {}
     for step in program.instructions:

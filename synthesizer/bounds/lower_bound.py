@@ -36,17 +36,17 @@ from hap.synthesizer.search.search_result import SearchStatus
 Floats = npt.NDArray[np.float64]
 
 Weights = Floats
-"""One number per class of ranks, and one for the links: see :meth:`OverlapPrice.mean`."""
+"""One weight per class of ranks, and one for the links: see :meth:`OverlapPrice.mean`."""
 
 _SAFE = 1.0 - 1e-9
-"""Takes off what floating point may have added to a sum; far more than it can."""
+"""Factor that exceeds the rounding errors of a sum, so that the bound stays valid."""
 
 
 def start_parts(space: Space) -> dict[str, float]:
-    """Tensor -> the part of a collective's start that its conversion surely pays for.
+    """Return tensor -> the part of a collective's start that its conversion pays at least.
 
-    A conversion may run as one with those of its reader's other inputs of the same dtype: of ``k``
-    each pays for ``1/k``; likewise the outputs. Parameters and gradients, which are converted
+    A conversion may be fused with those of its reader's other inputs of the same dtype: each of
+    ``k`` then pays ``1/k``; likewise for outputs. Parameters and gradients, which are converted
     together at the ends of the step, pay nothing.
     """
     graph = space.graph
@@ -74,7 +74,7 @@ class OverlapPrice:
     lost: Floats
 
     def mean(self, computing: Floats, communicating: Floats) -> Weights:
-        """The weights of a mean of (1) and (2), in proportion to what is given per class."""
+        """Return the weights of a mean of (1) and (2), proportional to the given ones per class."""
         w = computing + (1 - self.pace) * communicating
         v = computing @ self.lost + communicating.sum()
         total: Weights = np.append(w, v) / (computing.sum() + communicating.sum())
@@ -82,10 +82,10 @@ class OverlapPrice:
 
 
 class Floors(Prices, ABC):
-    """Prices that are never above the simulator's; what is never read is converted for nothing.
+    """Prices that never exceed the simulator's; conversions of unread tensors are free.
 
-    The times of a label are given per *class* of ranks, as a vector or as a matrix: one row
-    per way in which the shares may turn out, of which the cheapest counts (:func:`_weighted`).
+    The times of a label are given per *class* of ranks, as a vector or as a matrix with one row
+    per possible outcome of the shares, of which the cheapest counts (:func:`_weighted`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Floors(Prices, ABC):
         graph, world = space.graph, machine.cluster.world_size
         self._starts = start_parts(space)
         self._ranks: list[int] = []
-        """One of each class."""
+        """One rank of each class."""
         self._read = {o.tensor for o in graph.outputs}
         self._read |= {name for name, readers in graph.consumers.items() if readers}
         own = {name: (self._starts[name], name in self._read) for name in graph.tensors}
@@ -107,7 +107,7 @@ class Floors(Prices, ABC):
 
     @property
     def overlap_price(self) -> OverlapPrice:
-        """Parameters of the weights of :meth:`OverlapPrice.mean`."""
+        """The price of overlap, for the weights of :meth:`OverlapPrice.mean`."""
         return OverlapPrice(
             1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks]
         )
@@ -119,22 +119,22 @@ class Floors(Prices, ABC):
         if kind is None or tensor.name not in self._read:
             return [Quote("", 0.0)]
         if kind in LOCAL:
-            return [Quote("", 0.0)]  # a copy, beside the products that a step is made of
+            return [Quote("", 0.0)]  # a local copy, negligible compared with products
         return [Quote("", self._collective(kind, tensor, src, dst))]
 
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
-        """Each member pays for its part of the start: see :func:`start_parts`."""
+        """Price a group; each member pays for its part of the start: see :func:`start_parts`."""
         tensors = self.graph.tensors
         each = [self.convert(tensors[c.tensor], c.src, c.dst)[0].seconds for c in group]
         return [Quote("", sum(each))]
 
     @abstractmethod
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
-        """Seconds of a collective, at most what the simulator charges for it."""
+        """Return seconds of a collective that do not exceed the simulator's price."""
 
 
 class FixedShares(Floors):
-    """The prices of given shares. Ranks with alike devices and equal parts are one class."""
+    """The prices of given shares. Ranks with equal devices and equal parts form one class."""
 
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
         super().__init__(space, machine, vectors_of(shares), states)
@@ -150,12 +150,12 @@ class FixedShares(Floors):
 
     @property
     def proportional(self) -> Weights:
-        """Weights in proportion to the ranks' speed, summed over each class; half is the links'."""
+        """Weights proportional to the ranks' speed, summed over each class; half is the links'."""
         speed = np.bincount(self._class_of, self.machine.speed, len(self._ranks)).astype(np.float64)
         return self.overlap_price.mean(speed, speed)
 
     def per_class(self, per_rank: PerRank) -> Floats:
-        """A vector over ranks as one over classes, whose ranks are all alike in it."""
+        """Sum up a vector over ranks by class; ranks of a class have equal entries."""
         chosen: Floats = per_rank[self._ranks]
         return chosen
 
@@ -165,7 +165,7 @@ class FixedShares(Floors):
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if not stored.sharded:
             return self.per_class(self._exact.update(parameter, stored))
-        whole = self.per_class(self._exact.update(parameter, R))  # the shares of storing are free
+        whole = self.per_class(self._exact.update(parameter, R))  # storage shares are free
         return np.diag(whole / self._sizes)
 
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
@@ -178,7 +178,7 @@ class FixedShares(Floors):
 
 
 def _storable(graph: Graph) -> frozenset[str]:
-    """Tensors that may lie in shares of storing: parameters, gradients, and views of them."""
+    """Return the tensors that may have storage shares: parameters, gradients, and their views."""
     found = {i.tensor for i in graph.role("parameter")} | set(graph.gradients.values())
     for node in graph.nodes:
         if node.op in FREE and found.intersection(node.inputs):
@@ -190,10 +190,10 @@ def _storable(graph: Graph) -> frozenset[str]:
 
 
 class AnyShares(Floors):
-    """Prices below those of all shares. Ranks with alike devices are one class."""
+    """Prices below those of all shares. Ranks with equal devices form one class."""
 
     def __init__(self, space: Space, machine: Machine, states: int) -> None:
-        one = np.ones(machine.cluster.world_size)  # as if each rank did all of it: t[r] of (3)
+        one = np.ones(machine.cluster.world_size)  # every rank does the whole: t[r] of (3)
         super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
         types = machine.cluster.types()
         self._ranks = [ranks[0] for ranks in types]
@@ -202,7 +202,7 @@ class AnyShares(Floors):
 
     @property
     def proportional(self) -> Weights:
-        """Weights in proportion to the classes' speed, under which a product costs the same on
+        """Weights proportional to the classes' speed, under which a product costs the same on
         any shares; half is the links'."""
         speed = self.machine.speed[self._ranks] * self._sizes
         return self.overlap_price.mean(speed, speed)
@@ -215,7 +215,7 @@ class AnyShares(Floors):
         return self._ways(self._exact.update(parameter, stored), stored.sharded)
 
     def _ways(self, whole_s: PerRank, split: bool) -> Floats:
-        """The whole on every rank, or all of it on one class, shared evenly inside of it."""
+        """Return the whole on every rank, or all of it on one class, shared evenly inside."""
         key = (id(whole_s), split)
         if key not in self._made:
             each = whole_s[self._ranks]
@@ -229,8 +229,8 @@ class AnyShares(Floors):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundResult:
-    """A program and its cost by the weights: ``whole_s`` (communicating last) plus the cheapest way
-    of every entry of ``ways``, dims entry, way, class.
+    """A program and its cost by the weights: ``whole_s`` (communicating last) plus the cheapest
+    way of every entry of ``ways``, with dims entry, way, class.
     """
 
     labelling: Labelling
@@ -238,11 +238,11 @@ class BoundResult:
     ways: Floats
 
     def at(self, weights: Weights) -> float:
-        """Seconds under given weights; concave in them."""
+        """Return seconds under given weights; concave in them."""
         return float(weights @ self.cut(weights))
 
     def cut(self, weights: Weights) -> Floats:
-        """The seconds per class of the ways that are cheapest there: a supergradient."""
+        """Return the seconds per class of the cheapest ways: a supergradient."""
         if not len(self.ways):
             return self.whole_s
         cheapest = (self.ways @ weights[:-1]).argmin(axis=1)
@@ -258,7 +258,7 @@ class Relaxation:
         self._space, self._prices = space, prices
         self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
         self._timed = list(self._problem.timed())
-        # Every entry is rounded once; no label's cost has more than this many entries.
+        # Every entry is rounded once; no label's cost has more than this number of entries.
         degree = 2 * len(space.graph.nodes) + sum(len(n.inputs) for n in space.graph.nodes)
         self._rounding = degree + 4 * len(space.graph.tensors)
         self.found: list[BoundResult] = []
@@ -267,17 +267,17 @@ class Relaxation:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All that were found, the first first."""
+        """All programs found, in order."""
         unlike = {f.labelling.labels: f.labelling for f in self.found}
         return tuple(self._problem.program(labelling) for labelling in unlike.values())
 
     def search(self, weights: Weights) -> BoundResult | None:
-        """The cheapest program under given weights; raises ``bound_s`` if it is a better bound.
+        """Find the cheapest program under given weights; raise ``bound_s`` to a better bound.
 
         ``None`` if the allowed placements admit no program, or none was found.
         """
         link = float(weights[-1])
-        scaled: dict[int, Costs] = {}  # by identity: what looks alike has one table
+        scaled: dict[int, Costs] = {}  # by identity: equal costs have one table
         unary = [_scaled(costs, link, scaled) for costs in self._problem.unary]
         pairs = {at: _scaled(table, link, scaled) for at, table in self._problem.pairs.items()}
         alike: dict[int, Costs] = {}
@@ -294,7 +294,7 @@ class Relaxation:
         return self.evaluate(outcome.labelling) if outcome.labelling else None
 
     def evaluate(self, labelling: Labelling) -> BoundResult:
-        """Price a program of the same space, found under whatever prices."""
+        """Price a program of the same space that was found under other prices."""
         classes = len(self._prices.overlap_price.lost)
         labels = labelling.labels
         chosen = [seconds[labels[v]] for v, seconds in self._timed]
@@ -314,11 +314,11 @@ class Relaxation:
         return found
 
     def weights(self) -> Weights:
-        """The weights under which the cheapest of the programs found is dearest."""
+        """Return the weights that maximise the cost of the cheapest program found."""
         return best_weights(self.found, self._prices.overlap_price)
 
     def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
-        """Search from ``start`` on, until nothing can be gained or the bound is enough."""
+        """Search from ``start`` on, until no gain is possible or the bound reaches ``enough_s``."""
         weights = start
         for _ in range(searches):
             found = self.search(weights)
@@ -331,13 +331,13 @@ class Relaxation:
 
 
 def best_weights(found: Sequence[BoundResult], overlap_price: OverlapPrice) -> Weights:
-    """Maximise the least of ``found`` over the weights, which is concave, by cutting planes."""
+    """Maximise the minimum of ``found`` over the weights, which is concave, by cutting planes."""
     ones = np.ones_like(overlap_price.lost)
     weights = overlap_price.mean(ones, ones)
     scale = 1.0 / min(f.at(weights) for f in found)
     cuts: list[Floats] = []
     best, best_s = weights, 0.0
-    claimed = np.inf  # what the linear programs still hope for
+    claimed = np.inf  # upper bound from the linear programs
     for _ in range(_CUTS):
         reached = min(f.at(weights) for f in found) * scale
         if reached > best_s:
@@ -346,7 +346,7 @@ def best_weights(found: Sequence[BoundResult], overlap_price: OverlapPrice) -> W
             break
         cuts += [
             f.cut(weights) * scale for f in found
-            if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut says nothing new
+            if f.at(weights) * scale < claimed - _CLOSE / 2  # else its cut is redundant
         ]  # fmt: skip
         highest = _highest(cuts, overlap_price)
         if highest is None:
@@ -356,10 +356,10 @@ def best_weights(found: Sequence[BoundResult], overlap_price: OverlapPrice) -> W
 
 
 def _highest(cuts: Sequence[Floats], overlap_price: OverlapPrice) -> tuple[Weights, float] | None:
-    """The weights where the lowest of planes is highest, and its height.
+    """Return the weights that maximise the lowest plane, and its height.
 
-    Planes are ``slopes @ weights``. ``None`` if they are so nearly parallel that the solver
-    gives up: any weights give a true bound, so that no more than its height is lost.
+    Planes are ``slopes @ weights``. ``None`` if the solver fails because they are nearly
+    parallel: any weights give a valid bound, so only the gain is lost.
     """
     solver = pywraplp.Solver.CreateSolver("GLOP")
     classes = len(overlap_price.lost)
@@ -379,14 +379,14 @@ def _highest(cuts: Sequence[Floats], overlap_price: OverlapPrice) -> tuple[Weigh
 
 
 _CLOSE = 1e-6
-"""Relative difference below which two values of the master problem are one."""
+"""Relative difference below which two values of the master problem count as equal."""
 
 _CUTS = 40
-"""Linear programs of one master problem; two to five classes take about ten."""
+"""Limit of linear programs per master problem; two to five classes take about ten."""
 
 
 def _scaled(costs: Costs, factor: float, known: dict[int, Costs]) -> Costs:
-    """Costs of communicating by the weight of the links; what is forbidden stays so."""
+    """Scale communication costs by the weight of the links; forbidden entries stay forbidden."""
     if id(costs) not in known:
         part = np.round(costs * factor).astype(np.int64)
         known[id(costs)] = np.where(costs >= FORBIDDEN, costs, part)
@@ -394,6 +394,6 @@ def _scaled(costs: Costs, factor: float, known: dict[int, Costs]) -> Costs:
 
 
 def _weighted(seconds: Sequence[Floats], weights: Floats) -> Costs:
-    """The costs of a variable's labels in integer picoseconds."""
+    """Return the costs of a variable's labels in integer picoseconds."""
     costs = [float(np.min(s @ weights)) for s in seconds]
     return np.array(np.round(np.array(costs) * PICOSECONDS), dtype=np.int64)

@@ -7,8 +7,8 @@ communication operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tr
 shard for every rank, a *grouped* one sends each shard by an operation of its own. Hierarchical
 ones: :mod:`hap.synthesizer.cost.hierarchical_cost`.
 
-Measured figures (``Cluster.collectives``) replace the links' in the same formulas. Starts are
-cheaper among devices that answer soon (``Device.start``).
+Measured figures (``Cluster.collectives``) replace the links' in the same formulas. Devices that
+answer soon have a lower start (``Device.start``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Quote(NamedTuple):
 
 
 class Links:
-    """The figures of the ring and of each machine's adapter, as one implementation sees them."""
+    """The effective figures of the ring and of each machine's adapter, for one implementation."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.world_size = cluster.world_size
@@ -57,7 +57,7 @@ class Links:
         )
 
     def padded(self, nbytes: float, parts: Fractions, on: float) -> float:
-        """Seconds of a gather or reduce-scatter that moves the largest part for every rank."""
+        """Return the seconds of a gather or reduce-scatter with parts padded to the largest."""
         largest = nbytes * float(parts.max())
         return on * self.tree_s + (self.world_size - 1) * largest / self.bytes_per_s
 
@@ -98,14 +98,14 @@ class NetworkModel:
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: float = 1.0
     ) -> list[Quote]:
-        """All implementations of a collective, the fastest first.
+        """Return all implementations of a collective, the fastest first.
 
         Args:
-            kind: as :func:`hap.ir.placement.conversion` names it.
+            kind: a name of :func:`hap.ir.placement.conversion`.
             nbytes: size of the whole tensor.
             src, dst: parts of the ranks before and after, where that side is sharded.
-            start: part of the latency to count: 0 for the traffic alone. A measured minimum counts
-                with all of it.
+            start: fraction of the latency to count: 0 for the traffic alone. A measured minimum
+                counts only at 1.
         """
         found = self._added(kind, nbytes, src, dst, start)
         if self._least_s and start == 1:
@@ -115,17 +115,17 @@ class NetworkModel:
     def _added(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, start: float
     ) -> list[Quote]:
-        """Sum of starts and bytes of a collective."""
+        """Return the sum of starts and bytes of a collective."""
         found: list[Quote] = getattr(self, f"_{kind}")(float(nbytes), src, dst, float(start))
         return found
 
     def floor_s(
         self, kind: str, nbytes: int, *, start: float = 1.0, crossing: float = 0.0
     ) -> float:
-        """The least seconds of a collective, whatever the parts; linear in bytes and start.
+        """Return the least seconds of a collective over all parts; linear in bytes and start.
 
-        Padded traffic is least for equal parts, grouped traffic for one sender. So
-        is the traffic of an all-to-all, unless ``crossing`` seconds of it are known to be left.
+        Padded traffic is least for equal parts; grouped traffic and that of an all-to-all are least
+        for a single sender. ``crossing``: a lower bound of an all-to-all's seconds of traffic.
         """
         n = self.world_size
         even, alone = np.full(n, 1 / n), np.eye(n)[0]
@@ -142,7 +142,7 @@ class NetworkModel:
         return min(found)
 
     def crossing_s(self, nbytes: int, low: Fractions, high: Fractions) -> float:
-        """The least seconds of an exact all-to-all's traffic between machines.
+        """Return the least seconds of an exact all-to-all's traffic between machines.
 
         ``low`` and ``high`` bound each machine's part on one side; the other side is free. A machine
         with ``s`` before and ``d`` after sends ``s (1 - d)`` and receives ``d (1 - s)``; the larger is
@@ -156,7 +156,7 @@ class NetworkModel:
 
         n = len(low)
         one = float(least(low, high).max())
-        # The machine with most has at least 1 / n, and at most the largest of all.
+        # The machine with the largest part has at least 1 / n, and at most the largest bound.
         largest = float(least(np.array(max(1 / n, low.max())), np.array(high.max())))
         return nbytes * max(0.0, one, largest) / self._exchange_bytes_per_s
 
@@ -172,7 +172,7 @@ class NetworkModel:
 
     def _grouped(self, links: Links, nbytes: float, parts: Fractions, on: float) -> float:
         senders = int(np.count_nonzero(parts))
-        # One after another, but even a lone one goes down a tree.
+        # One after another, but even a single sender uses a tree.
         latency_s = max(senders * links.latency_s, links.tree_s)
         return on * latency_s + nbytes / links.bytes_per_s
 
@@ -200,12 +200,12 @@ class NetworkModel:
     def _all_reduce_lse(
         self, nbytes: float, src: Fractions, dst: Fractions, on: float
     ) -> list[Quote]:
-        # The largest term is found first, then the exponentials less it are summed.
+        # Reduce the largest term first, then the sum of exponentials less it.
         links = self._links["all_reduce_lse", "two reductions"]
         slowest = Link(links.bytes_per_s, links.latency_s)
         reduced = 2 * all_reduce(self.world_size, nbytes, on * links.tree_s, slowest)
         n = self.world_size
-        # Or every rank gets all the terms: a whole tensor from each.
+        # Or gather all the terms on every rank: a whole tensor from each.
         links = self._links["all_reduce_lse", "terms gathered"]
         gathered = links.padded(n * nbytes, np.full(n, 1 / n), on)
         return [Quote("terms gathered", gathered), Quote("two reductions", reduced)]

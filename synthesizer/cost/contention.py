@@ -1,10 +1,10 @@
 """The compute and the communication stream of every rank, and their contention.
 
-A collective starts once it was issued on all ranks and those before it have ended; it ends on all
-ranks at once. Ranks that compute beside it slow it down, and it them
-(:class:`hap.cluster.device.Contention`): it takes ``drag`` times as long and ``delay_s`` more per message
-by the slowest rank that computes, and takes ``interference`` of its undisturbed seconds from
-computing. A collective beside computing for a part of its time is delayed by that part.
+A collective starts once all ranks have issued it and the earlier ones have ended; it ends on all
+ranks at once. Ranks that compute meanwhile slow it down, and it slows them down
+(:class:`hap.cluster.device.Contention`). It takes ``drag`` times as long, and ``delay_s`` more per
+message, by the slowest rank that computes; computing loses ``interference`` of its undisturbed
+seconds. If ranks compute only during a part of the collective, that part of the delay counts.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 
 @dataclass(slots=True)
 class Job:
-    """A collective. Its start and end are known once computing has come to them."""
+    """A collective. Its start and end are known once the ranks' clocks have reached them."""
 
     issued_s: PerRank
     messages: int
-    """One after the other."""
+    """Number of consecutive messages."""
     left_s: float
-    """Undisturbed seconds of the rest of its communication."""
+    """Undisturbed seconds of its remaining communication."""
     free_s: float = 0.0
-    """The end of those before it."""
+    """The end of the earlier collectives."""
     start_s: float = 0.0
     end_s: float = 0.0
 
 
 class Streams:
-    """The times at which each rank's streams are free; advances as work is issued.
+    """The times at which each rank's streams become free; they advance as work is issued.
 
     Attributes:
         clock_s: per rank, the end of its computing.
-        now_s: the last of these.
+        now_s: the latest of these.
         jobs: all collectives so far, in order.
     """
 
@@ -53,28 +53,28 @@ class Streams:
         self._computed_s: PerRank = np.zeros_like(self.clock_s)
         self._communicated_s = 0.0
         self._open = 0  # the first job that has not ended
-        self._at_s = 0.0  # how far it has come
+        self._at_s = 0.0  # the time that it has reached
 
     def ended(self, number: int) -> bool:
-        """Has a collective ended by now? A negative number is none."""
+        """Return whether a collective has ended by now; true for a negative number."""
         return number < self._open
 
     @property
     def idle(self) -> bool:
-        """Is nothing being communicated now?"""
+        """Return whether no collective is running now."""
         return self._open == len(self.jobs)
 
     @property
     def least_s(self) -> PerRank:
-        """Lower bound of each rank's end: its computing, and the loss to all communication.
+        """A lower bound of each rank's end: its computing, and the loss to all communication.
 
-        The simulation may charge too little of that loss to a rank behind the others.
+        The simulation may underestimate the loss of a lagging rank.
         """
         least: PerRank = self._computed_s + self._lost * self._communicated_s
         return least
 
     def compute(self, seconds: PerRank) -> tuple[PerRank, PerRank]:
-        """(start, end) of an operator that can start at once."""
+        """Return (start, end) of an operator that can start at once."""
         start = self.clock_s
         self._computed_s = self._computed_s + seconds
         if self._disturbed and not self.idle:
@@ -87,7 +87,7 @@ class Streams:
         return start, end
 
     def issue(self, seconds: float, messages: int) -> int:
-        """Issue a collective; returns its number."""
+        """Issue a collective; return its number."""
         self._communicated_s += seconds
         self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
@@ -98,7 +98,7 @@ class Streams:
         return number
 
     def wait(self, number: int) -> None:
-        """Compute no more until a collective has ended."""
+        """Stop computing until a collective has ended."""
         if number < 0:
             return
         while not self.ended(number):
@@ -108,7 +108,7 @@ class Streams:
         self.now_s = max(self.now_s, end_s)
 
     def drain(self) -> None:
-        """Compute no more until all collectives have ended."""
+        """Stop computing until all collectives have ended."""
         self.wait(len(self.jobs) - 1)
 
     def _begin(self) -> None:
@@ -119,10 +119,10 @@ class Streams:
         job.start_s = self._at_s = max(job.free_s, float(job.issued_s.max()))
 
     def _slow(self, messages_per_s: float) -> None:
-        """Set how the open job and computing slow each other."""
+        """Set the mutual slowdown of the open job and computing."""
         drag = self._drag + self._delay_s * messages_per_s
         worst = sorted({float(d) for d in drag if d > 1}, reverse=True)
-        # Factors of its time while such ranks compute, the largest first; and the ranks.
+        # Slowdown factors while such ranks compute, the largest first, with the ranks.
         self._drags = [(d, np.flatnonzero(drag == d)) for d in worst]
         self._slowed: PerRank = 1 / (1 - self._lost / drag)
 
@@ -134,9 +134,9 @@ class Streams:
             self._begin()
 
     def _advance(self) -> bool:
-        """Communicate until now, or, returning true, until the first collective ends."""
+        """Communicate until now, or until the first collective ends, and then return true."""
         job = self.jobs[self._open]
-        for drag, ranks in self._drags:  # while the worst of them compute, then the others
+        for drag, ranks in self._drags:  # first while the slowest compute, then the others
             until_s = float(self.clock_s[ranks].max())
             if until_s > self._at_s:
                 done_s = (until_s - self._at_s) / drag

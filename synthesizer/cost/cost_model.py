@@ -25,22 +25,22 @@ from hap.synthesizer.rules.rule_table import Row
 
 
 class Network(Protocol):
-    """Prices of collectives; :class:`hap.synthesizer.cost.collective_cost.NetworkModel` mostly."""
+    """Prices of collectives; usually :class:`hap.synthesizer.cost.collective_cost.NetworkModel`."""
 
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
     ) -> list[Quote]:
-        """Implementations of a collective, the fastest first."""
+        """Return implementations of a collective, the fastest first."""
 
 
 class Crossing(Protocol):
-    """Prices of the collectives between machines that a program inside them contains."""
+    """Prices of the collectives between machines in a program inside them."""
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
-        """(seconds, consecutive messages) of neighbours that run as one; ``None`` of others."""
+        """Return (seconds, messages) of neighbours that run as one; ``None`` for other nodes."""
 
     def searched_s(self, node: Node, row: Row) -> float | None:
-        """Of one collective in a search; at the ends of the step others pay for the start."""
+        """Return seconds of one collective in a search; without the start at the step's ends."""
 
 
 class CostModel(Prices):
@@ -48,8 +48,8 @@ class CostModel(Prices):
 
     Args:
         shares: units per rank of every axis, or the parts themselves.
-        network: of conversions; default: the cluster's.
-        crossing: of collectives between machines, if the graph has any.
+        network: prices of conversions; default: the cluster's.
+        crossing: prices of collectives between machines, if the graph has any.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CostModel(Prices):
         return seconds
 
     def _compute(self, node: Node, row: Row) -> PerRank:
-        """Layers repeat: nodes that are alike to every formula are priced once."""
+        """Price a node by one of its rows; nodes with equal keys (layers repeat) are priced once."""
         crossing_s = self._crossing.searched_s(node, row) if self._crossing else None
         if crossing_s is not None:
             return np.full_like(self.parts.one, crossing_s)
@@ -94,7 +94,7 @@ class CostModel(Prices):
             return np.zeros_like(self.parts.one)
         part = self.parts.of_work(node, row)
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
-        # A rank without a share reads nothing: its call is on empty tensors.
+        # A rank without a share reads nothing: its call has empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
         after_small = node.name in self.graph.after_small
         return self.machine.seconds(work, work.flops * part, nbytes, after_small=after_small)
@@ -105,7 +105,7 @@ class CostModel(Prices):
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
     ) -> list[Quote]:
-        """Implementations of a conversion; local ones are priced as copies."""
+        """Return implementations of a conversion; local ones are priced as copies."""
         kind = conversion(src, dst)
         if kind is None or kind == "slice":  # a slice is a view
             return [Quote("", 0.0)]

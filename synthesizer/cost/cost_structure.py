@@ -1,6 +1,6 @@
 """The part of a program's cost that is independent of its shares: computed once, priced many times.
 
-The search for shares prices one program under many of them. The groups that run as one, the classes
+The search for shares prices one program under many of them. The fused groups, the classes
 of equal prices, and the live ranges of storages stay the same.
 """
 
@@ -21,14 +21,14 @@ Item = TypeVar("Item")
 
 
 class EquivalenceClasses(Generic[Item]):
-    """Items by the key that their price depends on; the first of each class stands for all."""
+    """Items by the key that determines their price; the first of each class represents it."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self.first: list[Item] = []
 
     def number(self, key: Hashable, item: Item) -> int:
-        """The class of a key; its first item is kept."""
+        """Return the class of a key; store its first item."""
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.first)
@@ -40,13 +40,13 @@ class CostStructure:
     """The groups of a program's instructions, their classes, and the live ranges of storages.
 
     Attributes:
-        bounds: per group of instructions that run as one, its first and the one after its last.
-        nodes: per group, its nodes and their rows; none if it converts.
-        work: per group, the classes in ``computing`` of its nodes.
+        bounds: per group of instructions that run as one, (start, stop).
+        nodes: per group, its nodes and their rows; empty for a conversion.
+        work: per group, the classes of its nodes in ``computing``.
         moved: per group, its class in ``moving``; -1 if it computes.
         updated: classes in ``updating`` of the trained parameters.
         storages: the storages that instructions allocate.
-        live: their live ranges if no collective overlaps with computing.
+        live: their live ranges without overlap.
     """
 
     def __init__(self, graph: Graph, program: Program, cost: Prices, bounds: Bounds) -> None:
@@ -86,22 +86,22 @@ class CostStructure:
         self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
 
     def live_until(self, until: Sequence[int]) -> LiveRanges:
-        """The live ranges if each group holds what it reads until another has run."""
+        """Return the live ranges if each group holds its inputs until another has run."""
         return LiveRanges(self.storages, self.bounds, until)
 
 
 def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:
-    """The nodes of a group of instructions, and their rows."""
+    """Return the nodes of a group of instructions, with their rows."""
     return [(graph.by_name[s.node], Row(s.outs, s.ins)) for s in group if isinstance(s, Compute)]
 
 
 def structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
-    """The structure of a program, from its memo if it is known."""
+    """Return the structure of a program, cached in its memo."""
     return _memoized("structure", graph, program, cost)
 
 
 def unimplemented_structure_of(graph: Graph, program: Program, cost: Prices) -> CostStructure:
-    """The structure before implementations are chosen, which may keep groups apart."""
+    """Return the structure before implementations are chosen, which may split groups."""
     return _memoized("unimplemented structure", graph, program, cost)
 
 
@@ -125,7 +125,7 @@ def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _compute_key(graph: Graph, cost: Prices, node: Node, row: Row) -> Hashable:
-    """Equal for nodes and rows that cost the same whatever the shares."""
+    """Return a key that is equal for nodes and rows with equal costs under any shares."""
     names, placements = (*node.inputs, *node.outputs), (*row.ins, *row.outs)
     values = tuple(
         cost.parts.value_key(name, p)
@@ -136,6 +136,6 @@ def _compute_key(graph: Graph, cost: Prices, node: Node, row: Row) -> Hashable:
 
 
 def _conversion_key(graph: Graph, cost: Prices, step: Convert) -> Hashable:
-    """Key of a conversion's price and buffers, but for the implementation."""
+    """Return the key of a conversion's price and buffers, without its implementation."""
     sides = [(p.kind, cost.parts.value_key(step.tensor, p)) for p in (step.src, step.dst)]
     return _shape_and_dtype(graph.tensors[step.tensor]), tuple(sides)

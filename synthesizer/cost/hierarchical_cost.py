@@ -1,4 +1,4 @@
-"""The cost of hierarchical collectives, as :mod:`hap.runtime.two_level_comm` runs them.
+"""The cost of hierarchical collectives of :mod:`hap.runtime.two_level_comm`.
 
 Between machines all columns run side by side and share the adapters: their latencies overlap, their
 bytes add up. A stage ends with its slowest machine (alpha-beta: Thakur et al., 2005; BlueConnect:
@@ -21,9 +21,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class Stages:
-    """A cluster of which :func:`hap.ir.hierarchical.exists` is true.
+    """A cluster for which :func:`hap.ir.hierarchical.exists` is true.
 
-    ``on`` is 1 to count the latency, and 0 to leave it out; ``parts`` have an entry per rank.
+    ``on`` is 1 to count the latency, and 0 to omit it; ``parts`` have an entry per rank.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -43,10 +43,10 @@ class Stages:
         return 2 * inside + all_reduce(m, nbytes, steps(m) * on * link.latency_s, link)
 
     def gather(self, nbytes: float, parts: Floats, on: float, *, scatter: bool) -> float:
-        """All-gather; or if ``scatter`` reduce-scatter, the same stages in reverse.
+        """All-gather; with ``scatter`` reduce-scatter, the same stages in reverse.
 
-        Machines of unlike sizes first level their shards over the columns, which gathers them inside;
-        or at last gather the columns' shards, and cut their own from them.
+        Machines of unequal sizes first level their shards over the columns, which gathers them
+        inside; in reverse, they finally gather the columns' shards and cut their own from them.
         """
         blocks = np.split(nbytes * parts, self._starts[1:])
         cuts = blocks
@@ -62,13 +62,13 @@ class Stages:
         return level + across + self._inside([totals] * self._machines, on)
 
     def all_to_all(self, nbytes: float, src: Floats, dst: Floats, on: float) -> float:
-        """To the peers in all machines first, which pass on inside; machines of one size."""
+        """First to the peer in each machine, which passes the data on; machines of equal size."""
         width, link = self._width, self._outer
         have, want = (parts.reshape(self._machines, width) for parts in (src, dst))
         across = (self._machines - 1) * on * link.latency_s
         across += nbytes * largest_exchange(have.sum(1), want.sum(1)) / link.bandwidth_bytes_per_s
         column = have.sum(0)
-        # The rank in column j then has its column's rows, of all that its machine shall have.
+        # The rank in column j then has its column's rows of its machine's result.
         sent = column * (want.sum(1, keepdims=True) - want)
         received = (column.sum() - column) * want
         busiest = nbytes * np.maximum(sent, received).max(1)
@@ -79,12 +79,12 @@ class Stages:
         return across + max(inside)
 
     def floor_s(self, kind: str, nbytes: float, on: float) -> float:
-        """The least seconds of a collective, whatever the parts; linear in ``nbytes`` and ``on``.
+        """Return the least seconds of a collective over all parts; linear in ``nbytes``, ``on``.
 
         A ring of ``n`` starts at least ``log2 n`` times and moves ``(n - 1) / n`` of its bytes.
         """
         m, width, outer = self._machines, self._width, self._outer
-        if kind == "all_to_all":  # all that one rank has may stay where it is
+        if kind == "all_to_all":  # the data may all stay on one rank
             inner = max(link.latency_s for link in self._inner)
             return on * ((m - 1) * outer.latency_s + (width - 1) * inner)
         columns = [nbytes / width] * width
@@ -99,7 +99,7 @@ class Stages:
         return moved_s + starts_s + start_s + (m - 1) / m * nbytes / outer.bandwidth_bytes_per_s
 
     def _inside(self, sizes: Sequence[Sequence[float]], on: float) -> float:
-        """Gather or reduce-scatter of a list of sizes in each machine; missing ones are 0."""
+        """Gather or reduce-scatter a list of sizes in each machine; missing ones are 0."""
         slowest = 0.0
         for count, link, mine in zip(self.counts, self._inner, sizes, strict=True):
             starts, sent = ring([*mine, *[0.0] * (count - len(mine))])
@@ -109,19 +109,19 @@ class Stages:
 
 
 def steps(ranks: int) -> int:
-    """Steps of a tree, or of recursive doubling."""
+    """Return the steps of a tree, or of recursive doubling."""
     return math.ceil(math.log2(ranks))
 
 
 def all_reduce(ranks: int, nbytes: float, tree_s: float, link: Link) -> float:
-    """Seconds; small tensors go down a tree (``tree_s``), large ones around a ring (slowest ``link``)."""
+    """Return seconds: small tensors use a tree (``tree_s``), large ones a ring (slowest ``link``)."""
     bandwidth = link.bandwidth_bytes_per_s
     around = 2 * (ranks - 1) / ranks * nbytes / bandwidth
     return min(2 * tree_s + around, tree_s + steps(ranks) * 2 * nbytes / bandwidth)
 
 
 def ring(sizes: Sequence[float]) -> tuple[int, float]:
-    """(latencies, bytes past each link) of a gather in the cheaper implementation."""
+    """Return (latencies, bytes over each link) of a gather in the cheaper implementation."""
     if len(sizes) == 1:
         return 0, 0.0
     if cheaper(sizes) == "padded":
@@ -130,5 +130,5 @@ def ring(sizes: Sequence[float]) -> tuple[int, float]:
 
 
 def largest_exchange(src: Floats, dst: Floats) -> float:
-    """The largest part of all that one place sends or receives in an exchange."""
+    """Return the largest part of the whole that one place sends or receives in an exchange."""
     return float(np.maximum(src * (1 - dst), dst * (1 - src)).max())

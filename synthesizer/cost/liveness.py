@@ -1,4 +1,4 @@
-"""Liveness: from which instruction to which each storage exists that a program allocates.
+"""Liveness: the instructions during which each storage of a program exists.
 
 A view shares the storage of its input. A storage is allocated by the instruction that writes its
 first value and freed after the last that reads any of its values; outputs are never freed. Both
@@ -29,7 +29,7 @@ class Storage:
         kind: ``gradients``, ``gathered parameters``, ``saved activations`` or ``temporary values``.
         born: index of the instruction that allocates it.
         reads: indices of the instructions that read it, or a view of it.
-        kept: does it hold an output of the graph?
+        kept: whether it holds an output of the graph.
     """
 
     value: Value
@@ -45,10 +45,10 @@ class Storage:
 
 
 def storages(graph: Graph, program: Program) -> list[Storage]:
-    """The storages that instructions allocate, in order; inputs have storages of their own."""
+    """Return the storages that instructions allocate, in order; inputs have separate storages."""
     parameters = {i.tensor for i in graph.role("parameter")}
     gradients = set(graph.gradients.values())
-    held: dict[Value, Storage | None] = {  # None: an input's, which no instruction allocates
+    held: dict[Value, Storage | None] = {  # None: an input's, not allocated by an instruction
         Value(i.tensor, program.inputs[i.tensor]): None for i in graph.inputs
     }
     found: list[Storage] = []
@@ -88,14 +88,14 @@ class LiveRanges:
 
     Args:
         found: the storages.
-        bounds: per group, its first instruction and the one after its last.
+        bounds: per group, (start, stop) of its instructions.
         until: per group, the last group that begins before it has ended: itself, or a later one
-            if it communicates meanwhile. A group holds what it reads until then.
+            if it communicates meanwhile. A group holds its inputs until then.
 
     Attributes:
         first, last: per storage, the group that allocates it and the last that holds it.
-        changes: per storage, the moment from which on it exists and the one from which on it
-            does not; flat. Moment 0 is before the step, moment ``k + 1`` is group ``k``.
+        changes: per storage, the moment at which it begins to exist and the moment at which it
+            ceases to; flat. Moment 0 is before the step, moment ``k + 1`` is group ``k``.
     """
 
     def __init__(self, found: Sequence[Storage], bounds: Bounds, until: Sequence[int]) -> None:

@@ -20,9 +20,9 @@ class Machine:
     """:meth:`hap.cluster.device.Device.seconds` for all ranks at once.
 
     Attributes:
-        interference: per rank, the part of a collective's time that computing beside it loses.
-        drag: per rank, how many times as long a collective takes while the rank computes.
-        delay_s: per rank, seconds by which computing delays each of its messages.
+        interference: per rank, the part of a collective's time that simultaneous computing loses.
+        drag: per rank, duration of a collective while the rank computes over its usual duration.
+        delay_s: per rank, seconds by which computing delays each message of a collective.
         chunk: per rank, the number of elements that a loss processes at once.
     """
 
@@ -41,7 +41,7 @@ class Machine:
     def seconds(
         self, work: Work, flops: PerRank, nbytes: PerRank, *, after_small: bool = False
     ) -> PerRank:
-        """Time per rank of one operator, given each rank's operations and traffic.
+        """Return the time per rank of one operator, given each rank's operations and traffic.
 
         Args:
             after_small: it follows a small operator (:attr:`hap.ir.graph.Graph.after_small`).
@@ -67,7 +67,7 @@ class Machine:
 
 
 def _contention_of_all(cluster: Cluster) -> tuple[PerRank, PerRank]:
-    """(interference, drag) per rank in collectives of all devices.
+    """Return (interference, drag) per rank in collectives of all devices.
 
     A device's own figures were measured in collectives with faster devices. Slower devices make a
     collective longer, but not the device's work for it: interference and drag are at most those

@@ -1,7 +1,7 @@
 """The cost model of a program inside the machines, for all ranks of the cluster at once.
 
 A rank's part of a tensor is its machine's part times its own part of that. Machines convert
-their parts side by side; collectives between machines are operators of the program.
+their parts in parallel; collectives between machines are operators of the program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Between:
     shares: Shares
 
     def inside(self) -> Graph:
-        """The step that is left to a machine, with the sizes of the whole."""
+        """The step that remains for a machine, with the sizes of the whole."""
         return divide(self.graph, self.program, self.shares)
 
 
 class MeshNetwork:
-    """:class:`NetworkModel` for the machines' rings side by side; the slowest machine counts.
+    """:class:`NetworkModel` for the machines' rings in parallel; the slowest machine counts.
 
     Parts are those of the whole tensor, for all ranks; every machine converts its own part.
     """
@@ -51,7 +51,7 @@ class MeshNetwork:
     def choices(
         self, kind: str, nbytes: int, src: Fractions, dst: Fractions, *, start: bool = True
     ) -> list[Quote]:
-        """Implementations of a collective; all machines run the same one."""
+        """Return implementations of a collective; all machines run the same one."""
         slowest: dict[str, float] = {}
         asked = set()
         width = self._mesh.width
@@ -82,7 +82,7 @@ class MeshParts(Parts):
     """Parts of the whole tensor per rank: the machine's part times the rank's part of that.
 
     Args:
-        shares: units per rank of the whole cluster, as :class:`hap.ir.mesh.Inside` has them.
+        shares: units per rank of the whole cluster, as in :class:`hap.ir.mesh.Inside`.
     """
 
     def __init__(self, between: Between, axes: Axes, world_size: int, shares: Shares) -> None:
@@ -128,7 +128,7 @@ class MeshParts(Parts):
         return id(self._machines(tensor))
 
     def _machines(self, tensor: str) -> PerRank:
-        """Each rank's machine's part of a tensor."""
+        """Return each rank's machine's part of a tensor."""
         found = self._outer.get(tensor)
         if found is None:
             found = self._outer[tensor] = self._machines_part(tensor)
@@ -155,14 +155,14 @@ class MeshCrossing:
         self._ends = step_ends(graph)
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
-        """(seconds, consecutive messages) of neighbours that run as one; ``None`` of others."""
+        """Return (seconds, messages) of neighbours that run as one; ``None`` for other nodes."""
         seconds = self._seconds(group, start=True)
         if seconds is None:
             return None
         return seconds, messages(group[0][0].op.removeprefix(BETWEEN), len(self._mesh.machines))
 
     def searched_s(self, node: Node, row: Row) -> float | None:
-        """Of one collective in a search; at the ends of the step others pay for the start."""
+        """Return seconds of one collective in a search; without the start at the step's ends."""
         start = bool(node.inputs[:1]) and node.inputs[0] not in self._ends
         return self._seconds([(node, row)], start=start)
 
@@ -187,7 +187,7 @@ class MeshCrossing:
         return float(self._graph.tensors[node.inputs[0]].nbytes * columns)
 
     def _cut(self, node: Node) -> tuple[PerRank, PerRank]:
-        """The machines' parts of a tensor before and after a collective, where it is sharded."""
+        """Return the machines' parts of a tensor before and after a collective, if sharded."""
         vectors = [np.array(a, dtype=np.float64) for a in node.args[1:] if isinstance(a, tuple)]
         parts = [v / v.sum() for v in vectors]
         one = np.ones(len(self._mesh.machines))
@@ -202,7 +202,7 @@ def mesh_cost(
     between: Between, graph: Graph, axes: Axes, machine: Machine, shares: Shares,
     optimizer_states: int,
 ) -> CostModel:  # fmt: skip
-    """The cost model of a program inside, under shares as :class:`MeshParts` takes them."""
+    """Return the cost model of a program inside, under shares as for :class:`MeshParts`."""
     mesh = between.mesh
     parts = MeshParts(between, axes, machine.cluster.world_size, shares)
     network, crossing = MeshNetwork(mesh), MeshCrossing(mesh, graph)

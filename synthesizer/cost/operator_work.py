@@ -1,6 +1,6 @@
 """Arithmetic and memory traffic of each operator.
 
-Everything not named here is memory traffic: it reads its inputs and writes its outputs. Only
+Operators not named here are memory traffic: they read their inputs and write their outputs. Only
 the operators in :data:`hap.ir.graph.FREE` cost nothing, because they run no kernel.
 """
 
@@ -75,15 +75,15 @@ ELEMENTS: dict[str, str] = {
     }.items()
     for op in ops
 }  # fmt: skip
-"""Op -> kind of work that may be slower than its traffic; one operation per element of the
-largest tensor. Whether it is, a device's ``efficiency`` says."""
+"""Op -> kind of work that may be slower than its traffic, with one operation per element of the
+largest tensor. The device's ``efficiency`` decides."""
 
 FUNCTIONS = {"aten.gelu_backward.default": 2}
-"""Op -> operations per element, where they are not one: here the normal law and its density."""
+"""Op -> operations per element, if not one: here the normal distribution and its density."""
 
 
 def node_work(node: Node, graph: Graph) -> Work:
-    """The work of the undivided operator; both figures are 0 if it runs no kernel."""
+    """Return the work of the undivided operator; both figures are 0 if it runs no kernel."""
     call = Call(node=node, tensors=graph.tensors)
     tensors = [*dict.fromkeys(call.ins), *(o for o in call.outs if o is not None)]
     dtype = call.out.dtype
@@ -105,10 +105,10 @@ _UPDATE_KERNELS = (1, 3, 9)
 
 
 def update_work(dtype: str, states: int) -> Work:
-    """The optimizer's step for one element of one byte; to be multiplied by both.
+    """Return the optimizer's work per element and byte; multiply it by both.
 
-    Reads parameter, gradient and states, and writes parameter and states: the least that an
-    optimizer that is one kernel must do. SGD, SGD with momentum and Adam as torch has them by
+    It reads parameter, gradient and states, and writes parameter and states: the minimum of an
+    optimizer with one kernel. Torch's SGD, SGD with momentum and Adam by
     default run 1, 3 and 9 elementwise kernels, which are counted as operations.
     """
     kernels = _UPDATE_KERNELS[min(states, len(_UPDATE_KERNELS) - 1)]

@@ -1,8 +1,8 @@
-"""The part of every tensor that each rank holds, and keys of what has equal parts.
+"""The part of every tensor that each rank holds, and keys of tensors and axes with equal parts.
 
-Layers repeat, so few tables and prices are unlike. Two keys decide: :meth:`Parts.axis_key` is
-equal for axes that are split alike under the given shares, :meth:`Parts.tensor_key` for tensors
-whose prices differ in nothing but shape, dtype, placements and axes. The other keys follow.
+Layers repeat, so few tables and prices differ. Two keys decide: :meth:`Parts.axis_key` is
+equal for axes with equal splits under the given shares, :meth:`Parts.tensor_key` for tensors
+whose prices differ only by shape, dtype, placements and axes. The other keys follow.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class Parts(ABC):
 
     @abstractmethod
     def of(self, tensor: str, placement: Placement) -> PerRank:
-        """Each rank's part of a tensor. Equal parts are the same object."""
+        """Return each rank's part of a tensor. Equal parts are the same object."""
 
     @abstractmethod
     def of_work(self, node: Node, row: Row) -> PerRank:
-        """Each rank's part of an operator's arithmetic."""
+        """Return each rank's part of an operator's arithmetic."""
 
     @abstractmethod
     def axis_key(self, axis: str) -> Hashable:
-        """Equal for axes under which all prices are equal."""
+        """Return a key that is equal for axes under which all prices are equal."""
 
     @abstractmethod
     def tensor_key(self, tensor: str) -> Hashable:
-        """The properties of a tensor, beside its looks, on which prices depend."""
+        """Return the properties of a tensor that prices depend on, besides shape and dtype."""
 
     def value_key(self, tensor: str, placement: Placement) -> Hashable:
-        """The properties of a value on which its parts depend, beside the shares."""
+        """Return the properties of a value that its parts depend on, besides the shares."""
         axis = self.axes.of[tensor, placement.dim] if placement.sharded else None
         return axis, self.tensor_key(tensor)
 
     def node_key(self, node: Node) -> Hashable:
-        """The properties of an operator, beside its looks, on which its price depends."""
-        if is_mesh_op(node.op):  # a collective between machines has arguments of its own
+        """Return the properties of an operator that its price depends on, besides its arguments."""
+        if is_mesh_op(node.op):  # a collective between machines has separate arguments
             return node.name
         return tuple(self.tensor_key(name) for name in (*node.inputs, *node.outputs) if name)
 
@@ -65,7 +65,7 @@ class AxisParts(Parts):
 
     Args:
         vectors: parts by axis, each of shape [world_size].
-        tensor_keys: of :meth:`tensor_key`, where prices depend on more than parts.
+        tensor_keys: results of :meth:`tensor_key` if prices depend on more than parts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AxisParts(Parts):
 
 
 def vectors_of(shares: Shares) -> dict[str, PerRank]:
-    """Parts by axis of shares in units; axes with equal shares have one vector."""
+    """Return parts by axis of shares in units; axes with equal shares have one vector."""
     vectors: dict[tuple[int, ...], PerRank] = {}
     for units in shares.values():
         vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))

@@ -1,9 +1,9 @@
-"""Peak memory of every rank, and the kinds of data that it consists of.
+"""Peak memory of every rank, by kinds of data.
 
 Values live from first definition to last use, also in the backward. Inputs and outputs of a
 (fused) collective exist together, from its issue to its end (``until`` of
-:class:`hap.synthesizer.cost.liveness.LiveRanges`). Collectives run one after the other: of those under
-way the largest buffers count.
+:class:`hap.synthesizer.cost.liveness.LiveRanges`). Collectives run one after the other, so the
+largest buffers of those under way count.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Floats = npt.NDArray[np.float64]
 Until = Sequence[int] | None
 
 Buffers = Callable[[Sequence[Instruction]], PerRank]
-"""Bytes that a collective takes beside its tensors; :func:`communication_buffers` mostly."""
+"""Bytes of a collective besides its tensors; usually :func:`communication_buffers`."""
 
 
 def memory(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None = None,
     until: Until = None,
 ) -> tuple[PerRank, PerRank]:  # fmt: skip
-    """(bytes of stored parameters and optimizer states, peak bytes of the step) per rank.
+    """Return (stored bytes of parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
-        buffers: of collectives, where the ranks of ``cost`` do not work together.
+        buffers: buffers of collectives, if the ranks of ``cost`` do not work together.
         until: the ends of collectives; default: none overlaps with computing.
     """
     structure = structure_of(graph, program, cost)
@@ -62,7 +62,7 @@ def memory(
 def at_peak(
     graph: Graph, program: Program, cost: Prices, until: Until = None
 ) -> dict[str, PerRank]:
-    """By kind, the bytes that each rank holds at its peak."""
+    """Return kind -> the bytes that each rank holds at its peak."""
     structure = structure_of(graph, program, cost)
     live, columns = _live(structure, until), _columns(structure, cost, None)
     alive, own, between = (
@@ -89,7 +89,7 @@ def _live(structure: CostStructure, until: Until) -> LiveRanges:
 
 
 def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, PerRank]:
-    """Bytes of the inputs, which exist from the start to the end."""
+    """Return the bytes of the inputs, which exist from the start to the end."""
     local = _local_bytes(graph, structure, cost, structure.inputs, structure.part_of_input)
     roles = np.array([i.role == "parameter" for i in graph.inputs])
     trained = np.array([i.target in graph.gradients for i in graph.inputs])
@@ -104,7 +104,7 @@ def _moments(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
     live: LiveRanges, columns: _Columns,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Bytes alive, of workspace, and in buffers; dims moment, column; moment 0 is before the step."""
+    """Return live bytes, workspace and buffers; dims moment, column; moment 0: before the step."""
     end, ranks = len(structure.bounds), columns.ranks
     change = np.zeros((end + 2, len(ranks)))
     change[0] = np.sum(list(_given(graph, structure, cost).values()), axis=0)[ranks]
@@ -132,7 +132,7 @@ def _moments(
 
 
 class _Columns(NamedTuple):
-    """Ranks with equal parts of everything, and equal buffers, have one column.
+    """Columns of the memory tables: one for all ranks with equal parts and equal buffers.
 
     ``ranks``: a rank of each column. ``of_rank``: the column of each rank.
     """
@@ -143,7 +143,7 @@ class _Columns(NamedTuple):
 
 def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) -> _Columns:
     world_size = cost.machine.cluster.world_size
-    if buffers or cost.parts.ring_size < world_size:  # they may differ where parts are equal
+    if buffers or cost.parts.ring_size < world_size:  # buffers may differ despite equal parts
         return _Columns(np.arange(world_size), np.arange(world_size))
     parts = [cost.parts.of(*v) for v in structure.parts.first]
     _, ranks, of_rank = np.unique(
@@ -156,7 +156,7 @@ def _local_bytes(
     graph: Graph, structure: CostStructure, cost: Prices, values: Sequence[Value], part_of: Indices,
     ranks: Indices | slice = slice(None),
 ) -> Floats:  # fmt: skip
-    """Dims value, rank (of ``ranks``); ``part_of`` are classes in ``structure.parts``."""
+    """Return bytes with dims value, rank of ``ranks``; ``part_of``: classes in ``structure.parts``."""
     parts = [cost.parts.of(*v)[ranks] for v in structure.parts.first]
     nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
     if not parts:
@@ -166,7 +166,7 @@ def _local_bytes(
 
 
 def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
-    """Bytes that a node's kernels hold beside its inputs and its outputs."""
+    """Return the bytes that a node's kernels hold besides its inputs and outputs."""
     pieces = CHUNKS.get(node.op, 0)
     if not pieces:
         return np.zeros_like(cost.parts.one)
@@ -184,7 +184,7 @@ def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
 
 
 def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank:
-    """Bytes of a collective beside its inputs and outputs.
+    """Return the bytes of a collective besides its inputs and outputs.
 
     Padded collectives pass through a tensor of ``world size`` largest parts; fused ones lay
     their tensors end to end before or after (``hap.runtime.collectives``).
@@ -204,12 +204,12 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     if kind == "all_reduce":
         return joined + (whole if how == "two step" else 0.0)
     parts = src if kind == "all_gather" else dst
-    if kind == "all_gather":  # the output of a fused one replaces the padded buffer
+    if kind == "all_gather":  # the fused output replaces the padded buffer
         return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
     return joined + (_padded(parts, cost) if how == "padded" else whole)
 
 
 def _padded(parts: PerRank, cost: Prices) -> PerRank:
-    """Bytes of a buffer with the largest part of a ring for each of its ranks."""
+    """Return the bytes of a buffer with the largest part of a ring for each of its ranks."""
     size = cost.parts.ring_size
     return np.repeat(parts.reshape(-1, size).max(axis=1) * size, size)

@@ -1,4 +1,4 @@
-"""The interface of prices: what the searches, the simulators and the memory models ask.
+"""The interface of prices, for the searches, the simulators and the memory models.
 
 :class:`hap.synthesizer.cost.cost_model.CostModel` has the prices of the cluster; lower bounds and
 reproduced planners have prices of their own.
@@ -31,30 +31,30 @@ class Prices(ABC):
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 
     def local_bytes(self, tensor: Tensor, placement: Placement) -> PerRank:
-        """Bytes of each rank's part of a tensor."""
+        """Return the bytes of each rank's part of a tensor."""
         key = (tensor.name, placement)
         if key not in self._local_bytes:
             self._local_bytes[key] = tensor.nbytes * self.parts.of(*key)
         return self._local_bytes[key]
 
     def stored_bytes(self, parameter: Tensor, stored: Placement, *, trained: bool) -> PerRank:
-        """Parameter, gradient and optimizer states of a stored shard."""
+        """Return the bytes of parameter, gradient and optimizer states of a stored shard."""
         copies = 2 + self.optimizer_states if trained else 1
         return copies * self.local_bytes(parameter, stored)
 
     @abstractmethod
     def compute(self, node: Node, row: Row) -> PerRank:
-        """Seconds per rank of a node run by one of its rows."""
+        """Return the seconds per rank of a node run by one of its rows."""
 
     @abstractmethod
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
-        """Seconds per rank of the optimizer's elementwise step on the stored shard."""
+        """Return the seconds per rank of the optimizer's step on the stored shard."""
 
     @abstractmethod
     def convert(
         self, tensor: Tensor, src: Placement, dst: Placement, *, fused: bool = False
     ) -> list[Quote]:
-        """Implementations of a conversion, the fastest first.
+        """Return implementations of a conversion, the fastest first.
 
         Args:
             fused: the conversion will run with its neighbours, which pay for the start.
@@ -62,12 +62,12 @@ class Prices(ABC):
 
     @abstractmethod
     def convert_group(self, group: Sequence[Convert]) -> list[Quote]:
-        """Implementations of neighbouring collectives that run as one; see ``Program.groups``."""
+        """Return implementations of neighbouring collectives that run as one."""
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
-        """(seconds, consecutive messages) of neighbouring collectives between machines, or ``None``."""
+        """Return (seconds, messages) of neighbouring collectives between machines, or ``None``."""
         return None
 
     def messages(self, kind: str) -> int:
-        """The number of consecutive messages of a collective in a ring."""
+        """Return the number of consecutive messages of a collective in a ring."""
         return messages(kind, self.parts.ring_size)

@@ -1,7 +1,7 @@
 """Serial cost: step time and peak memory of a program without overlap.
 
-Each rank has one stream, which waits at every collective for the last rank. It is the starting
-point of :mod:`hap.synthesizer.schedule.list_scheduler`.
+Each rank has one stream, which waits at every collective for the last rank.
+:mod:`hap.synthesizer.schedule.list_scheduler` starts from this timeline.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """A program and the predicted course of its training step; vectors have one entry per rank.
+    """A program and the prediction of its training step; vectors have one entry per rank.
 
     Attributes:
         program: the instructions in the order in which they run.
-        step_s: until the slowest rank has ended its optimizer step.
+        step_s: seconds until the slowest rank has ended its optimizer step.
         compute_s: seconds that each rank computes.
-        communicate_s: of all collectives together, overlapped or not.
+        communicate_s: seconds of all collectives, overlapped or not.
         stored_bytes: parameters and optimizer states.
-        peak_bytes: the most that is in use at once.
+        peak_bytes: the most bytes in use at once.
         until: per group of the program, the last group that begins before it has ended, on the
-            last rank; ``None`` if nothing overlaps.
+            last rank; ``None`` without overlap.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def hidden_s(self) -> float:
-        """The part of communicating beside which the busiest rank computes."""
+        """Seconds of communication during which the busiest rank computes."""
         return max(0.0, float(self.compute_s.max()) + self.communicate_s - self.step_s)
 
     @property
@@ -66,10 +66,10 @@ class Superstep:
 
 
 def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
-    """The supersteps of a step in order; the optimizer's step is the last one."""
+    """Return the supersteps of a step in order; the optimizer's step is the last one."""
     structure = structure_of(graph, program, cost)
     nothing = np.zeros((1, cost.machine.cluster.world_size))
-    # Rows of this table: kinds of nodes, then updates, then local moves.
+    # Rows of this table: kinds of nodes, then updates, then local conversions.
     table = [cost.compute(node, row) for node, row in structure.computing.first]
     updates = len(table)
     for name in structure.updating.first:
@@ -112,7 +112,7 @@ def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
 
 
 def convert_seconds(group: Sequence[Convert], cost: Prices) -> float:
-    """Predicted time of neighbouring conversions by the implementation that the program names."""
+    """Return the predicted time of neighbouring conversions by the named implementation."""
     times = {c.implementation: c.seconds for c in cost.convert_group(group)}
     named = group[0].implementation
     if named not in times:
@@ -121,7 +121,7 @@ def convert_seconds(group: Sequence[Convert], cost: Prices) -> float:
 
 
 def simulate(graph: Graph, program: Program, cost: Prices) -> Timeline:
-    """Run a program with nothing overlapped."""
+    """Simulate a program without overlap."""
     compute, slowest_s, communicate = np.zeros(cost.machine.cluster.world_size), 0.0, 0.0
     for stage in supersteps(graph, program, cost):
         compute = compute + stage.compute_s

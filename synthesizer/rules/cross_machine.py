@@ -1,7 +1,7 @@
 """Rules of collectives between machines, as operators of the step inside a machine.
 
-They treat all dims but one entry by entry: each device may run its part and, where they are linear,
-its term.
+They treat each entry of every other dim separately: each device may run its part and, if they are
+linear, its term.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules of operators that create tensors: a rank can create any shard.
 
-Random ones draw other numbers for other parts, and the same for replicas: hap.runtime.context.
+Random operators draw other numbers for other shards, and equal ones for replicas: hap.runtime.context.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def _constant(call: Call) -> list[Row]:
 @rule("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default",
       "aten.new_empty.default")  # fmt: skip
 def _new(call: Call) -> list[Row]:
-    # The input only lends its dtype: whatever is known of it, the result is made whole.
+    # The input only provides its dtype: the result is made whole for any of its placements.
     given = letters(call.ins[0], "x")
     return equation(call, [given], [letters(call.out)], depends=[set()], linear=[{0}])
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")
 def _by_place(call: Call) -> list[Row]:
-    # Small, and its elements depend on their place: made whole, then sliced where needed.
+    # Small, and its elements depend on their positions: made whole, then sliced where needed.
     return equation(call, [], [[None for _ in call.out.shape]])

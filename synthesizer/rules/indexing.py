@@ -1,7 +1,7 @@
 """Rules of operators that select elements by index.
 
-If the looked-up dim (letter ``v``) is split, every rank finds its own elements and zero for the
-others: a term of the result (:mod:`hap.runtime.localize`).
+If the looked-up dim (letter ``v``) is split, every rank finds its own elements, and zeros for the
+other indices: a term of the result (:mod:`hap.runtime.localize`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _embedding(call: Call) -> list[Row]:
 @rule("aten.embedding_dense_backward.default")
 def _embedding_backward(call: Call) -> list[Row]:
     # A looked-up row collects the gradients of all its uses: a sum over the indices, unless it
-    # is divided by the number of uses, which only all the indices know.
+    # is divided by the number of uses, which requires all the indices.
     _, index = call.ins
-    # The kernel that counts them writes its counts unchecked: it can't ignore a number.
+    # The counting kernel writes its counts unchecked: it can't ignore an index.
     counted = bool(call.arg(4))
     picked = [None] * len(index.shape) if counted else letters(index, "i")
     v = None if counted else "v"
@@ -54,7 +54,7 @@ def _index_select(call: Call) -> list[Row]:
 
 @rule("aten.index.Tensor")
 def _index(call: Call) -> list[Row]:
-    """``x[:, i, j]``: broadcast indices stand at the first of them, or in front if others are between."""
+    """``x[:, i, j]``: broadcast indices are at the first of them, or in front if others are between."""
     x = call.ins[0]
     given = call.arg(1)
     if any(t.dtype == "bool" for t in call.ins[1:]):
@@ -68,7 +68,7 @@ def _index(call: Call) -> list[Row]:
 def _picked(
     x: Tensor, given: Sequence[object], numbers: Sequence[Tensor]
 ) -> tuple[list[str | None], list[list[str | None]], list[str | None]]:
-    """Letters of ``x``, of the numbers, and of ``x[given]``; looked-up dims have none."""
+    """Return letters of ``x``, of the indices, and of ``x[given]``; looked-up dims have none."""
     at = [d for d, index in enumerate(given) if index is not None]
     start = at[0] if at[-1] - at[0] == len(at) - 1 else 0
     kept = letters(x, fixed=at)
@@ -87,7 +87,7 @@ def _picked(
 def _index_put(call: Call) -> list[Row]:
     """The gradient of ``x[i, j]``: terms are added to the looked-up dims."""
     x, *numbers, values = call.ins
-    if numbers[0].dtype == "bool":  # a Boolean mask: the number of its values has no shape
+    if numbers[0].dtype == "bool":  # a Boolean mask selects an unknown number of elements
         at = next(d for d, index in enumerate(call.arg(1)) if index is not None)
         all_letters = letters(x)
         chosen = all_letters[at : at + len(numbers[0].shape)]
@@ -96,7 +96,7 @@ def _index_put(call: Call) -> list[Row]:
         )
     kept, indices, picked = _picked(x, call.arg(1), numbers)
     adds = bool(call.arg(3, "accumulate", False))
-    if not adds:  # overwritten places: a rank must know all of them
+    if not adds:  # overwriting: a rank must know all indices
         indices = [[None] * len(index) for index in indices]
         picked = [x if x in kept else None for x in picked]
     shift = len(picked) - len(values.shape)
@@ -109,7 +109,7 @@ def _index_put(call: Call) -> list[Row]:
 
 @rule("aten.scatter.src", "aten.scatter.value")
 def _scatter(call: Call) -> list[Row]:
-    # New elements take the place of old ones: the dim must be whole.
+    # New elements replace old ones: the dim must be whole.
     x, index, *source = call.ins
     dim = call.dim(1, x)
     shapes = zip(x.shape, index.shape, *(t.shape for t in source), strict=True)
@@ -127,7 +127,7 @@ def _scatter_add(call: Call) -> list[Row]:
     shapes = zip(x.shape, index.shape, source.shape, strict=True)
     same = {d for d, (a, b, c) in enumerate(shapes) if a == b == c}
     rest = letters(x, fixed=set(range(len(x.shape))) - same | {dim})
-    # If more is given than added, numbers and their values differ in shape.
+    # The source may be larger than the indices; their shapes then differ.
     alike = index.shape == source.shape
     table, added = ([*rest[:dim], x if alike else None, *rest[dim + 1 :]] for x in "vj")
     return equation(call, [table, added, added], [table], linear=[{0, 2}], additive={0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hap.synthesizer.rules.rule_table import Call, Row, broadcast, equation, letters, rule
 
-# Nonlinear in every argument, or acting on numbers that are no sums: no partial inputs.
+# Nonlinear in every argument, or on integers and Booleans: no partial inputs.
 PLAIN = """
 abs.default acos.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor ceil.default
 clamp.default clamp_max.default clamp_min.default cos.default elu.default eq.Scalar eq.Tensor
@@ -19,7 +19,7 @@ add.Scalar sub.Scalar
 native_dropout.default
 """
 
-# Linear in the tensors at these places (each set jointly, the sets one at a time).
+# Linear in the arguments at these positions (each set jointly, the sets one at a time).
 LINEAR: dict[str, list[set[int]]] = {
     "neg.default": [{0}],
     "mul.Tensor": [{0}, {1}],
@@ -65,7 +65,7 @@ def _linear(call: Call) -> list[Row]:
       "aten.empty_like.default", "aten.rand_like.default", "aten.randn_like.default",
       "aten.bernoulli.p")  # fmt: skip
 def _like(call: Call) -> list[Row]:
-    # The terms of a sum have its shape; that is all that it needs.
+    # The terms of a sum have its shape, which is all that the rule needs.
     given = letters(call.out)
     return equation(call, [given], [given], depends=[set()], linear=[{0}])
 

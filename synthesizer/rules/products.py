@@ -22,7 +22,7 @@ def _bmm(call: Call) -> list[Row]:
 def _addmm(call: Call) -> list[Row]:
     bias = call.ins[0]
     added = [x if s > 1 else None for x, s in zip("nm", reversed(bias.shape), strict=False)][::-1]
-    # A rank without a share of k adds its term of the bias as it is, so it must not be scaled.
+    # A rank without a share of k adds its term of the bias unchanged, so it must not be scaled.
     k = "k" if call.arg(3, "beta", 1) == 1 else None
     return equation(
         call, [added, ["m", k], [k, "n"]], ["mn"], linear=[{0, 1}, {0, 2}], additive={0}
@@ -50,7 +50,7 @@ def _convolution_backward(call: Call) -> list[Row]:
     space = [None] * (len(grad.shape) - 2)
     c, o = ("c", "o") if call.arg(9) == 1 else (None, None)
     x, w = ["n", c, *space], [*([c, o] if call.arg(7) else [o, c]), *space]
-    # The third result, the bias's gradient, is a sum of its own: see hap.capture.tracing.
+    # The third result, the bias's gradient, is a separate sum: see hap.capture.tracing.
     return equation(
         call,
         [["n", o, *space], x, w],
@@ -61,7 +61,7 @@ def _convolution_backward(call: Call) -> list[Row]:
 
 
 def _attention_letters(call: Call, q: int, keys: str | None = None) -> tuple[list[str | None], ...]:
-    """Letters of query, key or value, log-sum-exp, and of the mask if there is one."""
+    """Return letters of query, key or value, log-sum-exp, and of the mask if there is one."""
     causal = next(a for a in call.node.args if isinstance(a, bool))
     length = None if causal else "l"  # a causal mask counts queries from the first
     mask = call.ins[q + 3] if len(call.ins) in (4, 7) else None
@@ -85,7 +85,7 @@ def _sdpa(call: Call) -> list[Row]:
 
 @rule("hap.sdpa_backward.default")
 def _sdpa_backward(call: Call) -> list[Row]:
-    # The saved log-sum-exp has seen all keys, so that here each part of them is on its own.
+    # The saved log-sum-exp includes all keys, so that here parts of the keys are independent.
     q, kv, lse, mask = _attention_letters(call, 1, keys="m")
     has_mask = len(call.ins) == 7
     return equation(
@@ -119,7 +119,7 @@ def _avg_pool(call: Call) -> list[Row]:
 
 @rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
 def _avg_pool_backward(call: Call) -> list[Row]:
-    # The pool's input only lends its shape; the pool, being linear, may have left it partial.
+    # The pool's input only provides its shape; the pool, being linear, may have left it partial.
     planes = _planes(call)
     linear = [{0}, {1}, {0, 1}]
     return equation(call, [planes, planes], [planes], linear=linear, depends=[{0}])

@@ -44,10 +44,10 @@ def _whole(call: Call) -> list[Row]:
 
 
 def reduced_rows(call: Call, dims: int | None, keepdim: int | None) -> list[Row]:
-    """The rows of any reduction of one tensor: the dims that it does not reduce can be split.
+    """Return the rows of a reduction of one tensor: the other dims can be split.
 
     Args:
-        dims, keepdim: positions of the arguments of these names; None: there is none.
+        dims, keepdim: positions of the arguments of these names; None: no such argument.
     """
     (x,) = call.ins
     reduced = _dims(None if dims is None else call.arg(dims, "dim"), x)
@@ -108,7 +108,7 @@ def _nll_backward(call: Call) -> list[Row]:
     grad_letters = batch if grad.shape else []
     ins: list[list[str | None]] = [grad_letters, [*batch, "v"], batch, *weight, []]
     rows = equation(call, ins, [[*batch, "v"]], linear=[{0}])
-    # The total weight divides in a mean alone; here a sum over shards serves.
+    # The total weight is a divisor only in a mean; here a sum over shards suffices.
     return [*rows, *(row._replace(ins=(*row.ins[:-1], P)) for row in rows)]
 
 

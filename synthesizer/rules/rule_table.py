@@ -1,4 +1,4 @@
-"""Rules: rows of placements under which the local runs of an operator make up the whole.
+"""Rules: rows of placements under which the ranks' local results form the whole result.
 
 A row is a Hoare triple ``{placements of the inputs} op {placements of the outputs}``. Most rows
 follow from one *equation* per operator, which gives each dim of each tensor a letter, as einsum does:
@@ -22,7 +22,7 @@ from hap.ir.graph import Arg, Node, Tensor
 from hap.ir.placement import P, Placement, R, S
 
 Letters = Sequence[str | None]
-"""One letter per dim of a tensor; ``None`` where the dim can't be split."""
+"""One letter per dim of a tensor; ``None`` if the dim can't be split."""
 
 
 class Row(NamedTuple):
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A node with the shapes that its rule looks at."""
+    """A node with the shapes that its rule reads."""
 
     node: Node
     tensors: Mapping[str, Tensor]
@@ -57,17 +57,17 @@ class Call:
 
     @property
     def out(self) -> Tensor:
-        """The first result that is used."""
+        """The first used result."""
         return next(o for o in self.outs if o is not None)
 
     def arg(self, position: int, name: str = "", default: Arg = None) -> Arg:
-        """A plain argument, given by position or by name."""
+        """Return a plain argument, given by position or by name."""
         if position < len(self.node.args):
             return self.node.args[position]
         return dict(self.node.kwargs).get(name, default)
 
     def dim(self, position: int, tensor: Tensor, name: str = "dim", default: int = 0) -> int:
-        """A dim argument, counted from the front."""
+        """Return a dim argument, counted from the front."""
         value = self.arg(position, name, default)
         return int(value) % max(len(tensor.shape), 1)
 
@@ -79,7 +79,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Register a rule under the names of the operators that it holds for."""
+    """Register a rule under the names of its operators."""
 
     def register(function: Rule) -> Rule:
         for op in ops:
@@ -102,16 +102,16 @@ def equation(
     terms: Mapping[int, Placement] | None = None,
     units: Mapping[str, int] | None = None,
 ) -> list[Row]:
-    """The rows of an operator from the letters of its dims; see the module's docstring.
+    """Return the rows of an operator by the letters of its dims; see the module's docstring.
 
     Args:
         ins, outs: letters of every tensor input and every output (also of unused ones).
         linear: sets of inputs in which the operator is jointly linear.
         additive: inputs that are added to the output, such as a bias: they must be partial where
             the output is, or they would be added once per rank.
-        depends: per output, the inputs that it is computed from; default: all.
-        terms: kind of the outputs' terms that are no sums: see :data:`hap.ir.placement.L`.
-        units: per letter whose dims differ in size, its number of blocks; default: the size.
+        depends: per output, the inputs that it depends on; default: all.
+        terms: kind of the outputs' terms if these are no sums: see :data:`hap.ir.placement.L`.
+        units: per letter with dims of different sizes, its number of blocks; default: the size.
     """
     term = [(terms or {}).get(k, P) for k in range(len(outs))]
     depends = depends or [set(range(len(ins)))] * len(outs)
@@ -148,7 +148,7 @@ def _on(letter: str, letters: Letters) -> Placement | None:
 def _sizes(
     call: Call, ins: Sequence[Letters], outs: Sequence[Letters], units: dict[str, int]
 ) -> dict[str, int]:
-    """Letter -> number of blocks that it may be cut into, in order of first appearance."""
+    """Return letter -> number of blocks that it may be cut into, by first appearance."""
     sizes: dict[str, int] = {}
     for tensor, letters in zip([*call.ins, *call.outs], [*ins, *outs], strict=True):
         if tensor is None:
@@ -165,7 +165,7 @@ def _sizes(
 
 
 def possible(call: Call, rows: list[Row]) -> list[Row]:
-    """Drop what the operator's types or a repeated argument make impossible."""
+    """Drop rows that the operator's types or a repeated argument make impossible."""
     whole = {name for name in call.node.inputs if call.tensors[name].dtype == "bool"}
     kept = []
     for row in rows:
@@ -188,7 +188,7 @@ def possible(call: Call, rows: list[Row]) -> list[Row]:
 
 
 def letters(tensor: Tensor, prefix: str = "d", *, fixed: Iterable[int] = ()) -> list[str | None]:
-    """``d0 d1 ...`` for the dims of a tensor; ``None`` where size is 1 or the dim is fixed."""
+    """Return ``d0 d1 ...`` for the dims of a tensor; ``None`` for size 1 or a fixed dim."""
     return [
         None if size == 1 or d in set(fixed) else f"{prefix}{d}"
         for d, size in enumerate(tensor.shape)
@@ -196,7 +196,7 @@ def letters(tensor: Tensor, prefix: str = "d", *, fixed: Iterable[int] = ()) -> 
 
 
 def broadcast(tensor: Tensor, out: Tensor, prefix: str = "d") -> list[str | None]:
-    """Letters of an input that is broadcast to ``out``, aligned at the last dim."""
+    """Return letters of an input that is broadcast to ``out``, aligned at the last dim."""
     shift = len(out.shape) - len(tensor.shape)
     return [None if size == 1 else f"{prefix}{d + shift}" for d, size in enumerate(tensor.shape)]
 

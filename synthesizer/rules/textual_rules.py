@@ -1,15 +1,15 @@
-"""Rules as text: a user's own, and those that are derived or discovered.
+"""Rules as text: a user's own, and derived or discovered ones.
 
 Every line of a rule that fits a call adds rows to it:
 
 * ``bmk, kn -> bmn``: an equation, with a letter per dim. A dropped letter is summed over,
-  ``_`` stands for a dim that can't be split, and nothing for a scalar;
+  ``_`` is a dim that can't be split, and an empty side a scalar;
 * ``P, R -> P``: one row, with a placement per tensor. Its dims are cut alike;
-* ``pointwise``: elementwise, with broadcasting; ``pointwise linear 0``: and linear in input 0;
+* ``pointwise``: elementwise, with broadcasting; ``pointwise linear 0``: also linear in input 0;
 * ``reduces 1 2``: reduces the dims that argument 1 lists (all without it) and keeps them with size
-  1 if argument 2 is true; ``-`` stands for an argument that the operator lacks;
+  1 if argument 2 is true; ``-`` replaces an argument that the operator lacks;
 * ``flops 2 b m k n``: a product of numbers and of the first fitting equation's sizes;
-* ``origin derived``: where the rule comes from, one of :data:`ORIGINS`;
+* ``origin derived``: the origin of the rule, one of :data:`ORIGINS`;
 * ``# ...``: a remark.
 
 :attr:`hap.ir.graph.Graph.rules` keeps them, by operator or by :func:`kind` of call.
@@ -29,8 +29,8 @@ from hap.synthesizer.rules.reductions import reduced_rows
 from hap.synthesizer.rules.rule_table import RULES, Call, Letters, Row, equation, possible
 
 ORIGINS = ("derived", "discovered", "replicated")
-"""Where a rule comes from that neither the table nor the user gives: from the operator's tags and
-schema, from running it, or from neither: every rank runs the whole call."""
+"""Origins of rules that neither the table nor the user gives: the operator's tags and schema, runs
+of it, or neither: every rank runs the whole call."""
 
 _PLACEMENT = re.compile(r"R|P|L|S\d+|-")
 _LETTERS = re.compile(r"[a-z_]*")
@@ -39,7 +39,7 @@ _REDUCES = re.compile(r"reduces (\d+|-) (\d+|-)")
 
 
 class Line(NamedTuple):
-    """One line of a rule, read: what stands left and right of its arrow."""
+    """One parsed line of a rule: the parts left and right of its arrow."""
 
     text: str
     ins: tuple[str, ...]
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 
 def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
-    """The rows and equations of a rule, and the factors of its ``flops``.
+    """Return the rows and equations of a rule, and the factors of its ``flops``.
 
     Raises:
         ValueError: a line has none of the forms above.
@@ -82,7 +82,7 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
 
 
 def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
-    """The rows of a call by the lines of a rule, and the replicated one; raises ``ValueError``."""
+    """Return the rows of a call by the lines of a rule, and the replicated one."""
     read_lines, _ = read(lines)
     rows = equation(call, [[None] * len(t.shape) for t in call.ins], _whole(call))
     fits = 0
@@ -105,7 +105,7 @@ def written_rows(call: Call, lines: Sequence[str]) -> list[Row]:
 
 
 def written_flops(call: Call, lines: Sequence[str]) -> float | None:
-    """Floating-point operations of a call by its rule; None if the rule does not state them."""
+    """Return a call's floating-point operations by its rule; None if it does not state them."""
     read_lines, factors = read(lines)
     for line in read_lines if factors else ():
         sizes = None if line.is_row else _sizes(call, line)
@@ -120,13 +120,13 @@ def _whole(call: Call) -> list[Letters]:
 
 
 def rule_origin(lines: Sequence[str]) -> str:
-    """One of :data:`ORIGINS`, or nothing for a user's own rule."""
+    """Return one of :data:`ORIGINS`, or an empty text for a user's own rule."""
     said = next((line for line in lines if line.startswith("origin ")), "")
     return said.removeprefix("origin ")
 
 
 def _named(call: Call, line: Line) -> list[Row]:
-    """The rows of a class of operators that has a name."""
+    """Return the rows of a named class of operators."""
     word, *places = line.text.replace("linear", "").split()
     if word == "pointwise":
         return pointwise(call, [{int(place)} for place in places])
@@ -139,7 +139,7 @@ def _counts_fit(call: Call, line: Line) -> bool:
 
 
 def _row(call: Call, line: Line) -> Row | None:
-    """The row, if the dims that it cuts exist and have blocks in common."""
+    """Return the row, if the dims that it cuts exist and have blocks in common."""
     if not _counts_fit(call, line):
         return None
     sizes = []
@@ -161,7 +161,7 @@ def _row(call: Call, line: Line) -> Row | None:
 
 
 def _sizes(call: Call, line: Line) -> dict[str, list[int]] | None:
-    """Letter -> the sizes of its dims; None if ranks differ."""
+    """Return letter -> the sizes of its dims; None if the numbers of dims differ."""
     if not line.outs or not _counts_fit(call, line):
         return None
     found: dict[str, list[int]] = {}
@@ -192,7 +192,7 @@ def _equation(call: Call, line: Line) -> list[Row]:
 
 
 def kind(call: Call) -> str:
-    """The call without its sizes: which dims are equal, which are 1, and the plain arguments."""
+    """Return the call without its sizes: equal dims, dims of 1, and the plain arguments."""
     letters: dict[int, str] = {}
     repeated: dict[str, int] = {}
 
@@ -217,9 +217,9 @@ def kind(call: Call) -> str:
 
 
 def lines_of(call: Call, rules: Mapping[str, Sequence[str]]) -> Sequence[str] | None:
-    """The lines that hold for a call: those of its kind, or of its operator; None if there are none.
+    """Return the lines for a call's kind, or for its operator; None without any.
 
-    Discovered rows hold for one kind of call; others of the operator are replicated.
+    Discovered rows hold for one kind of call; other kinds of the operator are replicated.
     """
     if not rules:
         return None
@@ -230,7 +230,7 @@ def lines_of(call: Call, rules: Mapping[str, Sequence[str]]) -> Sequence[str] | 
 
 
 def rows_of(node: Node, graph: Graph) -> list[Row]:
-    """The rows of one node; raises ``KeyError`` if ``node.op`` has no rule."""
+    """Return the rows of one node; raise ``KeyError`` if ``node.op`` has no rule."""
     call = Call(node=node, tensors=graph.tensors)
     lines = lines_of(call, graph.rules)
     return RULES[node.op](call) if lines is None else written_rows(call, lines)

@@ -22,7 +22,7 @@ def _view(call: Call) -> list[Row]:
 
 
 def leading_pairs(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
-    """The pairs of leading dims of the smallest groups of ``a`` and ``b`` of equal product."""
+    """Return pairs of leading dims of the smallest groups of ``a`` and ``b`` of equal product."""
     pairs = []
     i = j = 0
     left = [d for d, s in enumerate(a) if s != 1]
@@ -81,7 +81,7 @@ def _squeeze(call: Call) -> list[Row]:
     rank = len(x.shape)
     named = call.arg(1, "dim", tuple(range(rank)))
     dims = {d % rank for d in ([named] if isinstance(named, int) else named)} if rank else set()
-    # A named dim that stays would be squeezed on a rank whose share is one element.
+    # A remaining named dim would be squeezed on a rank with a share of one element.
     given = letters(x, fixed=dims)
     kept = [letter for d, letter in enumerate(given) if d not in dims or x.shape[d] > 1]
     return equation(call, [given], [kept], linear=[{0}])
@@ -96,12 +96,12 @@ def _expand(call: Call) -> list[Row]:
 @rule("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default",
       "aten.roll.default", "aten.constant_pad_nd.default")  # fmt: skip
 def _within(call: Call) -> list[Row]:
-    """Dims that keep their size are untouched: slicing and padding change the others."""
+    """Dims that keep their size can be split: slicing and padding change the others."""
     (x,) = call.ins
     changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
     if call.node.op == "aten.flip.default":
         changed = {d % len(x.shape) for d in call.arg(1)}
-    if call.node.op == "aten.roll.default":  # without dims, all elements in one row
+    if call.node.op == "aten.roll.default":  # without dims it rolls the flattened elements
         changed = {d % len(x.shape) for d in call.arg(2, "dims", ()) or range(len(x.shape))}
     if call.node.op == "aten.constant_pad_nd.default":  # (1, -1) shifts, and keeps the size
         pads = call.arg(1)
@@ -114,7 +114,7 @@ def _within(call: Call) -> list[Row]:
 
 @rule("aten.triu.default", "aten.tril.default")
 def _triangle(call: Call) -> list[Row]:
-    """The kept elements depend on their places in the last two dims."""
+    """The kept elements depend on their positions in the last two dims."""
     (x,) = call.ins
     given = letters(x, fixed=range(len(x.shape) - 2, len(x.shape)))
     return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
@@ -138,7 +138,7 @@ def _select_backward(call: Call) -> list[Row]:
 
 @rule("aten.select_scatter.default", "aten.slice_scatter.default")
 def _overwrite(call: Call) -> list[Row]:
-    """A part of one dim gives way to the second argument."""
+    """The second argument replaces a part of one dim."""
     x, _ = call.ins
     dim = call.dim(2, x)
     given = letters(x, fixed=(dim,))

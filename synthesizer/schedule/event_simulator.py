@@ -3,10 +3,10 @@
 All ranks issue the instructions in program order, as :mod:`hap.runtime.lanes` runs them:
 
 * an operator starts when its rank's compute stream is free and its inputs exist;
-* a collective is issued when the compute stream comes to it. It starts when it was issued on all
-  ranks, its inputs exist and the communication streams are free, and ends on all ranks at once;
+* a collective is issued when the compute stream reaches it. It starts when all ranks have issued
+  it, its inputs exist and the communication streams are free, and ends on all ranks at once;
 * the forward and the backward end when all their collectives have ended; the update is last;
-* no rank ends before all its computing and its loss to all communication.
+* each rank's end is at least its computing plus its loss to all communication.
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of
 :func:`hap.synthesizer.cost.serial_cost.supersteps`. Times are vectors over ranks.
@@ -35,7 +35,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 class Span:
     """One operator, fused collective, or update of a parameter, on all ranks.
 
-    ``ready_s`` is when a rank's inputs were there and its stream free; a collective starts
+    ``ready_s``: the time at which a rank's inputs exist and its stream is free; a collective starts
     with the last rank. On ranks where nothing runs, the span is empty.
     """
 
@@ -59,8 +59,8 @@ class Span:
 class Schedule:
     """A step on the streams of all ranks.
 
-    ``begin_s`` and ``done_s`` have one vector per instruction: when a rank's compute stream came to
-    it, and when its results existed.
+    ``begin_s`` and ``done_s`` have one vector per instruction: the times at which a rank's compute
+    stream reached it, and at which its results existed.
     """
 
     overlap: bool
@@ -78,7 +78,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Usage:
-    """Uses of the step by each rank.
+    """Each rank's seconds of a step, by use.
 
     ``compute_s + waiting_s + communicate_s - overlapped_s + idle_s`` is the step. Waiting is time
     inside a collective before the last rank has come; idle is all other time without work.
@@ -92,9 +92,9 @@ class Usage:
 
 
 def schedule(graph: Graph, program: Program, cost: Prices, *, overlap: bool = True) -> Schedule:
-    """Run a program on the streams of the cost model's cluster, under its shares."""
+    """Simulate a program on the streams of the cost model's cluster, under its shares."""
     streams = Streams(cost.machine, overlap=overlap)
-    numbers: dict[Value, int] = {}  # of values that collectives make
+    numbers: dict[Value, int] = {}  # value -> the collective that makes it
     spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or a collective
     begin: list[PerRank] = []
     done: list[PerRank | int] = []
@@ -105,7 +105,7 @@ def schedule(graph: Graph, program: Program, cost: Prices, *, overlap: bool = Tr
         if group[0].backward and not backward:
             backward = True
             streams.drain()
-        if messages:  # results of collectives exist when these have ended
+        if messages:  # results of collectives exist when the collectives have ended
             number = streams.issue(float(seconds.max()), messages)
             numbers.update(dict.fromkeys(outs, number))
             spans.append((len(begin), group, number))
@@ -147,7 +147,7 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
 
 
 def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
-    """(seconds per rank, consecutive messages) of instructions that run as one; 0 if they compute."""
+    """Return (seconds per rank, messages) of instructions that run as one; 0 if they compute."""
     world = cost.machine.cluster.world_size
     nodes = nodes_and_rows(graph, group)
     if not nodes:
@@ -161,7 +161,7 @@ def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> t
 
 
 def usage(run: Schedule) -> Usage:
-    """Uses of the step by each rank."""
+    """Return each rank's seconds of the step, by use."""
     collectives = [s for s in run.spans if s.stream == COMMUNICATION]
     ready, start, end = (
         np.array([getattr(s, at) for s in collectives]).reshape(-1, run.world_size)
@@ -175,7 +175,7 @@ def usage(run: Schedule) -> Usage:
         waiting[rank] = (start - ready)[:, rank].sum() - (first - before).sum()
         overlapped[rank] = (last - first).sum()
     communicate = (end - start).sum(axis=0)
-    waiting = np.maximum(waiting, 0.0)  # rounding
+    waiting = np.maximum(waiting, 0.0)  # removes rounding errors
     idle = np.maximum(run.step_s - (compute + waiting + communicate - overlapped), 0.0)
     return Usage(
         compute_s=compute, waiting_s=waiting, communicate_s=communicate,
@@ -184,7 +184,7 @@ def usage(run: Schedule) -> Usage:
 
 
 def _computed(run: Schedule, rank: int) -> tuple[list[float], list[float]]:
-    """(times, seconds that a rank has computed until then); linear in between."""
+    """Return (times, seconds that a rank has computed until then); linear in between."""
     times, total = [0.0], [0.0]
     for s in run.spans:
         first, last = float(s.start_s[rank]), float(s.end_s[rank])

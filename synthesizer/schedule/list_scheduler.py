@@ -1,14 +1,14 @@
 """List scheduling: the order of instructions, and the buckets, that overlap communication.
 
 The search puts each collective right before its first reader, gathers parameters together at the
-start and reduces gradients together at the end. Here the instructions get the order in which all
-ranks run them:
+start and reduces gradients together at the end. This module chooses the order in which all
+ranks run the instructions:
 
 * gathers of parameters and reductions of gradients are cut into *buckets* of about equal bytes, in
   the order of their need (Li et al., "PyTorch Distributed", VLDB 2020);
 * list scheduling (Graham, 1966) by predicted times: while a collective runs, operators that do not
   need it go first, such as weights' gradients while activations' are reduced;
-* collectives for which computing waits at once go before those that are needed later.
+* collectives for which computing waits at once precede those that are needed later.
 
 The predicted step decides the number of buckets, and whether collectives that are needed later wait
 while the link is busy. The plan holds all decisions, so that all ranks run alike.
@@ -34,7 +34,7 @@ from hap.synthesizer.cost.serial_cost import Timeline
 from hap.synthesizer.schedule.event_simulator import group_seconds
 
 BUCKETS = (1, 3, 8, 24)
-"""Numbers of buckets to try for collectives that may run together."""
+"""Numbers of buckets to try for collectives that may be fused."""
 
 
 _TYPICAL = 3
@@ -47,14 +47,14 @@ class _Order(NamedTuple):
     step_s: float
     communicate_s: float
     until: tuple[int, ...]
-    """As of :class:`Timeline`."""
+    """See :class:`Timeline`."""
 
 
 def orders(graph: Graph, serial: Timeline, cost: Prices) -> Iterator[Timeline]:
-    """Schedules of a program whose collectives overlap with computing.
+    """Yield schedules of a program whose collectives overlap computing.
 
-    The first leaves every instruction in its place; others have more and more buckets; the last
-    delays collectives that are needed later. ``serial``: of the program from the search.
+    The first leaves every instruction in its place; the next ones have increasing numbers of
+    buckets; the last delays collectives that are needed later. ``serial``: the search's program.
     """
     for order in _orders(graph, serial.program, cost):
         stored, peak = memory(graph, order.program, cost, until=order.until)
@@ -76,14 +76,14 @@ def _orders(graph: Graph, program: Program, cost: Prices) -> Iterator[_Order]:
         found.append((order.step_s, steps))
         yield order
         if most <= buckets:
-            break  # each has a bucket of its own
+            break  # each instruction has its own bucket
     _, steps = min(found, key=lambda entry: entry[0])
     if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
         yield flow.listed(program, steps, hold=True)
 
 
 def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
-    """Estimate of the fastest of :func:`orders`, by two of them."""
+    """Return an estimate of the fastest of :func:`orders`, by two of them."""
     flow = _Flow(graph, program, cost)
     in_place = _Run(flow, flow.steps).in_place(program).step_s
     if not any(step.lane for step in flow.steps):
@@ -94,19 +94,19 @@ def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """Instructions that run as one. ``seconds`` are those of all ranks together for collectives."""
+    """Instructions that run as one. A collective's ``seconds`` are those of all ranks."""
 
     what: tuple[Instruction, ...]
     seconds: PerRank | float
     messages: int
-    """Consecutive ones; 0 if it computes."""
+    """Number of consecutive messages; 0 if it computes."""
     ins: list[int]
     outs: list[int]
-    """Values, by their numbers in the flow."""
+    """Numbers of its values in the flow."""
     urgent: bool = True
-    """Does computing in the same half of the step wait for it?"""
+    """Whether computing in the same half of the step waits for it."""
     source: bool = False
-    """Is it a collective of inputs of the graph?"""
+    """Whether it is a collective of inputs of the graph."""
     need: int = 0
     """Order among collectives: for a source, its first reader; for others, the last maker."""
     readers: list[_Step] = field(default_factory=list)
@@ -114,7 +114,7 @@ class _Step:
 
     @property
     def lane(self) -> bool:
-        """Does it communicate?"""
+        """Whether it communicates."""
         return self.messages > 0
 
     @property
@@ -123,12 +123,12 @@ class _Step:
 
     @property
     def loose(self) -> bool:
-        """May it run much later, or much earlier?"""
+        """Whether it may run much earlier or later."""
         return self.lane and (self.source or not self.urgent)
 
 
 class _Flow:
-    """The steps of a program as the search wrote it."""
+    """The steps of a program in the order of the search."""
 
     def __init__(self, graph: Graph, program: Program, cost: Prices) -> None:
         self._graph, self._cost = graph, cost
@@ -144,7 +144,7 @@ class _Flow:
                 self._made[value] = place
         _connect(self.steps)
         for step in reversed(self.steps):
-            # Views take no time: a collective that only views wait for can wait as well.
+            # Views take no time: a view, and a collective for it, is as urgent as its readers.
             if step.lane or not np.any(step.seconds):
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
@@ -160,7 +160,7 @@ class _Flow:
         return [numbers.setdefault(value, len(numbers)) for value in values]
 
     def _ends(self, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
-        """The numbers of the values that a group reads, and of those that it writes."""
+        """Return the numbers of the values that a group reads, and of those that it writes."""
         return self._numbers(reads(self._graph, group)), self._numbers(writes(self._graph, group))
 
     def _step(self, group: tuple[Instruction, ...]) -> _Step:
@@ -179,7 +179,7 @@ class _Flow:
             step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
 
     def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> _Order:
-        """The program in an order found by list scheduling of its steps."""
+        """Return the program in an order found by list scheduling of its steps."""
         order = _Run(self, steps).listed(program, hold=hold)
         if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
             return order
@@ -188,7 +188,7 @@ class _Flow:
         return _Run(again, again.steps).in_place(order.program)
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
-        """The steps with loose ones in buckets; and the most instructions that one of them had."""
+        """Return the steps with loose ones in buckets, and the most instructions of one of them."""
         found: list[_Step] = []
         most = 1
         for step in self.steps:
@@ -200,7 +200,7 @@ class _Flow:
         return found, most
 
     def _parts(self, step: _Step, buckets: int) -> list[list[Instruction]]:
-        """The members of a loose step in the order of their need, in parts of about equal bytes."""
+        """Return a loose step's members in the order of need, in parts of about equal bytes."""
         alone = []
         for k, what in enumerate(step.what):
             one = replace(step, what=(what,))
@@ -244,21 +244,21 @@ def _connect(steps: Sequence[_Step]) -> None:
 
 
 class _Run:
-    """Steps issued to the streams one by one, which decides their order."""
+    """Issues steps to the streams one by one, which determines their order."""
 
     def __init__(self, flow: _Flow, steps: Sequence[_Step]) -> None:
         _connect(steps)
         self._steps = steps
         self._updates_s = flow.updates_s
         self._streams = Streams(flow.machine)
-        self._numbers: dict[int, int] = {}  # values that collectives make -> which of them
+        self._numbers: dict[int, int] = {}  # value -> the collective that makes it
         self._order: list[Instruction] = []
-        self._begin: list[float] = []  # of each step, on the last rank
-        self._issued: list[int] = []  # the steps that communicate
+        self._begin: list[float] = []  # start of each step on the last rank
+        self._issued: list[int] = []  # the communicating steps
         self._middle = 0  # the first step of the backward
 
     def in_place(self, program: Program) -> _Order:
-        """The program in its given order."""
+        """Return the program in its given order."""
         for backward in (False, True):
             for step in self._steps:
                 if step.backward is backward:
@@ -267,7 +267,7 @@ class _Run:
         return self._made(program)
 
     def listed(self, program: Program, *, hold: bool) -> _Order:
-        """The program in an order found by list scheduling.
+        """Return the program in an order found by list scheduling.
 
         ``hold``: loose collectives are issued when the link is idle, or if nothing else can run.
         """
@@ -291,7 +291,7 @@ class _Run:
         return self._made(replace(program, instructions=tuple(self._order)))
 
     def _after(self, step: _Step) -> int:
-        """The last collective whose result a step reads."""
+        """Return the last collective whose result a step reads."""
         return max((self._numbers.get(v, -1) for v in step.ins), default=-1)
 
     def _compute(self, step: _Step) -> None:
@@ -301,7 +301,7 @@ class _Run:
         self._streams.compute(np.asarray(step.seconds))
 
     def _issue(self, step: _Step) -> None:
-        for s in step.what:  # a bucket of its own keeps it apart from the next
+        for s in step.what:  # a separate bucket prevents fusion with the next
             own = replace(s, bucket=len(self._issued) + 1) if isinstance(s, Convert) else s
             self._order.append(own)
         self._issued.append(len(self._begin))
@@ -345,7 +345,7 @@ class _Waiting:
             heapq.heappush(self._later, (after, place, step))
 
     def next(self, streams: Streams, loose: bool) -> _Step:
-        """The next step: collectives first, the loose ones if they may or nothing else can."""
+        """Return the next step: collectives first; loose ones if allowed, or if nothing else can run."""
         while self._later and streams.ended(self._later[0][0]):
             _, place, step = heapq.heappop(self._later)
             heapq.heappush(self._free, (place, step))

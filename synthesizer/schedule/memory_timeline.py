@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """Bytes alive on one rank: ``bytes[k]`` from ``times_s[k]`` until ``times_s[k + 1]``.
+    """Live bytes of one rank: ``bytes[k]`` from ``times_s[k]`` until ``times_s[k + 1]``.
 
     ``at[k]`` is the index of the instruction that allocated or freed them, -1 before the first.
     """
@@ -38,14 +38,14 @@ class Curve:
 
     @property
     def peak(self) -> int:
-        """Index of the largest value; the first of equals."""
+        """Index of the largest value; the first of equal ones."""
         return int(self.bytes.argmax())
 
 
 def memory_over_time(
     graph: Graph, program: Program, cost: Prices, run: Schedule
 ) -> tuple[Curve, ...]:
-    """One curve per rank; it begins with the inputs, parameters and optimizer states."""
+    """Return one curve per rank; it begins with the inputs, parameters and optimizer states."""
     changes = list(_changes(graph, program, cost, run))
     world = cost.machine.cluster.world_size
     at = np.array([-1, *(index for index, _, _ in changes)])
@@ -53,7 +53,7 @@ def memory_over_time(
     sizes = np.stack([_held_bytes(graph, program, cost), *(nbytes for _, _, nbytes in changes)])
     curves = []
     for rank in range(world):
-        order = np.argsort(times[:, rank], kind="stable")  # at one time, in program order
+        order = np.argsort(times[:, rank], kind="stable")  # equal times in program order
         order = order[(sizes[order, rank] != 0) | (order == 0)]
         curves.append(
             Curve(times_s=times[order, rank], bytes=np.cumsum(sizes[order, rank]), at=at[order])
@@ -62,7 +62,7 @@ def memory_over_time(
 
 
 def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
-    """Bytes of the inputs and optimizer states, from before the first instruction to after the last."""
+    """Return the bytes of the inputs and optimizer states, which live for the whole step."""
     held = np.zeros(cost.machine.cluster.world_size)
     for i in graph.inputs:
         trained = i.role == "parameter" and i.target in graph.gradients
@@ -74,7 +74,7 @@ def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
 def _changes(
     graph: Graph, program: Program, cost: Prices, run: Schedule
 ) -> Iterator[tuple[int, PerRank, PerRank]]:
-    """(instruction, time, change of bytes) per rank, in program order.
+    """Return (instruction, time, change of bytes) per rank, in program order.
 
     A fused collective holds its inputs, outputs and buffers until it has ended.
     """

@@ -2,13 +2,13 @@
 
 A partial program is a set of choices of rows, holdings and storages. The search always extends, by
 one choice, the partial program with the least bound on its completions (Zhang et al., "HAP: SPMD
-DNN Training on Heterogeneous GPU Clusters with Automated Program Synthesis", EuroSys 2024). Two
-things differ from the paper:
+DNN Training on Heterogeneous GPU Clusters with Automated Program Synthesis", EuroSys 2024). It
+differs from the paper in two ways:
 
 * the bound comes from :mod:`.mini_buckets`, after :mod:`.soft_arc_consistency`. It never falls along
   a path, so the first complete program taken is the cheapest;
 * choices are made in the order of the bucket tree, so that few variables are on the *frontier*:
-  decided, but tied to an undecided one.
+  decided, but with a table in common with an undecided one.
 
 Of partial programs with the same choices on the frontier only the cheapest is kept.
 """
@@ -33,30 +33,30 @@ from hap.synthesizer.search.search_result import INFEASIBLE, Pairs, SearchResult
 from hap.synthesizer.search.soft_arc_consistency import reparametrize, simplify
 
 TABLE_ENTRIES = 1 << 20
-"""Entries of a table of the bound: 8 MiB. Larger ones are tighter and slower to build."""
+"""Limit of entries of a table of the bound: 8 MiB. Larger tables are tighter and slower to build."""
 
 SWEEPS = 6
 """Sweeps that move costs before the bound is built, with falling returns."""
 
 EXPANSIONS = 1 << 20
-"""Partial programs to extend before the search returns its best one."""
+"""Limit of partial programs to extend before the search returns its best one."""
 
 DIVE_EVERY = 1 << 10
 """Expansions between two dives from the best open program to a complete one."""
 
 FIRST_DIVES = (1, 8, 64)
-"""Widths of the dives from the empty program: a wide one rarely ends dead, or far from best."""
+"""Widths of the dives from the empty program: a wide one rarely fails, or ends far from the best."""
 
 
 def search(
     unary: Unary, pairs: Pairs, *, table_entries: int = TABLE_ENTRIES, sweeps: int = SWEEPS,
     expansions: int = EXPANSIONS, forbidden: Mapping[int, Iterable[int]] | None = None,
 ) -> SearchResult:  # fmt: skip
-    """The cheapest labelling, or the best one found and a bound on all others.
+    """Return the cheapest labelling, or the best one found and a bound on all others.
 
     Args:
-        unary, pairs: the tables, as for :func:`hap.synthesizer.search.bucket_elimination.minimise`.
-        table_entries: bound on the tables of the heuristic, exact if no table is larger.
+        unary, pairs: the tables, as in :func:`hap.synthesizer.search.bucket_elimination.minimise`.
+        table_entries: limit of the heuristic's tables; it is exact if no table is larger.
         expansions: limit on the search; a count is repeatable.
         forbidden: variable -> labels that it must not have.
     """
@@ -92,7 +92,7 @@ def search(
 class _Partial(NamedTuple):
     """A partial program: choices for the first ``level`` variables, linked from last to first.
 
-    ``bound``: of its completions. ``frontier``: labels of decided variables that still matter.
+    ``bound``: of its completions. ``frontier``: labels of decided variables that tables still read.
     """
 
     bound: int
@@ -102,7 +102,7 @@ class _Partial(NamedTuple):
     before: _Partial | None
 
     def choices(self) -> list[int]:
-        """The label on every level."""
+        """Return the label on every level."""
         labels: list[int] = []
         partial: _Partial | None = self
         while partial is not None and partial.before is not None:
@@ -112,7 +112,7 @@ class _Partial(NamedTuple):
 
 
 class _Level:
-    """One level, with its tables laid out to be read by the labels of the frontier.
+    """One level, with tables indexed by the labels of the frontier.
 
     Args:
         frontier: the variables on it before this level.
@@ -136,7 +136,7 @@ class _Level:
         self._keep = tuple(place[v] for v in self.frontier)
 
     def extend(self, partial: _Partial, below: int) -> list[_Partial]:
-        """All one-choice extensions bounded below ``below``, undominated by one another."""
+        """Return all one-choice extensions with bounds under ``below``, without dominated ones."""
         at = partial.frontier
         rows = [table[sum(at[k] * stride for k, stride in s)] for table, s in self._tables]
         regrets = functools.reduce(lambda a, b: np.minimum(a + b, FORBIDDEN), rows)
@@ -174,11 +174,11 @@ class _Search:
 
     @property
     def _below(self) -> int:
-        """The cost from which on a program is of no use."""
+        """The cost from which on a program is no improvement."""
         return FORBIDDEN if self.best is None else self.best.bound
 
     def run(self) -> int:
-        """Search until the optimum is proven or the limit reached; returns the proven bound."""
+        """Search until the optimum is proven or the limit reached; return the proven bound."""
         for width in FIRST_DIVES:
             affordable = width == 1 or width * len(self._bucket_levels) <= self._left // 4
             if affordable and self._root.bound < self._below:
@@ -191,7 +191,7 @@ class _Search:
                 return opened[0][0]
             partial = heapq.heappop(opened)[-1]
             if least[partial.level].get(partial.frontier, partial.bound) < partial.bound:
-                continue  # a cheaper one with the same frontier came after it
+                continue  # a later, cheaper one has the same frontier
             expanded += 1
             if expanded % DIVE_EVERY == 0:
                 self._dive(partial, 1)
@@ -203,7 +203,7 @@ class _Search:
                 if child.level == len(self._bucket_levels):
                     self.best = child
                     continue
-                made += 1  # of equal bounds the deepest is first, then the first made
+                made += 1  # of equal bounds the deepest comes first, then the earliest
                 heapq.heappush(opened, (child.bound, -child.level, made, child))
         self.exhausted = True
         return self._below
@@ -213,7 +213,7 @@ class _Search:
         return self._bucket_levels[partial.level].extend(partial, self._below)
 
     def _dive(self, start: _Partial, width: int) -> None:
-        """Go down level by level with the ``width`` best; a complete program is the new best."""
+        """Descend by level with the ``width`` best; a complete program becomes the new best."""
         beam = [start]
         while beam and beam[0].level < len(self._bucket_levels):
             if self._left <= 0:

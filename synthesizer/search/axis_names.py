@@ -7,12 +7,12 @@ from hap.ir.graph import Graph
 
 
 def axis_names(graph: Graph) -> dict[Dim, str]:
-    """Names for some dims, the most telling first; an axis takes the first that it contains."""
+    """Return names for some dims, the most specific first; an axis takes the first that fits."""
     names: dict[Dim, str] = {}
     for dim, name in enumerate(("batch", "sequence")):
         for i in graph.role("input"):
             tensor = graph.tensors[i.tensor]
-            # Only token numbers have a sequence for certain; an image has channels there.
+            # Only token numbers certainly have a sequence dim; an image has channels there.
             if dim < len(tensor.shape) and (dim == 0 or "float" not in tensor.dtype):
                 names.setdefault((i.tensor, dim), name)
     for node in graph.nodes:

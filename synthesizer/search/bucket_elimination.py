@@ -26,16 +26,16 @@ from hap.synthesizer.search.table_pool import FORBIDDEN, Costs, Labels, Pool
 __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minimise"]
 
 LARGEST_TABLE = 1 << 26
-"""Entries above which elimination gives up: 512 MiB."""
+"""Limit of entries of one table: 512 MiB."""
 
 
 MOST_ENTRIES = 1 << 31
-"""Entries of all tables together above which elimination gives up: some ten seconds."""
+"""Limit of entries of all tables together: some ten seconds."""
 
 HUBS = 3
-"""Variables that are fixed to each of their labels in turn where a table would be too large.
+"""Number of variables that are fixed to each of their labels in turn if a table is too large.
 
-A tensor that many layers read, such as an encoder's output, ties them until it is fixed.
+A tensor that many layers read, such as an encoder's output, connects them until it is fixed.
 """
 
 Pairs = Mapping[tuple[int, int], Costs]
@@ -43,7 +43,7 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and how hard it was to find."""
+    """An optimal labelling, its cost, and the work of finding it."""
 
     cost: int
     labels: tuple[int, ...]
@@ -52,7 +52,7 @@ class Labelling:
 
 
 class TooWide(Exception):
-    """The graph has tables that would not fit; ``variables`` are those of the largest."""
+    """Some tables of the graph exceed the limit; ``variables`` are those of the largest."""
 
     def __init__(self, what: str, variables: tuple[int, ...]) -> None:
         super().__init__(f"elimination needs {what}")
@@ -60,7 +60,7 @@ class TooWide(Exception):
 
 
 def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
-    """The cheapest labelling; ``None`` if every labelling is forbidden.
+    """Return the cheapest labelling; ``None`` if every labelling is forbidden.
 
     Args:
         unary: per variable, the cost of each of its labels.
@@ -101,7 +101,7 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
 
 
 def _hub(reduced: Reduced, hubs: Sequence[int]) -> int:
-    """The variable with most neighbours, except hubs."""
+    """Return the variable with most neighbours, except hubs."""
     free = [v for v in range(len(reduced.sizes)) if v not in hubs]
     return max(free, key=lambda v: (len(reduced.near[v]), -v))
 
@@ -109,7 +109,7 @@ def _hub(reduced: Reduced, hubs: Sequence[int]) -> int:
 def _given(
     unary: Sequence[Costs], pairs: Pairs, fixed: Mapping[int, int]
 ) -> tuple[list[Costs], dict[tuple[int, int], Costs]]:
-    """The problem in which some variables have one label each (conditioning)."""
+    """Return the problem in which some variables have one label each (conditioning)."""
 
     def own(v: int) -> slice:
         return slice(fixed[v], fixed[v] + 1) if v in fixed else slice(None)
@@ -119,7 +119,7 @@ def _given(
 
 
 def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | None:
-    """Eliminate in the order of ``plan``, which may be that of a graph with more edges."""
+    """Eliminate in the order of ``plan``, which may be for a graph with more edges."""
     buckets = _Buckets(reduced, known)
     constant = 0
     trail: list[tuple[int, tuple[int, ...], Labels]] = []  # (variable, scope, best label)
@@ -179,7 +179,7 @@ class _Buckets:
         return least, best_label
 
     def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
-        """Remember the elimination if it can be held; else its table is for the next reader alone."""
+        """Eliminate and cache the result if there is room; else its table serves one reader."""
         costs, shape, mine = key
         tables = self._pool.tables
         given = [((len(shape) - 1,), tables[costs]), *((dims, tables[t]) for dims, t in mine)]
@@ -193,7 +193,7 @@ class _Buckets:
 
 
 class _Order(NamedTuple):
-    """An elimination order: each variable with its neighbours at that time."""
+    """An elimination order: each variable with its neighbours at its elimination."""
 
     total: int
     largest: int
@@ -202,12 +202,12 @@ class _Order(NamedTuple):
 
 
 EASY = 1 << 27
-"""Total entries below which no better order is searched; most are in tables that repeat."""
+"""Total entries below which no better order is searched; most are in repeated tables."""
 
 
 @functools.lru_cache(maxsize=16)
 def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
-    """The best of greedy orders by several measures; the last results are kept."""
+    """Return the best of greedy orders by several measures; the last results are cached."""
     found: list[_Order] = []
     for measure in (_small_first, _table_size, _fill, _degree):
         found.append(_order(sizes, edges, measure))
@@ -224,13 +224,13 @@ def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
 
 
 def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    """Small variables by size, which leaves a core of each layer; the core by its fill."""
+    """Order small variables by size, which leaves a core of each layer, and the core by fill."""
     entries = _table_size(v, sizes, near)
     return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
 
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    """Size of the tables between neighbours that would become tied."""
+    """Return the size of the new tables between neighbours."""
     return sum(
         sizes[a] * sizes[b] for a, b in itertools.combinations(near[v], 2) if b not in near[a]
     )
@@ -271,16 +271,16 @@ def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Meas
 
 
 SMALL = 1 << 14
-"""Entries up to which a table is made at once: fewer calls count more than less memory."""
+"""Limit of entries of a table that is made at once: fewer calls count more than less memory."""
 
 
 def _minimum(
     shape: tuple[int, ...], tables: Sequence[tuple[tuple[int, ...], Costs]]
 ) -> tuple[Costs, Labels]:
-    """The sum of tables, minimised over the last of all dims, and its first best label.
+    """Return the sum of tables, minimised over the last of all dims, and its first best label.
 
-    ``shape``: labels of all variables. ``tables``: (dims of ``shape``, table). A large sum is made
-    label by label.
+    ``shape``: labels of all variables. ``tables``: (dims of ``shape``, table). A large sum is
+    computed label by label.
     """
     terms = []
     for dims, table in sorted(tables, key=lambda entry: entry[1].size):

@@ -2,10 +2,10 @@
 
 Variables (all costs in integer picoseconds):
 
-* each node: which of its rows runs it (unary: its computing time);
-* each tensor: how it is held (:data:`hap.synthesizer.search.program_space.Holding`);
+* each node: its row (unary: its computing time);
+* each tensor: its holding (:data:`hap.synthesizer.search.program_space.Holding`);
 * each parameter: the placement in which it is stored, which its gradient shares, so that the
-  optimizer updates shards where they lie (unary: the update's time); the batch: whether a
+  optimizer updates the stored shards (unary: the update's time); the batch: whether a
   rank reads all of it or its rows.
 
 Pairs: producer-tensor, the cheapest conversions from the placement that the row makes to the
@@ -36,7 +36,7 @@ from hap.synthesizer.search.search_result import Engine, SearchResult
 PICOSECONDS = 1e12
 
 Allowed = Callable[[str, Placement, bool], bool]
-"""(tensor, placement, stored) -> may the program hold, or store, the tensor like that?"""
+"""(tensor, placement, stored) -> whether the program may hold, or store, the tensor so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Aims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """The data that nodes of one kind share: per row its times, and per operand its placements.
+    """The data that nodes of one kind share: times per row, and placements per operand.
 
     ``needs`` and ``makes`` hold each column of placements with its number.
     """
@@ -109,15 +109,15 @@ class Problem:
                 self._require(self._add([0]), o.tensor, [R])
 
     def solve(self) -> Labelling | None:
-        """The optimal labelling, or ``None`` if the allowed placements admit no program."""
+        """Return the optimal labelling, or ``None`` if the placements admit no program."""
         return minimise(self.unary, self.pairs)
 
     def outcome(self, engine: Engine) -> SearchResult:
-        """The result of an engine; it need be neither optimal nor a labelling at all."""
+        """Return an engine's result, which may be suboptimal or without a labelling."""
         return engine(self.unary, self.pairs)
 
     def timed(self) -> Iterator[tuple[int, list[PerRank]]]:
-        """The variables whose labels take time, with the seconds per rank of each label."""
+        """Yield the variables with labels that take time, with seconds per rank of each label."""
         for node in self.space.graph.nodes:
             yield self._node[node.name], self._kind_of[node.name].seconds
         for i in self.space.graph.role("parameter"):
@@ -134,7 +134,7 @@ class Problem:
         holdings = self.space.holdings[name]
         if not self._restricted:
             return holdings
-        # A tensor that a narrow space holds as terms alone is whole where terms are forbidden.
+        # If partial placements are forbidden, a tensor with only these is held replicated.
         for some in (holdings, ((R,),)):
             if kept := tuple(h for h in some if all(self._allowed(name, p, False) for p in h)):
                 return kept
@@ -179,22 +179,22 @@ class Problem:
         )
 
     def _number(self, key: object) -> int:
-        """Equal keys have equal numbers, which are looked up faster."""
+        """Return the number of a key; equal keys have equal numbers, which are compared faster."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def _row_allowed(self, node: Node, row: Row) -> bool:
-        stored = node.name in self._twins  # it may read the stored value, however that is held
+        stored = node.name in self._twins  # it may read the stored value in any placement
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
         return all(self._allowed(n, p, stored) for n, p in placed if n and p and p.sharded)
 
     def _add_batch(self) -> None:
-        """One variable for the whole batch: each rank reads all of it, or its rows."""
+        """Add one variable for the whole batch: each rank reads all of it, or its rows."""
         names = [i.tensor for i in self.space.graph.role("input")]
         rows = [self.space.sources[name][-1] for name in names]
         whole_allowed = all(
             self._allowed(n, R, True) for n, p in zip(names, rows, strict=True) if p != R
         )
-        # The first of equals wins: rows, unless reading all of the batch saves time.
+        # Ties go to the first label: rows, unless reading all of the batch saves time.
         options = [rows, *([[R] * len(names)] if whole_allowed else [])]
         v = self._add([0.0] * len(options))
         for name, placements in zip(names, zip(*options, strict=True), strict=True):
@@ -217,7 +217,7 @@ class Problem:
             self._price_slices(v, gradient, options)
 
     def _add_backward_alias(self, parameter: str, alias: Node) -> None:
-        """Price the backward's read of a parameter: of the forward's copy, or a gather of its own."""
+        """Price the backward's read of a parameter: of the forward's replica, or a new gather."""
         v, price = self._node[alias.name], self.aims.memory_s_per_byte
         t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
         if price is not None:
@@ -233,14 +233,14 @@ class Problem:
         ], dtype=np.int64))  # fmt: skip
 
     def _start_s(self, t: Tensor, p: Placement) -> float:
-        """The start of a gather that has no neighbours."""
+        """Return the start of a gather without neighbours."""
         if not p.sharded:
             return 0.0
         alone, fused = (self.cost.convert(t, p, R, fused=f)[0].seconds for f in (False, True))
         return alone - fused
 
     def _price_slices(self, v: int, gradient: str, options: Sequence[Placement]) -> None:
-        """A gradient that is reduced whole, and then sliced, is kept whole."""
+        """Price a gradient that is reduced whole and then sliced: its memory is the whole's."""
         price = self.aims.memory_s_per_byte
         if price is None:
             return
@@ -269,7 +269,7 @@ class Problem:
     def _require(
         self, v: int, tensor: str, needs: Sequence[Placement], number: int | None = None
     ) -> None:
-        """Variable ``v`` needs ``tensor`` in the placement of its label; ``number``: that of ``needs``."""
+        """Let ``v`` require ``tensor`` in its label's placement; ``number``: that of ``needs``."""
         number = self._number(tuple(needs)) if number is None else number
         key = self._held[tensor], number
         if key not in self._tables:
@@ -280,7 +280,7 @@ class Problem:
     def _produce(
         self, v: int, tensor: str, makes: Sequence[Placement], number: int | None = None
     ) -> None:
-        """Variable ``v`` makes ``tensor`` in the placement of its label."""
+        """Let variable ``v`` make ``tensor`` in the placement of its label."""
         number = self._number(tuple(makes)) if number is None else number
         key = self._held[tensor], number, self._alike(tensor)
         if key not in self._tables:
@@ -290,7 +290,7 @@ class Problem:
         self._pair(v, self._variable[tensor], self._tables[key])
 
     def _alike(self, tensor: str) -> object:
-        """Key of the prices of a tensor's conversions; layers repeat it."""
+        """Return the key of the prices of a tensor's conversions; layers repeat it."""
         fused = tensor in self._fused, tensor in self._gradients
         number, axes = self.space.tensor_kinds[tensor]
         key = self.cost.parts.tensor_key(tensor)
@@ -299,14 +299,14 @@ class Problem:
     def conversions(
         self, tensor: str, made: Placement, holding: Holding
     ) -> tuple[float, tuple[Convert, ...]]:
-        """The cheapest conversions from ``made`` to all of ``holding``, and their seconds."""
+        """Return the cheapest conversions from ``made`` to all of ``holding``, with seconds."""
         if self.at_once(tensor, made, holding):
             return self._cheapest(tensor, made, holding, fused=False)
         seconds, steps = self._cheapest(tensor, made, holding, fused=tensor in self._fused)
         return seconds + self._waiting_s(tensor, made, holding), steps
 
     def at_once(self, tensor: str, made: Placement, holding: Holding) -> bool:
-        """Is a gradient better reduced when it is made than at the end, as in ZeRO, stage 2?"""
+        """Return whether to reduce a gradient at once instead of at the end, as in ZeRO-2."""
         waiting = self._waiting_s(tensor, made, holding)
         if not waiting:
             return False
@@ -314,7 +314,7 @@ class Problem:
         return alone < fused + waiting
 
     def _waiting_s(self, tensor: str, made: Placement, holding: Holding) -> float:
-        """The price of the memory of a gradient's terms that wait for the end."""
+        """Return the price of the memory of a gradient's terms that wait for the end."""
         price = self.aims.memory_s_per_byte
         if price is None or tensor not in self._gradients or made in holding:
             return 0.0
@@ -325,7 +325,7 @@ class Problem:
     ) -> tuple[float, tuple[Convert, ...]]:
         wanted = [p for p in holding if p != made]
         if made == R and wanted:
-            return float("inf"), ()  # a replica gives every shard by slicing: hold it as R
+            return float("inf"), ()  # slices of a replica are free: hold the tensor as R
         if made in holding:
             return self._chain(tensor, made, wanted, fused=fused)
         routes = [wanted, wanted[::-1]] if len(wanted) == 2 else [wanted]
@@ -353,7 +353,7 @@ class Problem:
     # --- reading the program back ---
 
     def program(self, labelling: Labelling) -> Program:
-        """The program of a labelling, with conversions before their first use."""
+        """Return the program of a labelling, with conversions before their first use."""
         labels = labelling.labels
         rows = {n: rows[labels[self._node[n]]] for n, rows in self.rows.items()}
         held = {t: h[labels[self._variable[t]]] for t, h in self.held.items()}
@@ -363,7 +363,7 @@ class Problem:
 
 
 def _given(holding: Holding, need: Placement) -> int:
-    """0 if a tensor with this holding gives the placement, at once or as a local part."""
+    """Return 0 if a holding gives the placement, directly or as a local part."""
     return 0 if need in holding or R in holding else FORBIDDEN
 
 
@@ -372,5 +372,5 @@ def _costs(seconds: Iterable[float]) -> Costs:
 
 
 def _scaled(seconds: float) -> int:
-    """Integer picoseconds, up to :data:`FORBIDDEN`: ten hours for one operator."""
+    """Return integer picoseconds, up to :data:`FORBIDDEN`: ten hours for one operator."""
     return round(min(float(seconds) * PICOSECONDS, FORBIDDEN))

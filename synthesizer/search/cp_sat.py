@@ -1,10 +1,10 @@
 """The labelling problem as an integer program for CP-SAT, to check the other engines.
 
 One Boolean per label, exactly one of them true per variable. A pair whose table only forbids
-is clauses. A pair with costs has a Boolean per admitted entry, tied to its labels by sums:
+becomes clauses. A pair with costs has a Boolean per admitted entry, linked to its labels by sums:
 each label is true if and only if one of its entries is. This is the local polytope, whose
-relaxation is often tight (Wainwright and Jordan, 2008, chapter 8). The solver shares nothing
-with the elimination and the search but the tables.
+relaxation is often tight (Wainwright and Jordan, 2008, chapter 8). The solver shares only the
+tables with the other engines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ EFFORT = 600.0
 def solve(unary: Unary, pairs: Pairs, *, effort: float = EFFORT) -> SearchResult:
     """Solve with one worker and a fixed seed.
 
-    The cost is added up from the labels. The solver works with the same integers, less what
-    every labelling pays and divided by their common divisor, to stay far within 64 bits.
+    The cost is the sum over the labels. The solver works with the same integers, less their common
+    part and divided by their common divisor, to stay far within 64 bits.
     """
     if any(len(costs) == 0 for costs in unary):
         return INFEASIBLE
@@ -91,7 +91,7 @@ class _Model:
                 self._terms.append((label, cost - least))
 
     def _add_pair(self, u: int, v: int, table: Costs) -> None:
-        """The part that all entries of a label have in common is the label's own cost."""
+        """Add a pair's table; the minimum over a label's entries moves to the label's own cost."""
         allowed = table < FORBIDDEN
         for own, axis in ((u, 1), (v, 0)):
             least = np.where(allowed, table, FORBIDDEN).min(axis=axis)

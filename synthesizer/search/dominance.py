@@ -1,8 +1,8 @@
 """Dominated labels, removed before elimination.
 
 A label that is never cheaper than another of its variable is dropped, which makes others
-droppable, until nothing changes. Variables that are left with one label become costs of
-their neighbours.
+droppable, until nothing changes. A variable with one remaining label adds its costs to
+its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Reduced:
     Attributes:
         costs: per variable, its own table.
         near: per variable, neighbour -> the pair's table with the variable first.
-        kept: per variable, the labels that are left, by their first numbers.
+        kept: per variable, the original numbers of the remaining labels.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Reduced:
 
     @property
     def sizes(self) -> list[int]:
-        """Labels of each variable."""
+        """Number of labels of each variable."""
         return [len(kept) for kept in self.kept]
 
     @property
@@ -74,7 +74,7 @@ class Reduced:
             self.near[u][v] = pool.turned(taken)
 
     def _settle(self, v: int) -> None:
-        """Tables with a variable of one label are costs of the other variable alone."""
+        """Move tables with a variable of one label to the costs of the other variable."""
         for u, table in self.near[v].items():
             self.costs[u] = self.pool.added(self.costs[u], table)
             del self.near[u][v]

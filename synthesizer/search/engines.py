@@ -1,8 +1,8 @@
 """The search engines by name.
 
-``exact`` is bucket elimination, the fastest where its tables fit. ``bounded`` is ``exact`` where
-they fit, else a short ``astar``. ``astar`` is HAP's own
-search with a better bound; its tables are bounded and it may be cut short. ``cpsat`` is an
+``exact`` is bucket elimination, the fastest if its tables fit. ``bounded`` is ``exact`` if
+they fit, else a short ``astar``. ``astar`` is HAP's own search with a better bound; its tables
+are bounded and the number of its expansions is limited. ``cpsat`` is an
 independent solver that checks the other two.
 """
 
@@ -17,7 +17,7 @@ from hap.synthesizer.search.search_result import INFEASIBLE, Engine, Pairs, Sear
 
 
 def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
-    """Bucket elimination; see :func:`hap.synthesizer.search.bucket_elimination.minimise`, also for ``TooWide``."""
+    """Run :func:`hap.synthesizer.search.bucket_elimination.minimise`; may raise ``TooWide``."""
     found = minimise(unary, pairs)
     if found is None or found.cost >= FORBIDDEN:
         return INFEASIBLE
@@ -25,7 +25,7 @@ def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
 
 
 def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
-    """Bucket elimination where its tables fit, else A*, cut short after :data:`FEW` expansions."""
+    """Run bucket elimination if its tables fit, else A* with :data:`FEW` expansions."""
     try:
         return eliminate(unary, pairs)
     except TooWide:
@@ -33,7 +33,7 @@ def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
 
 
 FEW = 1 << 16
-"""Expansions, and entries of the tables of their bound: some ten seconds together."""
+"""Limit of expansions, and of entries of the bound's tables: some ten seconds together."""
 
 ENGINES: Mapping[str, Engine] = {
     "exact": eliminate, "astar": astar.search, "cpsat": cp_sat.solve, "bounded": eliminate_or_bound,
@@ -41,10 +41,10 @@ ENGINES: Mapping[str, Engine] = {
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of that name.
+    """Return the engine of that name.
 
     Raises:
-        InputError: there is none; the hint names those that there are.
+        InputError: the name is unknown; the hint lists the known ones.
     """
     if name not in ENGINES:
         raise InputError(f"no search engine {name!r}", hint=f"one of {', '.join(ENGINES)}")

@@ -1,9 +1,9 @@
 """Lower a labelling to a program: insert the conversions and order them.
 
-Instructions stand in graph order, each conversion right before its first use. Two kinds stand
-together instead, to be fused: what is gathered of the parameters, at the start, and what is
-reduced of the gradients, at the end. Excepted are parameters that the backward gathers again, and
-gradients whose memory is too dear to wait.
+Instructions are in graph order, each conversion right before its first use. Two kinds are moved
+together to be fused: all-gathers of parameters, to the start, and reductions of gradients, to the
+end. Exceptions are parameters that the backward gathers again, and
+gradients whose memory is too expensive to wait.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.program_space import Holding, Space
 
 Conversions = Callable[[str, Placement, Holding], tuple[float, tuple[Convert, ...]]]
-"""(tensor, placement as made, holding) -> seconds and the conversions that make the holding."""
+"""(tensor, placement as made, holding) -> seconds and conversions that produce the holding."""
 
 AtOnce = Callable[[str, Placement, Holding], bool]
-"""(gradient, placement as made, holding) -> is it converted when it is made, not at the end?"""
+"""(gradient, placement as made, holding) -> whether to convert it at once, not at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class Choices:
 def write_program(
     space: Space, choices: Choices, conversions: Conversions, at_once: AtOnce
 ) -> Program:
-    """The program that choices stand for; the order of its instructions is this module's."""
+    """Return the program of the choices; this module decides the order of its instructions."""
     writer = _Writer(space, choices, conversions)
     graph, stored = space.graph, choices.stored
     parameters = {i.target: i.tensor for i in graph.role("parameter")}
     finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
     final = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
-    again = {  # parameters that the backward reads where they are stored
+    again = {  # parameters whose stored placement the backward reads
         name for name, twin in backward_alias_of(graph).items()
         if choices.rows[graph.producer[twin].name].ins[0] == stored[name]
     }  # fmt: skip
@@ -78,7 +78,7 @@ def write_program(
 
 
 class _Writer:
-    """Instructions so far, and the values that they have made."""
+    """The instructions so far, and the values that they have made."""
 
     def __init__(self, space: Space, choices: Choices, conversions: Conversions) -> None:
         self.axes: dict[str, tuple[str, int]] = {}
@@ -90,12 +90,12 @@ class _Writer:
             self._place(tensor, p)
 
     def taken(self) -> list[Instruction]:
-        """The instructions since the last call."""
+        """Return the instructions since the last call."""
         steps, self._steps = self._steps, []
         return steps
 
     def compute(self, node: Node) -> list[tuple[str, Placement]]:
-        """Run a node, after what it needs; returns what it makes."""
+        """Run a node after its inputs; return its results."""
         row, backward = self._choices.rows[node.name], node.name in self._space.graph.backward
         for name, p in zip(node.inputs, row.ins, strict=True):
             self.need(name, p, backward)
@@ -107,7 +107,7 @@ class _Writer:
         return made
 
     def need(self, tensor: str, p: Placement, backward: bool) -> None:
-        """Convert a tensor to a placement, unless it exists so already."""
+        """Convert a tensor to a placement, unless that value exists."""
         if (tensor, p) in self._exists:
             return
         holding = self._choices.held[tensor]
@@ -138,7 +138,7 @@ class _Writer:
 
 
 def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
-    """The collectives between machines that begin and that end a step, and all between."""
+    """Return the collectives between machines that begin a step, that end it, and all others."""
     first = list(itertools.takewhile(lambda n: is_mesh_op(n.op), nodes))
     rest = list(nodes[len(first) :])
     last = list(itertools.takewhile(lambda n: is_mesh_op(n.op), reversed(rest)))[::-1]
@@ -146,7 +146,7 @@ def _ends_apart(nodes: Sequence[Node]) -> tuple[list[Node], list[Node], list[Nod
 
 
 def _neighbours(steps: list[Instruction], graph: Graph) -> list[Instruction]:
-    """Conversions reordered so that those of one kind stand together, and can be fused."""
+    """Reorder conversions so that those of one kind are neighbours, and can be fused."""
     depth: dict[str, int] = {}
     keyed: list[tuple[tuple[bool, int, str], Instruction]] = []
     for step in steps:

@@ -30,10 +30,10 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLevel:
-    """The decision on one variable, given those on the levels before it.
+    """The decision on one variable, given those on the earlier levels.
 
     ``regrets`` are tables whose last dim is this variable. Their sum is the increase of the lower
-    bound by each label: at least 0, and :data:`FORBIDDEN` or more without completion.
+    bound by each label: at least 0, and at least :data:`FORBIDDEN` without completion.
     """
 
     variable: int
@@ -44,7 +44,7 @@ class BucketLevel:
 class BucketTree:
     """Every variable as a level, in the order of the search.
 
-    ``base`` plus the regrets of all levels is the cost of a labelling, exactly; with those of the
+    ``base`` plus the regrets of all levels is exactly the cost of a labelling; with those of the
     first levels it is a lower bound. ``width``: of the order. ``largest_table``: in entries.
     """
 
@@ -57,7 +57,7 @@ class BucketTree:
 def mini_bucket_elimination(unary: Unary, pairs: Pairs, most_entries: int) -> BucketTree:
     """Mini-bucket elimination with tables of at most ``most_entries`` entries.
 
-    A larger table of the problem is a group of its own. If no bucket is divided, bounds are exact.
+    A larger table of the problem is a group of its own. Bounds are exact if no bucket is divided.
     """
     sizes = [len(costs) for costs in unary]
     order, width = search_order(sizes, pairs)
@@ -84,12 +84,12 @@ def mini_bucket_elimination(unary: Unary, pairs: Pairs, most_entries: int) -> Bu
 
 
 def _regret(total: Costs, rest: Costs) -> Costs:
-    """The excess of each label over the best one; forbidden entries stay forbidden."""
+    """Return the excess of each label over the best one; forbidden entries stay forbidden."""
     return np.where(total >= FORBIDDEN, FORBIDDEN, total - rest[..., None])
 
 
 def _groups(bucket: Sequence[Table], sizes: Sequence[int], most: int) -> list[list[Table]]:
-    """The tables of a bucket, the largest first, each in the first group that has room."""
+    """Group the tables of a bucket, the largest first, each in the first group with room."""
     groups: list[list[Table]] = []
     scopes: list[set[int]] = []
     for table in sorted(bucket, key=lambda t: -t.costs.size):
@@ -105,7 +105,7 @@ def _groups(bucket: Sequence[Table], sizes: Sequence[int], most: int) -> list[li
 
 
 def _sum(tables: Sequence[Table], depth: dict[int, int]) -> Table:
-    """One table over all the variables of some; its entries stay at most ``FORBIDDEN``."""
+    """Add up tables over the union of their variables; entries stay at most ``FORBIDDEN``."""
     scope = tuple(sorted({n for t in tables for n in t.scope}, key=depth.__getitem__))
     total: Costs = np.zeros((1,) * len(scope), dtype=np.int64)
     for table in sorted(tables, key=lambda t: t.costs.size):
@@ -116,10 +116,10 @@ def _sum(tables: Sequence[Table], depth: dict[int, int]) -> Table:
 
 
 def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
-    """The order in which to decide the variables, and its width.
+    """Return the order in which to decide the variables, and its width.
 
-    It is the opposite of an elimination order, by branches of the bucket tree: depth first, the small
-    branches before the large, so that few variables are on the frontier at a time.
+    It reverses an elimination order, by branches of the bucket tree: depth first, small
+    branches before large ones, so that few variables are on the frontier at a time.
     """
     steps = _elimination(sizes, pairs)
     turn = {v: k for k, (v, _) in enumerate(steps)}
@@ -141,7 +141,7 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tupl
 def _elimination(
     sizes: Sequence[int], pairs: Iterable[tuple[int, int]]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """A greedy order: the variable with the smallest table next, and the table's scope."""
+    """Yield a greedy order: the variable with the smallest table next, and the table's scope."""
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in pairs:
         near[u].add(v)

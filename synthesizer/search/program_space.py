@@ -6,7 +6,7 @@ Three restrictions keep it small; programs are optimal within them:
   split are used;
 * a tensor is *held* replicated, or partial, or in one sharded placement, or in two if a product and
   another operator read it; slices of a replica are free;
-* every rank makes values of constants alone (position numbers, causal masks) whole.
+* every rank computes tensors of constants alone (position numbers, causal masks) whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _kind(kinds: dict[object, int], key: object, lie: list[str | None]) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Everything that a program of ``graph`` may choose from."""
+    """The rows, axes and holdings of which programs of ``graph`` are made."""
 
     graph: Graph
     axes: Axes
@@ -55,7 +55,7 @@ class Space:
 
     @cached_property
     def node_kinds(self) -> Mapping[str, Kind]:
-        """Node -> its kind: alike, with equal rows."""
+        """Node -> its kind: nodes of a kind have equal rows."""
         kinds: dict[object, int] = {}
         found = {}
         for node in self.graph.nodes:
@@ -66,7 +66,7 @@ class Space:
 
     @cached_property
     def tensor_kinds(self) -> Mapping[str, Kind]:
-        """Tensor -> its kind: equal shape and dtype."""
+        """Tensor -> its kind: tensors of a kind have equal shape and dtype."""
         kinds: dict[object, int] = {}
         found = {}
         for name, t in self.graph.tensors.items():
@@ -84,15 +84,15 @@ NARROW = (
 """Degrees of a narrower space in :func:`build_space`."""
 
 SHARED = 4
-"""A weight that more layers read than so many counts as one that many share."""
+"""Number of reading layers above which a weight counts as shared by many."""
 
 
 def build_space(graph: Graph, *, narrow: int = 0) -> Space:
-    """Rows, axes and holdings of a graph.
+    """Return rows, axes and holdings of a graph.
 
     Args:
-        narrow: a degree of :data:`NARROW`. At 1, a weight that more layers read than :data:`SHARED`
-            ties none of them; at 2, an axis must lie on a parameter or on the batch as well; at 3,
+        narrow: a degree of :data:`NARROW`. At 1, a weight that more than :data:`SHARED` layers read
+            ties none of them; at 2, an axis must also lie on a parameter or on the batch; at 3,
             on the first dim of the batch.
 
     Raises:
@@ -119,7 +119,7 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     for i in graph.role("parameter"):
         shards = _shards(i.tensor, graph, axes)
         stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
-    for i in graph.role("input"):  # a rank reads all of the batch or its rows of it
+    for i in graph.role("input"):  # a rank reads all of the batch, or its rows
         stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
     holdings = _holdings(graph, axes, rows, constant)
     if narrow:
@@ -130,19 +130,19 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
 
 
 def _shared(graph: Graph) -> tuple[set[str], set[str]]:
-    """Of weights that many layers share: these and their views, and partial sums of their gradients."""
+    """Return weights that many layers share with their views, and their gradients' partial sums."""
     weights: set[str] = set()
     sums: set[str] = set()
     for i in graph.role("parameter"):
         own = _partial_sums(graph.gradients.get(i.target), graph)
-        if len(own) + 2 > SHARED:  # the terms are one more than the sums, the whole one included
+        if len(own) + 2 > SHARED:  # one more term than partial sums, which exclude the total
             weights |= _views(i.tensor, graph)
             sums |= own
     return weights, sums
 
 
 def _views(tensor: str, graph: Graph) -> set[str]:
-    """A tensor and what views make of it alone."""
+    """Return a tensor and its views."""
     found, new = {tensor}, [tensor]
     while new:
         for node in graph.consumers[new.pop()]:
@@ -154,7 +154,7 @@ def _views(tensor: str, graph: Graph) -> set[str]:
 
 
 def _partial_sums(total: str | None, graph: Graph) -> set[str]:
-    """The sums of some of its terms in the computation of a sum."""
+    """Return the partial sums in the computation of a sum."""
     found: set[str] = set()
     new = [total] if total else []
     while new:
@@ -168,7 +168,7 @@ def _partial_sums(total: str | None, graph: Graph) -> set[str]:
 
 
 def is_product(node: Node, graph: Graph) -> bool:
-    """Are the axes of a node worth splitting? Those of an operator without a rule may well be."""
+    """Return whether a node's axes deserve splitting; those of an operator without a rule may."""
     lines = lines_of(Call(node=node, tensors=graph.tensors), graph.rules)
     return node.op in PRODUCTS or (lines is not None and rule_origin(lines) != "derived")
 
@@ -201,7 +201,7 @@ def _shards(tensor: str, graph: Graph, axes: Axes) -> tuple[Placement, ...]:
 
 
 def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
-    """Tie gradients to their parameters; returns dims without a common cut, not stored in shards."""
+    """Tie gradients to their parameters; return dims without a common cut, never stored in shards."""
     refused = set()
     for i in graph.role("parameter"):
         gradient = graph.gradients.get(i.target)
@@ -213,7 +213,7 @@ def _tie_gradients(graph: Graph, ties: Ties) -> set[Dim]:
 
 
 def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narrow: int) -> Axes:
-    """The axes that some product can be split on; all of them if there are no products."""
+    """Return the axes that some product can be split on; all axes if there are no products."""
     useful = {
         axes.of[d] for n in graph.nodes if is_product(n, graph) for row in rows[n.name]
         for d in _dims(n, row)
@@ -232,7 +232,7 @@ def _working(graph: Graph, rows: Mapping[str, tuple[Row, ...]], axes: Axes, narr
 
 
 def _constants(graph: Graph) -> frozenset[str]:
-    """Tensors that depend on no parameter, batch or gradient."""
+    """Return tensors that depend on no parameter, batch or gradient."""
     found = {i.tensor for i in graph.inputs if i.role in ("buffer", "constant")}
     written = {o.target for o in graph.outputs if o.role == "buffer"}
     found -= {i.tensor for i in graph.inputs if i.target in written}
@@ -245,7 +245,7 @@ def _constants(graph: Graph) -> frozenset[str]:
 def _holdings(
     graph: Graph, axes: Axes, rows: Mapping[str, tuple[Row, ...]], constant: frozenset[str]
 ) -> dict[str, tuple[Holding, ...]]:
-    """Possible holdings of each tensor: R, P, one shard, or two shards for unlike consumers."""
+    """Return possible holdings of each tensor: R, P, one shard, or two for different readers."""
     partial = {
         o for n in graph.nodes for row in rows[n.name]
         for o, p in zip(n.outputs, row.outs, strict=True) if p == P

@@ -16,12 +16,12 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 
 class SearchStatus(Enum):
-    """How a search ended."""
+    """The outcome of a search."""
 
     OPTIMAL = "optimal"
     """The labelling is the cheapest."""
     FEASIBLE = "feasible"
-    """A labelling; a cheaper one, down to the bound, is not ruled out."""
+    """A labelling was found; a cheaper one, down to the bound, is not ruled out."""
     INFEASIBLE = "infeasible"
     """Every labelling is forbidden."""
     UNKNOWN = "unknown"
@@ -55,6 +55,6 @@ INFEASIBLE = SearchResult(FORBIDDEN, None)
 
 
 def cost_of(labels: Sequence[int], unary: Unary, pairs: Pairs) -> int:
-    """The cost of a labelling, in integers that do not overflow."""
+    """Return the cost of a labelling, in integers that do not overflow."""
     own = sum(int(costs[x]) for costs, x in zip(unary, labels, strict=True))
     return own + sum(int(table[labels[u], labels[v]]) for (u, v), table in pairs.items())

@@ -1,7 +1,7 @@
 """Soft arc consistency: equivalent cost tables that give better bounds.
 
-Costs move between a pair's table and its variables, and at last into a constant; the cost of every
-labelling stays the same, to the integer, and no entry becomes negative (Cooper et al., "Soft arc
+Costs move between a pair's table and its variables, and finally into a constant; the cost of every
+labelling stays exactly the same, and no entry becomes negative (Cooper et al., "Soft arc
 consistency revisited", Artificial Intelligence 2010), in sweeps as in sequential message passing
 (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", TPAMI 2006).
 """
@@ -19,7 +19,7 @@ from hap.synthesizer.search.search_result import Pairs, Unary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reparametrized:
-    """Tables in which a labelling costs as much as before, less ``constant``."""
+    """Tables in which every labelling costs ``constant`` less than before."""
 
     constant: int
     unary: list[Costs]
@@ -68,12 +68,12 @@ def reparametrize(
 
 
 def _facing(table: Costs, pair: tuple[int, int], v: int) -> Costs:
-    """The table with the labels of ``v`` along dim 0."""
+    """Return the table with the labels of ``v`` along dim 0."""
     return table if pair[0] == v else table.T
 
 
 def _add(table: Costs, pair: tuple[int, int], v: int, costs: Costs) -> Costs:
-    """The table plus costs of the labels of ``v``; forbidden entries stay forbidden."""
+    """Return the table plus costs of the labels of ``v``; forbidden entries stay forbidden."""
     along = costs[:, None] if pair[0] == v else costs[None, :]
     return np.where(table < FORBIDDEN, np.minimum(table + along, FORBIDDEN), FORBIDDEN)
 

@@ -16,54 +16,56 @@ Costs = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.signedinteger[Any]]
 
 FORBIDDEN = 1 << 55
-"""Cost of what may not be; sums of up to 128 such entries stay within 64 bits."""
+"""Cost of forbidden entries; sums of up to 128 of them stay within 64 bits."""
 
 CAP = FORBIDDEN >> 8
-"""Cost, 140 s, up to which dominance is reckoned exactly; beyond it, not claimed."""
+"""Cost (140 s) up to which dominance is computed exactly; not claimed beyond it."""
 
 COMPARED = 1 << 20
-"""Entries up to which equal tables are recognised; to compare larger ones takes too long."""
+"""Limit of entries of compared tables; comparing larger ones for equality takes too long."""
 
 HELD = 1 << 28
-"""Entries of larger tables that are held in case they are wanted again: 2 GiB."""
+"""Limit of entries of all cached large tables: 2 GiB."""
 
 
 _GONE: Costs = np.zeros(0, dtype=np.int64)
 
 
 class Pool:
-    """Tables of one problem. Every table given or made has a number."""
+    """Tables of one problem. Every given or computed table has a number."""
 
     def __init__(self) -> None:
         self.tables: list[Costs] = []
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
-        self._given: dict[int, tuple[int, Costs]] = {}  # the array is kept: its id stays its own
+        self._given: dict[
+            int, tuple[int, Costs]
+        ] = {}  # keeps the array, so that its id stays unique
         self._made: dict[object, int] = {}
         self._kept: dict[object, tuple[int, ...]] = {}
         self._held = 0
         self._passing: set[int] = set()
 
     def holds(self, entries: int) -> bool:
-        """Is there room for another table of this size, and its derived tables?"""
+        """Return whether there is room for another table of this size, and its derived tables."""
         if entries <= COMPARED:
             return True
         self._held += entries
         return self._held <= HELD
 
     def passing(self, table: Costs) -> int:
-        """A number for a table that will be read once, and then released."""
+        """Return a number for a table that is read once, and then released."""
         self._passing.add(len(self.tables))
         self.tables.append(table)
         return len(self.tables) - 1
 
     def release(self, number: int) -> None:
-        """Give back the memory of a table that was passing; others stay."""
+        """Free a table that was passing; others stay."""
         if number in self._passing:
             self._passing.remove(number)
             self.tables[number] = _GONE
 
     def number(self, table: Costs) -> int:
-        """The number of a table, the same for equal ones."""
+        """Return the number of a table, the same for equal ones."""
         given = self._given.get(id(table))
         if given is not None:
             return given[0]
@@ -84,26 +86,26 @@ class Pool:
         return found
 
     def turned(self, number: int) -> int:
-        """The transpose of a pair's table."""
+        """Return the transpose of a pair's table."""
         return self._once((number, "turned"), lambda: np.require(self.tables[number].T, None, "C"))
 
     def taken(self, number: int, labels: tuple[int, ...]) -> int:
-        """The table with these labels of its first variable only."""
+        """Return the table with only these labels of its first variable."""
         return self._once((number, labels), lambda: self.tables[number][list(labels)])
 
     def added(self, costs: int, row: int) -> int:
-        """A variable's costs plus those of a pair whose first variable has one label."""
+        """Return a variable's costs plus its pair's, if the pair's first variable has one label."""
         return self._once(
             (costs, row, "added"),
             lambda: np.minimum(self.tables[costs] + self.tables[row][0], FORBIDDEN),
         )
 
     def undominated(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, ...]:
-        """The labels of a variable that some labelling may need, in order.
+        """Return the labels of a variable that some labelling may need, in order.
 
-        Label a goes if another one, b, costs at most as much with any labels of the neighbours: the
-        gaps ``min over x of T[a, x] - T[b, x]``, summed over all its tables, are 0 or more
-        (Goldstein, "Efficient rotamer elimination", 1994). Of equals the first stays.
+        Label a is removed if another one, b, costs at most as much under all labels of the
+        neighbours: the gaps ``min over x of T[a, x] - T[b, x]``, summed over all its tables, are 0
+        or more (Goldstein, "Efficient rotamer elimination", 1994). Of equal labels the first stays.
         """
         key = (costs, pairs)
         found = self._kept.get(key)
@@ -118,7 +120,7 @@ class Pool:
         return found
 
     def _gaps(self, number: int) -> int:
-        """``[a, b]``: the least that label a costs more than b; at most :data:`CAP`."""
+        """Return ``[a, b]``: the least excess of label a over b; at most :data:`CAP`."""
 
         def gaps() -> Costs:
             table = self.tables[number]

@@ -15,7 +15,8 @@ from hap.errors import InfeasibleError, UnsupportedOpError
 from hap.ir.graph import Graph
 from hap.ir.plan import Plan
 from hap.rule_sources import with_rules
-from hap.runtime.verify import Observed, _error, observe_reference, prepared
+from hap.runtime.one_device import Observed, observe_reference
+from hap.runtime.verify import _error, prepared
 from hap.synthesizer.search.program_space import build_space
 from tests.fuzz.recipe import Recipe
 from tests.random_plans import Case, adamw, random_plan, verdict, widened
@@ -125,11 +126,13 @@ def _ill_conditioned(model: nn.Module, batch: Any, tolerance: float) -> bool:
     with _Noise():
         noisy = observe_reference(model, batch, None, adamw)
     return any(
-        _error([noisy[what][name]], value, 1e-3 * _largest(exact, what)) > tolerance / 10
+        _error([noisy[what][name]], value, 1e-3 * _largest(exact, what), value.dtype)
+        > tolerance / 10
         for what, tensors in exact.items()
         for name, value in tensors.items()
     )
 
 
 def _largest(seen: Observed, what: str) -> float:
-    return max((float(t.abs().max()) for t in seen[what].values() if t.numel()), default=0.0)
+    floats = [t for t in seen[what].values() if t.is_floating_point() and t.numel()]
+    return max((float(t.abs().max()) for t in floats), default=0.0)

@@ -1,0 +1,94 @@
+"""Step times with a checkpoint every 20 steps, over step times without.
+
+    python -m benchmarks.saving                3 gloo ranks, a few minutes on two cores
+    python -m benchmarks.saving --every 50 --rounds 8
+
+Blocks of steps with and without saves take turns in the same processes. Blocks with saves are
+timed until their last checkpoint is on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import hap
+from hap.api import Trainer, plan_file
+from hap.cluster.cluster_file import load_cluster
+from hap.ir.plan import Plan
+from hap.runtime.launch import spawn
+from hap.synthesizer.plan_options import PlanOptions
+from hap.units import format_bytes, format_seconds
+
+HERE = Path(__file__).parent
+MODEL = f"{HERE / 'models' / 'mlp.py'}:small"
+
+
+def train(data: dict[str, Any], folder: str, every: int, saves: int, rounds: int) -> Any:
+    """Return per kind of block the seconds per step, and the seconds that a save holds a step."""
+    trainer = Trainer(Plan.from_json(data))
+    batches = trainer.batches()
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    held = []
+    for batch in islice(batches, 3):
+        trainer.step(batch)
+    trainer.save(folder, 0, keep=2)  # the first one sets up a process group
+    hap.wait_for_saves()
+    done = 0
+    for _ in range(rounds):
+        for kind, found in times.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(saves):
+                for batch in islice(batches, every):
+                    trainer.step(batch)
+                    done += 1
+                if kind == "with":
+                    began = time.perf_counter()
+                    trainer.save(folder, done, keep=2)
+                    held.append(time.perf_counter() - began)
+            hap.wait_for_saves()
+            dist.barrier()
+            found.append((time.perf_counter() - start) / (every * saves))
+    return times, held
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Plan, train, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--saves", type=int, default=3, help="in one block")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    cluster = load_cluster(HERE / "clusters" / "demo4.yaml").without(3)
+    plan = plan_file(options.model, cluster, options=PlanOptions(all_devices=True))
+    with tempfile.TemporaryDirectory() as folder:
+        args = (plan.to_json(), folder, options.every, options.saves, options.rounds)
+        times, held = spawn(train, plan.world_size, args=args)[0]
+        newest = max(Path(folder).glob("step-*"), key=lambda p: int(p.name.split("-")[1]))
+        size = sum(file.stat().st_size for file in newest.iterdir())
+    without, with_saves = (statistics.median(times[kind]) for kind in ("without", "with"))
+    ratios = [b / a for a, b in zip(times["without"], times["with"], strict=True)]
+    print(
+        f"{plan.world_size} ranks, checkpoints of {format_bytes(size)} every {options.every} steps"
+    )
+    print(f"step without saves {format_seconds(without)}, with {format_seconds(with_saves)}")
+    print(
+        f"with over without: {statistics.median(ratios):.3f}, "
+        f"from {min(ratios):.3f} to {max(ratios):.3f} in {options.rounds} rounds"
+    )
+    print(f"a save holds up its step by {format_seconds(statistics.median(held))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The options of ``hap report``, and the option of ``hap run`` that writes its log."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from hap import cli
+from hap.errors import InputError
+from hap.files import check_output, write_whole
+
+log_option = click.option(
+    "--log", default="", metavar="FILE",
+    help="Write each step's loss and times as a line of JSON, for `hap report --log`.",
+)  # fmt: skip
+"""The option of ``hap run``."""
+
+
+def check_log(path: str, plan_file: str) -> None:
+    """Check that ``hap run`` can write its log, unless another rank writes it.
+
+    Raises:
+        InputError: the reason why not.
+    """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if path and rank == "0":
+        check_output(path, plan_file, hint="change --log")
+
+
+@click.argument("plan_file", metavar="PLAN")
+@click.option("-o", "--output", default="plan.html", show_default=True, help="The page.")
+@click.option("--log", "log_file", help="Lay this run, a file of `hap run --log`, beside the plan.")
+def report(plan_file: str, output: str, log_file: str | None) -> None:
+    """Write PLAN as a page for a browser: shares, timeline, collectives, modules, baselines.
+
+    The page is one file that needs no network.
+    """
+    check_output(output, plan_file, log_file)
+    text = cli.report.page.page_of_files(plan_file, log_file)
+    try:
+        write_whole(output, [text])
+    except OSError as error:
+        raise InputError(
+            f"the page cannot be written there ({error.strerror or error})",
+            where=output, hint="change -o",
+        ) from error  # fmt: skip
+    click.echo(f"written to {output}, {len(text.encode()):,} bytes", err=True)

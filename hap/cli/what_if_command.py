@@ -1,0 +1,52 @@
+"""The options of ``hap what-if``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+import hap
+from hap import cli
+from hap.errors import InputError
+
+
+@click.argument("model")
+@click.option("--cluster", required=True, help="yaml file, hostfile, `local` or `local:4`.")
+@click.option("--rows", metavar="N,N,...", help="Rows of the global batch.")
+@click.option("--link", metavar="RATE,...", help="Rates between nodes: `10 Gbit/s,25 Gbit/s`.")
+@click.option("--add", multiple=True, metavar="NxTYPE", help="One more node, such as 2xA100-40.")
+@click.option("--without", multiple=True, metavar="NAME", help="Without this node, device or kind.")
+@click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
+@click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+def what_if(
+    model: str, cluster: str, rows: str | None, link: str | None, add: tuple[str, ...],
+    without: tuple[str, ...], all_devices: bool, allow_idle: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Plan MODEL for other batches, links and devices, one change at a time.
+
+    Without a change: half and twice the rows, a quarter of and four times the rate between nodes,
+    and without each kind of device.
+    """
+    changes = cli.what_if.Changes(rows=_rows(rows), links=_listed(link), add=add, without=without)
+    options = hap.PlanOptions(all_devices=all_devices, allow_idle=allow_idle)
+    answers = cli.what_if.what_if(
+        model, cluster, changes, options, lambda text: click.echo(text, err=True)
+    )
+    if as_json:
+        click.echo(json.dumps(cli.what_if.what_if_json(answers), indent=1, allow_nan=False))
+    else:
+        cli.terminal.emit(cli.what_if.what_if_screen(answers))
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",")) if text else ()
+
+
+def _rows(text: str | None) -> tuple[int, ...]:
+    found = _listed(text)
+    wrong = next((part for part in found if not part.isdecimal() or not int(part)), None)
+    if wrong is not None:
+        raise InputError(f"--rows: {wrong!r} is no number of rows", hint="write --rows 64,128")
+    return tuple(map(int, found))

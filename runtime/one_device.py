@@ -1,0 +1,164 @@
+"""Run the user's module on one device in plain PyTorch: what a program is compared with.
+
+The module runs eagerly and torch's autograd differentiates it; no captured graph takes part. Its
+random numbers are those that the ranks drew, or constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hap.capture import torch_private
+from hap.capture.tracing import Loss, Step
+from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
+from hap.ir.batch import Batch, each, flatten
+from hap.ir.graph_builder import RANDOM
+from hap.optim import tensor_norms
+from hap.runtime.context import fixed, kept_scale
+from hap.runtime.drawn_numbers import DROPOUT, Replay, kind_of
+
+CPU = torch.device("cpu")
+STEPS = 3
+VANISHES = 500
+"""Multiple of the largest gradient's rounding below which a gradient is pure rounding error."""
+
+Observed = dict[str, dict[str, Tensor]]
+"""``loss``, ``gradient``, ``parameter`` and ``drawn`` -> name -> tensor (a shard, on a rank)."""
+
+
+def observe_reference(
+    model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer,
+    device: torch.device = CPU, *, autocast: str = "", replay: Replay | None = None,
+) -> Observed:  # fmt: skip
+    """Train the user's module in plain PyTorch on one device; results are on the CPU.
+
+    Args:
+        autocast: the dtype of automatic mixed precision, unless all floats are float64.
+        replay: the random numbers; without it, dropout is off and the other draws are constants.
+
+    Raises:
+        UnlikeDrawsError: the module does not draw the numbers of ``replay``.
+    """
+    twin = copy.deepcopy(model).to(device)
+    batch = each(batch, lambda name, entry: entry.to(device))
+    widen = next(twin.parameters()).dtype == torch.float64
+    step = Step(twin, batch, loss, "" if widen else autocast)
+    tensors = tuple(flatten(batch).values())
+
+    def run() -> Tensor:
+        if replay:
+            replay.begin()
+        # Clone the batch: the forward may write into it, and every step needs the same values.
+        return step(*(t.clone() for t in tensors))  # type: ignore[no-any-return]
+
+    with reference_mode(widen, replay):
+        seen = observe(twin, run, optimizer)
+    if replay:
+        replay.end()
+    return seen
+
+
+@contextlib.contextmanager
+def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
+    """Fix all random numbers and, if ``widen``, replace every float dtype that code names by float64.
+
+    Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
+    those casts would dominate the error, and the reference would be less exact than the plan.
+    """
+    aten = torch.ops.aten
+
+    class Reference(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+            def wide(x: Any) -> Any:
+                narrow = widen and isinstance(x, torch.dtype) and x.is_floating_point
+                return torch.float64 if narrow else x
+
+            if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
+                return args[0].double()  # a dispatch mode does not see the dtype of torch.tensor
+            named = {k: wide(v) for k, v in (kwargs or {}).items()}
+            random = str(func) in RANDOM or func is aten.bernoulli_.float
+            if random and replay is None:
+                return constant(func, tuple(map(wide, args)), named)
+            if random and not (str(func) == DROPOUT and not 0 < args[1] < 1):
+                return replayed(func, tuple(map(wide, args)), named)
+            return func(*map(wide, args), **named)
+
+    def constant(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if func is aten.bernoulli_.float:  # a mask that keeps p: scaled by 1/p, it is 1
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        kind = func._schema.name.removeprefix("aten::").removesuffix("_like")
+        made = func(*args, **named)
+        return made.fill_(fixed(kind, [a for a in args if isinstance(a, int | float)]))
+
+    def replayed(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        assert replay is not None
+        state = torch_private.generator_state(args[0] if args else None)
+        made = func(*args, **named)  # moves the generator on, so that its state names the draw
+        mask = made[1] if str(func) == DROPOUT else made
+        drawn = replay.take(kind_of(str(func)), mask.shape, state).to(mask.device)
+        if str(func) == DROPOUT:
+            return args[0] * drawn * kept_scale(args[1]), drawn
+        return made.copy_(drawn)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if widen else before)
+    attention = torch_private.attention_by_products() if replay else contextlib.nullcontext()
+    try:
+        with attention, Reference():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
+    updates = make_optimizer(optimizer, module)
+    losses: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        updates.zero_grad()
+        loss = call()
+        loss.backward()
+        losses[f"loss of step {step + 1}"] = _held(loss)
+        if step == 0:
+            gradients = {
+                n: _held(p.grad) for n, p in module.named_parameters() if p.grad is not None
+            }
+        settle(module)
+        updates.step()
+    state = {n: _held(t) for n, t in module.named_parameters()}
+    state |= {n: _held(t) for n, t in module.named_buffers()}
+    return {"loss": losses, "gradient": gradients, "parameter": state}
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def settle(module: nn.Module) -> None:
+    """Set gradients that are pure rounding error to zero.
+
+    A bias before a batch norm has one. Adam divides a gradient by its own magnitude, and would
+    turn rounding error into a full step.
+    """
+    params = [p for p in module.parameters() if p.grad is not None]
+    if not params:
+        return
+    norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
+    limit = rounding(params[0], float(norms.max()))
+    for p, norm in zip(params, norms, strict=True):
+        if norm <= limit and p.grad is not None:
+            p.grad.zero_()
+
+
+def rounding(gradient: Tensor, largest: float) -> float:
+    """Return the magnitude below which a gradient is pure rounding error of the largest one."""
+    return VANISHES * torch.finfo(gradient.dtype).eps * largest

@@ -1,0 +1,75 @@
+"""Write the log of a run: each rank measures its steps, and rank 0 writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hap.errors import InputError
+from hap.run_log import LoggedStep, RankFigures
+from hap.runtime.hap_module import HapModule
+from hap.runtime.timed_lane import TimedLane
+
+
+class RunLogger:
+    """Measures a module's steps from now on. Make one on every rank, before the first step.
+
+    On CUDA only the peak of the memory is measured, on CPUs only the times. A step's line is in the
+    file when :meth:`step` returns.
+
+    Raises:
+        InputError: rank 0 cannot write the file.
+    """
+
+    def __init__(self, path: str, module: HapModule) -> None:
+        self._path = path
+        self._device = module._device
+        self._lane = None
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            context: Any = module._ctx
+            self._lane = context._lane = TimedLane(context._lane)
+        if _rank() == 0:
+            self._write("", "w")
+
+    def step(self, number: int, loss: float, seconds: float) -> None:
+        """Write the step that has just ended; call it on every rank."""
+        own = self._figures(seconds)
+        ranks = [own]
+        if dist.is_initialized():
+            ranks = [own] * dist.get_world_size()
+            dist.all_gather_object(ranks, own)
+        if _rank() == 0:
+            step = LoggedStep(step=number, loss=loss, seconds=seconds, ranks=tuple(ranks))
+            self._write(step.line(), "a")
+
+    def _figures(self, seconds: float) -> RankFigures:
+        if self._lane is None:
+            peak = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return RankFigures(memory_bytes=peak)
+        waited_s = min(self._lane.waited_s, seconds)
+        figures = RankFigures(
+            computing_s=seconds - waited_s,
+            communicating_s=sum(end - begin for begin, end in self._lane.collectives),
+            waiting_s=waited_s,
+        )
+        self._lane.clear()
+        return figures
+
+    def _write(self, text: str, mode: str) -> None:
+        try:
+            with open(self._path, mode) as file:
+                file.write(text)
+        except OSError as error:
+            raise InputError(
+                f"the log cannot be written ({error.strerror or error})", where=self._path,
+                hint="change --log",
+            ) from error  # fmt: skip
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,43 @@
+"""Any number of each kind of device is a candidate; fewer devices win ties."""
+
+from __future__ import annotations
+
+import pytest
+
+from hap.ir.plan import Plan
+from hap.synthesizer.device_selection import CLOSE
+from tests.test_synthesize import cluster, device, planned
+
+
+def chosen(plan: Plan) -> list[str]:
+    return [d.name for d in plan.cluster.devices]
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e9, 1e10, 1e12])
+@pytest.mark.parametrize("speeds", [(1e12,) * 4, (4e12, 4e12, 1e12, 1e12), (1e12, 4e12)])
+def test_no_row_of_the_screen_is_faster_than_the_plan(
+    speeds: tuple[float, ...], bandwidth: float
+) -> None:
+    on = cluster(*(device(r, speed=s) for r, s in enumerate(speeds)), bandwidth=bandwidth)
+    plan = planned(256, 256, 31, on)
+    rows = [a.step_s for a in plan.prediction.alternatives if a.fits]
+    assert plan.prediction.step_s <= min(rows) * CLOSE
+
+
+def test_faster_links_bring_more_devices() -> None:
+    """Of four equal devices one is the best on a slow link, and all are on a fast one."""
+    numbers = []
+    for exponent in (6, 7, 8, 8.5, 9, 9.5, 10, 11, 12):
+        on = cluster(*(device(r, speed=1e11) for r in range(4)), bandwidth=10**exponent)
+        numbers.append(planned(512, 512, 31, on).world_size)
+    assert numbers == sorted(numbers)
+    assert {1, 4} <= {*numbers}
+
+
+def test_the_devices_that_stay_are_the_fast_ones() -> None:
+    on = cluster(
+        device(0, speed=1e10), device(1, speed=1e12), device(2, speed=1e12), bandwidth=1e10
+    )
+    plan = planned(1024, 512, 31, on)
+    assert chosen(plan) == ["m:1", "m:2"]
+    assert chosen(planned(1024, 512, 31, on, all_devices=True)) == ["m:0", "m:1", "m:2"]
