@@ -21,8 +21,9 @@ float64. It did so on emulated ranks, under a random plan with random shares for
 5 ranks, and under the plan that was made for a random cluster of unlike devices. *Planned*: the
 published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`), in seconds of one
 process from the module to the plan, on two cores; processor seconds in brackets.
-Models are those of `transformers`, unmodified, where `{zoo}` does not define them. An empty cell
-was not run.
+Models are those of `transformers`, `torchvision` and `timm`, unmodified, or those that `{zoo}`
+defines. `torchvision` and `timm` are the extra `zoo`; without them their rows are left as they are.
+An empty cell was not run.
 
 {counts}.
 """
@@ -56,7 +57,7 @@ def document(results: Mapping[str, Found]) -> str:
             for entry in known.values()
             if entry.family == family
         ]
-        head = "| model | what it brings | verified | parameters | operators | planned |"
+        head = "| model | special features | verified | parameters | operators | planned |"
         parts.append(
             f"## {family[0].upper()}{family[1:]}\n\n{head}\n|---|---|---|---|---|---|\n"
             + "\n".join(rows)
@@ -64,7 +65,7 @@ def document(results: Mapping[str, Found]) -> str:
         )
     reasons = list(_reasons(results))
     if reasons:
-        parts.append("## What failed\n\n" + "\n".join(reasons) + "\n")
+        parts.append("## Failures\n\n" + "\n".join(reasons) + "\n")
     return "\n".join([*parts, ENDING])
 
 
