@@ -143,7 +143,8 @@ def choose(
     if not options.all_devices and not options.mesh:
         on_all = best
         keep = _ranks(cluster, options.keep)
-        chosen = select_devices(synthesizer, best, list(selections.values()), progress, keep)
+        judged = [] if options.pins else list(selections.values())  # on one device all is whole
+        chosen = select_devices(synthesizer, best, judged, progress, keep)
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         if left:
             beside = {"all devices": on_all, **beside}

@@ -55,6 +55,11 @@ def test_a_pinned_plan_has_the_placement_and_computes_the_same(pin: str, placeme
     assert verdict(case, plan).ok
 
 
+def test_a_pin_holds_where_devices_may_be_left_out() -> None:
+    plan = made("up.weight=S0", all_devices=False)
+    assert plan.program.inputs[tensor_named(plan.graph, "up.weight")] == S(0)
+
+
 def test_axes_and_devices_have_alternatives() -> None:
     plan = made()
     for axis in plan.shares:
