@@ -43,7 +43,7 @@ class Selection:
 
 def select_devices(
     whole: Synthesizer, best: Candidate, known: Sequence[Selection],
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None, keep: frozenset[int] = frozenset(),
 ) -> Selection:  # fmt: skip
     """The fastest selection of devices.
 
@@ -53,6 +53,7 @@ def select_devices(
     Args:
         best: the best pair on the whole cluster.
         known: selections that are judged already, the fastest device alone among them.
+        keep: ranks that must not be left out.
     """
     found = [Selection(synthesizer=whole, pair=best), *known]
     alone = min(found, key=lambda s: s.devices)
@@ -60,7 +61,7 @@ def select_devices(
     rough = [
         on_subset(whole, best, kept)
         for kept in subsets(whole, best)
-        if _least_s(whole, alone, kept) < limit_s
+        if keep <= {*kept} and _least_s(whole, alone, kept) < limit_s
     ]
     rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
     estimated = [balanced(s) for s in rough[:MOST]]
@@ -69,7 +70,7 @@ def select_devices(
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
         pair = fastest([promising.synthesizer.best(progress), promising.pair])
         found.append(replace(promising, pair=pair))
-    return _best(found, lambda pair: pair.merit)
+    return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 
 
 def _best(

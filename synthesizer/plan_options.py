@@ -24,6 +24,9 @@ class PlanOptions:
         prove: searches to spend on a better lower bound of the step; the plan stays the same.
         strict_rules: refuse operators whose rows are neither in the rule table nor in a user's rule,
             nor follow from tags and schema; by default these are discovered, or replicated.
+        pins: placements that the program must have, such as ``layers.3.weight=S0``; see
+            :mod:`hap.synthesizer.pins`. The plan then has one mesh axis.
+        keep: names of devices that must not be left out.
 
     Raises:
         InputError: the engine is unknown.
@@ -37,6 +40,8 @@ class PlanOptions:
     engine: str = "exact"
     prove: int = 0
     strict_rules: bool = False
+    pins: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         engine_named(self.engine)

@@ -28,6 +28,7 @@ from hap.synthesizer.device_selection import (
     select_devices,
     without_slowest,
 )
+from hap.synthesizer.pins import pinned, read_pins
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
 from hap.synthesizer.search.engines import engine_named
@@ -126,19 +127,24 @@ def choose(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
             hint="plan over one axis",
         )
-    synthesizer = Synthesizer(space, cluster, optimizer_states, engine=engine)
+    if options.pins and options.mesh:
+        raise InputError("pins are for one mesh axis", hint="leave out --mesh or --pin")
+    allowed = pinned(space, read_pins(graph, options.pins)) if options.pins else None
+    synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
     best = synthesizer.best(progress)
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
-    known = [best, *(c for c in beside.values() if isinstance(c, Candidate))]
-    best = min(known, key=lambda c: c.merit)
+    known = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
+    best = min([best, *known], key=lambda c: c.merit)
     selections = _fewer_devices(synthesizer, best)
     left: Ranks = ()
     if not options.all_devices and not options.mesh:
         on_all = best
-        chosen = select_devices(synthesizer, best, list(selections.values()), progress)
+        keep = _ranks(cluster, options.keep)
+        judged = [] if options.pins else list(selections.values())  # on one device all is whole
+        chosen = select_devices(synthesizer, best, judged, progress, keep)
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         if left:
             beside = {"all devices": on_all, **beside}
@@ -174,6 +180,16 @@ def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:
     return found
 
 
+def _ranks(cluster: Cluster, names: Iterable[str]) -> frozenset[int]:
+    """The ranks of devices by name."""
+    known = {device.name: rank for rank, device in enumerate(cluster.devices)}
+    if missing := [name for name in names if name not in known]:
+        raise InputError(
+            f"the cluster has no device {missing[0]!r}", hint=f"it has {', '.join(known)}"
+        )
+    return frozenset(known[name] for name in names)
+
+
 def _named(cluster: Cluster, selection: Selection) -> str:
     """``without old:1``, or ``only new:0``."""
     if selection.devices == 1:
@@ -190,7 +206,11 @@ def _on_two_axes(
     Searched on the whole cluster and on the subset of it that ``synthesizer`` plans for.
     """
     engine, beat = engine_named(options.engine), None if options.mesh else best
-    parts = [] if options.mesh is False else [*dict.fromkeys([cluster, synthesizer.cluster])]
+    parts = (
+        []
+        if options.mesh is False or options.pins
+        else [*dict.fromkeys([cluster, synthesizer.cluster])]
+    )
     found = [
         best_on_mesh(
             synthesizer.space, part, optimizer_states, engine, progress, beat, synthesizer.exponent

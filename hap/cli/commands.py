@@ -21,7 +21,7 @@ import click
 
 import hap
 from hap import cli
-from hap.cli import report_command, what_if_command
+from hap.cli import explain_command, report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -97,6 +97,11 @@ def _command(
     help="Refuse operators without a rule, instead of discovering their rules by running them, "
     "or replicating them.",
 )
+@click.option(
+    "--pin", "pins", multiple=True, metavar="NAME=PLACEMENT",
+    help="Force the placement of a tensor, such as layers.3.weight=S0 (sharded in dim 0) or =R.",
+)  # fmt: skip
+@click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
 ) -> None:
@@ -320,6 +325,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
         cli.terminal.emit(cli.simulation.simulation_screen(made))
 
 
+_command(explain_command.explain)
 _command(report_command.report)
 _command(what_if_command.what_if, name="what-if")
 
