@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "models.md"
 CLUSTER = HERE / "clusters" / "unlike8.yaml"
 WORLDS = (2, 3, 4, 5)
-TIMEOUT_S = 300.0
+TIMEOUT_S = 200.0
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.shards import gather
-from tests.random_plans import two_machines
+from tests.random_plans import make_case, random_plan, two_machines, verdict
 
 BATCH = torch.randn(8, 12, generator=torch.Generator().manual_seed(3))
 
@@ -205,3 +205,26 @@ def test_a_buffer_that_the_forward_writes_into_is_captured(kind: str) -> None:
     written = [o.target for o in graph.outputs if o.role == "buffer"]
     assert written == (["seen"] if kind == "in place" else [])
     assert torch.equal(model.seen, before.seen) and torch.equal(model.last, before.last)
+
+
+class Remembered(nn.Module):
+    """Replaces a buffer that is not saved, by one of the size that its first batch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(12, 8)
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.out(x)
+        if self.places.shape[0] != h.shape[1]:
+            self.places = torch.arange(h.shape[1]).to(h)
+        return (h * self.places).square().mean()
+
+
+def test_a_buffer_that_is_made_anew_in_the_forward_is_not_compared() -> None:
+    case = make_case(Remembered(), BATCH)
+    seen = verdict(case, random_plan(case, 3, seed=1))
+    assert seen.ok, seen.first_bad
+    assert "places" not in {row.tensor for row in seen.rows}
+    assert {"out.weight", "out.bias"} <= {row.tensor for row in seen.rows}

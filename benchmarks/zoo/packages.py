@@ -91,7 +91,9 @@ def packaged(
         pixels: is there a label per pixel?
     """
 
-    def build(options: Mapping[str, Any], classes: int, shape: tuple[int, ...], count: int) -> Built:
+    def build(
+        options: Mapping[str, Any], classes: int, shape: tuple[int, ...], count: int
+    ) -> Built:
         model = make(num_classes=classes, **(both or {}), **options)
         labels = torch.randint(classes, (count, *shape[-2:]) if pixels else (count,))
         return Trained(model).train(), (torch.randn(count, *shape), labels)
