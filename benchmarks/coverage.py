@@ -12,6 +12,7 @@ random shares for each of 2 to 5 ranks, emulated and compared with one device in
 
 Each architecture runs in a process of its own, so that one failure, or a crash, is one entry's.
 Results are kept in ``benchmarks/data/coverage.json`` as they come; what is there is not run again.
+Architectures of packages that are not installed are skipped, by name.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 from benchmarks.coverage_document import document
 from benchmarks.coverage_results import RESULTS, Found, counts, entries, read, summary
+from benchmarks.zoo.optional import missing
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "models.md"
@@ -52,7 +54,10 @@ def main() -> None:
         name, what = options.one
         print(json.dumps(STAGES[what](name)))
         return
-    chosen = options.only or list(entries())
+    unknown = [name for name in options.only or () if name not in entries()]
+    if unknown:
+        parser.error(f"no such architecture: {' '.join(unknown)}; docs/models.md lists all")
+    chosen = _built_here(options.only or list(entries()))
     for what in STAGES:
         if getattr(options, what) or not (options.verify or options.plan or options.write_docs):
             for name in chosen:
@@ -62,6 +67,15 @@ def main() -> None:
     if options.write_docs:
         DOCS.write_text(document(results))
         print(f"wrote {DOCS}")
+
+
+def _built_here(names: list[str]) -> list[str]:
+    """Return the architectures whose package is installed; print the others, with the reason."""
+    reasons = {name: missing(entries()[name].requires) for name in names}
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        left_out = [name for name in names if reasons[name] == reason]
+        print(f"SKIPPED {len(left_out)} architectures, {reason}: {' '.join(left_out)}")
+    return [name for name in names if not reasons[name]]
 
 
 def _update(name: str, what: str, again: bool) -> None:

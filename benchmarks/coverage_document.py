@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.coverage_results import LIMIT_S, Found, counts, entries
+from benchmarks.coverage_results import LIMIT_S, Found, counts, entries, figures
 
 INTRODUCTION = """\
 # Models
 
-Which models `hap plan` and `hap verify` were run on, written by
+Architectures that `hap plan` and `hap verify` were run on. These commands write this page:
 
     python -m benchmarks.coverage
     python -m benchmarks.coverage --write-docs
 
-*Verified*: a tiny model of the architecture, built from its configuration with random weights, gave
-the losses, the gradients and the parameters after three steps of one device to {tolerance} in
-float64. It did so on emulated ranks, under a random plan with random shares for each of 2, 3, 4 and
-5 ranks, and under the plan that was made for a random cluster of unlike devices. *Planned*: the
-published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`), in seconds of one
-process from the module to the plan, on two cores; processor seconds in brackets.
-Models are those of `transformers`, `torchvision` and `timm`, unmodified, or those that `{zoo}`
-defines. `torchvision` and `timm` are the extra `zoo`; without them their rows are left as they are.
-An empty cell was not run.
+*Verified*: a tiny model of the architecture, built from its configuration with random weights, has
+the losses, the gradients and, after three steps, the parameters of one device to {tolerance} in
+float64. The table has its largest error, on emulated ranks, under a random plan with random shares
+for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unlike devices.
+*Planned*: the published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
+without memory for its weights, in seconds of one process from the module to the plan; processor
+seconds in brackets. Other processes shared the machine's two cores.
+
+Models are those of `transformers`, `torchvision` and `timm`, unmodified, or those that
+`benchmarks/zoo` defines. `transformers` is the extra `models`, `torchvision` and `timm` are the extra
+`zoo`; without a package the results of its rows stay as they are. An empty cell was not run.
+
+## Summary
 
 {counts}.
+
+| figure | seen | target |
+|---|---|---|
+{figures}
 """
 
 ENDING = """\
-## What is not supported
+## Unsupported models
 
 | model | reason |
 |---|---|
@@ -39,16 +47,22 @@ which tokens an expert gets is looked up in the data (`nonzero`): shapes depend 
 one program |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
-| stochastic depth (`drop_path_rate`) above 0 | planned, not verified: no two masks agree |
 | losses over sequences of data-dependent length (CTC) | `masked_select` has no fixed shape |
 """
 
 
+MET = {True: ": met", False: ": missed"}
+
+
 def document(results: Mapping[str, Found]) -> str:
     known = entries()
+    lines = (
+        f"| {f.name} | {f.seen} | {f.target}{'' if f.met is None else MET[f.met]} |"
+        for f in figures(dict(results))
+    )
     parts = [
         INTRODUCTION.format(
-            tolerance="1e-9", zoo="benchmarks/zoo/native.py", counts=counts(dict(results))
+            tolerance="1e-9", counts=counts(dict(results)), figures="\n".join(lines)
         )
     ]
     for family in dict.fromkeys(entry.family for entry in known.values()):
@@ -66,6 +80,9 @@ def document(results: Mapping[str, Found]) -> str:
     reasons = list(_reasons(results))
     if reasons:
         parts.append("## Failures\n\n" + "\n".join(reasons) + "\n")
+    slow = list(_slow(results))
+    if slow:
+        parts.append(f"## Planned in more than {LIMIT_S:.0f} s\n\n{', '.join(slow)}.\n")
     return "\n".join([*parts, ENDING])
 
 
@@ -86,10 +103,15 @@ def _row(entry: Any, found: Found) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _reasons(results: Mapping[str, Found]) -> Any:
+def _reasons(results: Mapping[str, Found]) -> Iterator[str]:
     for name in entries():
         for what, found in results.get(name, {}).items():
             if not found["ok"]:
                 yield f"- {name}, {what}: {found['reason']}"
-            elif found.get("wall_s", 0.0) > LIMIT_S:
-                yield f"- {name}: planning took longer than {LIMIT_S:.0f} s"
+
+
+def _slow(results: Mapping[str, Found]) -> Iterator[str]:
+    for name in entries():
+        taken = results.get(name, {}).get("plan", {}).get("wall_s", 0.0)
+        if taken > LIMIT_S:
+            yield f"{name} ({taken:.0f} s)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import hap
 from benchmarks import coverage
 from benchmarks.coverage import by_chance, case_of, entries, plan, unlike, verify
 from benchmarks.coverage_document import document
-from benchmarks.zoo.packages import missing
+from benchmarks.coverage_results import figures
+from benchmarks.zoo import optional
+from benchmarks.zoo.optional import missing
 from hap.errors import ModelError
 from hap.ir.placement import P, R
 from hap.runtime.values import set_apart
@@ -38,8 +41,7 @@ SAMPLE = ("timm/convnext_atto", "timm/cait_xxs24_224", "timm/test_efficientnet")
 
 
 def check(name: str) -> None:
-    family = entries()[name].family
-    if family in PACKAGES and (reason := missing(family)):
+    if reason := missing(entries()[name].requires):
         pytest.skip(reason)
     case = case_of(entries()[name])
     world = 2 + sum(map(ord, name)) % 4
@@ -60,7 +62,7 @@ def test_every_architecture_computes_what_one_device_does(name: str) -> None:
 
 def test_names_are_unique_and_the_families_are_all_there() -> None:
     families = Counter(entry.family for entry in entries().values())
-    assert len(entries()) == families.total() >= 125
+    assert len(entries()) == families.total() >= 150
     assert set(families) >= {
         "encoder", "decoder", "encoder-decoder", "shared layers", "vision", "audio", "contrastive",
         "mixture of experts", "torch", *PACKAGES,
@@ -183,6 +185,64 @@ def test_results_become_a_table() -> None:
     )
     assert "- t5, verify: t5.py:7: no rule" in text
     assert all(f"| {name} |" in text for name in entries())
+
+
+def test_the_summary_counts_against_the_targets() -> None:
+    planned = {"ok": True, "nodes": 9, "cpu_s": 5.0, "operators": []}
+    results = {
+        "bert": {"plan": planned | {"parameters": 10**8, "wall_s": 61.0}},
+        "timm/test_vit": {
+            "verify": {"ok": True, "error": 1e-15, "operators": []},
+            "plan": planned | {"parameters": 10**5, "wall_s": 11.0},
+        },
+        "graph": {"plan": planned | {"parameters": 10**5, "wall_s": 9.0}},
+    }  # fmt: skip
+    seen = {figure.name: figure for figure in figures(results)}
+    assert seen["seconds of planning, median"][1:] == ("11 (5)", "at most 15", True)
+    assert seen["seconds of planning, maximum"][1:] == ("61 (5)", "at most 60", False)
+    assert seen["planned in more than 60 s"].seen == "1 of 3"
+    assert seen["planned in more than 10 s, below 1 million parameters"].seen == "1 of 2"
+    assert seen["written by others, verified and planned"].seen.startswith("1 of ")
+    text = document(results)
+    assert "| seconds of planning, median | 11 (5) | at most 15: met |" in text
+    assert "bert (61 s)." in text
+
+
+def test_architectures_of_packages_that_are_not_installed_are_skipped_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(optional, "find_spec", lambda name: None if name == "timm" else object())
+    names = ["graph", "timm/test_vit", "torchvision/resnet18", "timm/resnet18"]
+    assert coverage._built_here(names) == ["graph", "torchvision/resnet18"]
+    said = capsys.readouterr().out
+    assert "SKIPPED 2 architectures, the package timm is not installed" in said
+    assert "pip install 'hap[zoo]': timm/test_vit timm/resnet18" in said
+
+
+def test_an_unknown_architecture_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["coverage", "--only", "timm/nothing"])
+    with pytest.raises(SystemExit):
+        coverage.main()
+    assert "no such architecture: timm/nothing" in capsys.readouterr().err
+
+
+def test_operators_that_this_build_lacks_do_not_stop_an_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register = torch.library.register_fake
+
+    def imported(name: str) -> ModuleType:
+        torch.library.register_fake("hap_lacks::operator")(lambda x: x)
+        return ModuleType(name)
+
+    monkeypatch.setattr(optional, "find_spec", lambda name: None)
+    monkeypatch.setattr(optional, "import_module", imported)
+    with pytest.raises(RuntimeError, match="does not exist"):
+        imported("one")
+    assert optional.package.__wrapped__("one").__name__ == "one"
+    assert torch.library.register_fake is register
 
 
 def test_an_unlike_cluster_has_two_kinds() -> None:

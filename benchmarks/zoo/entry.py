@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.zoo.optional import package
+
 Built = tuple[nn.Module, Any]
 """A module in training mode, and one global batch for it."""
 
@@ -24,6 +26,7 @@ class Entry:
         brings: what it has that others in the table lack.
         tiny, full: build it small enough to run, and as it was published.
         loss: ``loss(output, batch)``, if the forward returns none.
+        requires: the optional package that it is of; empty: torch alone.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Entry:
     tiny: Callable[[], Built]
     full: Callable[[], Built]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
+    requires: str = ""
 
 
 def pretrained(
@@ -57,8 +61,7 @@ def pretrained(
     """
 
     def build(options: Mapping[str, Any], count: int) -> Built:
-        import transformers
-
+        transformers = package("transformers")
         made = getattr(transformers, config)(**(both or {}), **options)
         return getattr(transformers, model)(made).train(), batch(made, count)
 
@@ -68,4 +71,5 @@ def pretrained(
         brings=brings,
         tiny=partial(build, tiny, rows[0]),
         full=partial(build, full or {}, rows[1]),
+        requires="transformers",
     )

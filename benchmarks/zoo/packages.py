@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,44 +14,6 @@ from benchmarks.zoo.entry import Built, Entry
 
 CLASSES = 7
 """Of a tiny model."""
-
-
-def missing(package: str) -> str:
-    """Why entries of a package can't be built here; empty if they can."""
-    return "" if find_spec(package) else f"the package {package} is not installed"
-
-
-@cache
-def package(name: str) -> ModuleType:
-    """Import a package whose operators need a build of PyTorch that is not here.
-
-    A torchvision for CUDA registers implementations for operators that its library would define
-    if it could be loaded. No model of the table uses them.
-    """
-    with _without_missing_operators():
-        return import_module(name)
-
-
-@contextlib.contextmanager
-def _without_missing_operators() -> Iterator[None]:
-    register = torch.library.register_fake
-
-    def register_if_there(op: Any, *args: Any, **kwargs: Any) -> Any:
-        def decorate(function: Any) -> Any:
-            try:
-                return register(op, *args, **kwargs)(function)
-            except RuntimeError as error:
-                if "does not exist" not in str(error):
-                    raise
-                return function
-
-        return decorate
-
-    torch.library.register_fake = register_if_there  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.library.register_fake = register
 
 
 class Trained(nn.Module):
@@ -101,5 +59,5 @@ def packaged(
     return Entry(
         name=name, family=origin, brings=brings,
         tiny=partial(build, tiny, CLASSES, shapes[0], rows[0]),
-        full=partial(build, published or {}, classes, shapes[1], rows[1]),
+        full=partial(build, published or {}, classes, shapes[1], rows[1]), requires=origin,
     )  # fmt: skip
