@@ -84,7 +84,9 @@ HONOURED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", HONOURED)
 def test_hooks_of_the_forward_compute_what_eager_pytorch_does(kind: str) -> None:
     model, plain = HONOURED[kind](), net()
-    plan = hap.plan(model, BATCH, two_machines(2), loss=loss)
+    plan = hap.plan(
+        model, BATCH, two_machines(2), loss=loss, options=hap.PlanOptions(all_devices=True)
+    )
 
     def step(comm: Comm) -> dict[str, Tensor]:
         module = HapModule(plan, model, comm, torch.device("cpu"))

@@ -196,17 +196,19 @@ def _guard(function: Callable[..., Any], name: str, returns: type, path: str) ->
     return call
 
 
-def _iterated(function: Callable[[], Any] | None, path: str) -> Callable[[], Iterator[Any]] | None:
-    """``batches`` with its errors told by line, and with a check of what it yields."""
+def _iterated(
+    function: Callable[..., Any] | None, path: str
+) -> Callable[..., Iterator[Any]] | None:
+    """Return ``batches`` with errors that name the line, and with a check of each batch."""
     if function is None:
         return None
     made, code = function, getattr(function, "__code__", None)
     where = f"{path}:{code.co_firstlineno}" if code else path
 
     @functools.wraps(made)
-    def call() -> Iterator[Any]:
+    def call(*args: Any) -> Iterator[Any]:
         with _user_code(path, "batches()"):
-            found = made()
+            found = made(*args)
         if not hasattr(found, "__iter__"):
             what = f"batches() returned a {type(found).__name__}, not an iterator over batches"
             raise ModelError(

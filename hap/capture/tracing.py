@@ -100,13 +100,12 @@ def capture(
     mode = torch_private.fake_mode()
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
-    tried, _ = _fake(whole, flatten(batch), mode)  # a forward may change attributes of the module
-    before = state_of(tried.module)
+    before = state_of(step.module)
     with mode, gc_paused(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
-            check_loss(lambda: tried(*tensors), _raised_at, skip)
-        after = state_of(tried.module)
+            check_loss(lambda: step(*tensors), _raised_at, skip)
+        after = state_of(step.module)
         check_state(before, after, module.state_dict(keep_vars=True))
         try:
             traced = torch_private.dynamo_graph(step, tensors)
