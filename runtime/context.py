@@ -33,6 +33,8 @@ class Context:
         self.step = 0
         self.training = True
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
+        self.wanted = True
+        """Whether the step's gradients are wanted; a pipeline computes them with the loss."""
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
         self.drawn: dict[str, Tensor] | None = None

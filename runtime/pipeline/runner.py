@@ -1,0 +1,296 @@
+"""Run one rank's stage: forwards and backwards in turns, sums over microbatches, transfers.
+
+The forward of the module runs the whole step, since forwards and backwards of microbatches alternate;
+its backward returns the gradients that the forward computed, times the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hap.ir.graph_builder import RANDOM
+from hap.ir.mesh import offsets
+from hap.ir.pipeline_order import turns
+from hap.ir.plan import Plan
+from hap.ir.program import Value
+from hap.ir.stages import cut_stages
+from hap.runtime.collectives import Comm
+from hap.runtime.compiled import Library, Runnable
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+from hap.runtime.pipeline.boundary import Arrival, Boundary
+from hap.runtime.pipeline.segments import PER_PART, Layout, Run, Segment, emitted, executables
+from hap.runtime.pipeline.segments import layout as layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The place on the mesh axis over time: the microbatch that runs."""
+
+    rank: int
+    world_size: int
+
+
+def pipeline(
+    plan: Plan, comm: Comm, device: torch.device, *, widen: bool, backend: str
+) -> Runnable:
+    """Return the functions of a rank of a plan with stages."""
+    stage = _Stage(plan, comm, device, widen, backend)
+    buffers = tuple(o.target for o in plan.graph.outputs if o.role == "buffer")
+    return Runnable(
+        forward=stage.forward, backward=_scaled, buffers=buffers, gradient_of=stage.gradient_of
+    )
+
+
+def _scaled(ctx: Context, given: list[Any]) -> Sequence[Tensor]:
+    """Return the gradients that the forward computed, times the gradient of the loss."""
+    *gradients, tangent = given
+    given.clear()
+    if not gradients:
+        raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
+    return [g * tangent.to(g.dtype) for g in gradients]
+
+
+Env = dict[Value, Tensor]
+
+
+class _Stage:
+    def __init__(
+        self, plan: Plan, comm: Comm, device: torch.device, widen: bool, backend: str
+    ) -> None:
+        assert plan.stages is not None
+        self._plan, self._comm, self._device, self._widen = plan, comm, device, widen
+        self._number, place = plan.stages.place(comm.rank)
+        graphs, transfers = plan.cut
+        self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
+        self._layout = layout_of(self._graph, self._stage.program)
+        self._boundaries = [
+            Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
+        ]
+        self._runs = self._emit(place, backend)
+        parameters = {i.target for i in self._graph.role("parameter")}
+        own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
+        self._gradients = {o.target: k for k, o in enumerate(own)}
+        targets = {i.tensor: i.target for i in plan.graph.role("parameter")}
+        inputs = [i.tensor for i in plan.graph.inputs if i.role != "tangent"]
+        self._inputs = tuple(inputs)
+        trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
+        self._trained = {t: k for k, t in enumerate(trained) if t is not None}
+        self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
+        self._count = plan.microbatches
+        self._last = len(plan.stages.stages) - 1
+
+    def _emit(self, place: int, backend: str) -> list[dict[Segment, Run]]:
+        """Return the functions of the segments per microbatch; equal microbatches share them."""
+        plan, library = self._plan, Library()
+        alike = not any(n.op in RANDOM for n in self._graph.nodes)
+        found: list[dict[Segment, Run]] = []
+        for number in range(1 if alike else plan.microbatches):
+            divided = plan.microbatch(number)
+            assert plan.stages is not None
+            graph = cut_stages(divided, plan.stages.cuts)[0][self._number]
+            emitter = Emitter(
+                graph=graph, program=self._stage.program, shares=self._stage.shares, rank=place,
+                device=self._device, widen=self._widen, alone=len(self._stage.ranks) == 1,
+                offsets=offsets(plan.graph, plan.program, plan.shares, number, divided),
+            )  # fmt: skip
+            graphs = emitted(emitter, self._layout)
+            found.append(executables(graphs, backend, self._device, library))
+        return found * (plan.microbatches if alike else 1)
+
+    def forward(self, ctx: Context, tensors: list[Any]) -> Sequence[Tensor]:
+        """Run a step; return the loss, the buffers and, if they are wanted, the gradients."""
+        step = _Step(self, ctx, dict(zip(self._inputs, tensors, strict=True)))
+        tensors.clear()
+        return step.run()
+
+
+class _Step:
+    """One step of a stage on one rank."""
+
+    def __init__(self, stage: _Stage, ctx: Context, given: dict[str, Tensor]) -> None:
+        self._s, self._ctx, self._given = stage, ctx, given
+        self._layout: Layout = stage._layout
+        self._env: Env = {}
+        self._parts: list[Env] = [{} for _ in range(stage._count)]
+        self._sums: dict[Value, Tensor] = {}
+        self._sending: list[Any] = []
+
+    def run(self) -> Sequence[Tensor]:
+        s, wanted = self._s, self._ctx.wanted
+        across, self._ctx.across = self._ctx.across, self._ctx.across
+        try:
+            self._take_inputs()
+            coming = self._post(backward=False), self._post(backward=True) if wanted else {}
+            self._run(Segment.ONCE, self._env)
+            for number, part in enumerate(self._parts):
+                self._run(Segment.COUNT, part, number)
+            self._finish_sums(Segment.COUNT)
+            self._run(Segment.COUNTED, self._env)
+            order = turns(s._count, s._stage.in_flight)
+            for number, backward in order:
+                if backward and not wanted:
+                    self._parts[number] = {}
+                    continue
+                segment = Segment.BACKWARD if backward else Segment.FORWARD
+                for value, arrivals in coming[backward].items():
+                    self._parts[number][value] = arrivals[number].wait()
+                    del arrivals[number]
+                self._run(segment, self._parts[number], number)
+                self._send(number, backward)
+                if backward:
+                    last = self._parts[number]
+                    self._parts[number] = {}
+            if not wanted:
+                return [self._loss(None), *self._buffers(self._env)]
+            self._env |= last
+            self._finish_sums(Segment.FORWARD, Segment.BACKWARD)
+            self._run(Segment.END, self._env)
+            gradients = self._own_gradients()
+            for _, wait in self._sending:
+                wait()
+            return [self._loss(self._env), *self._buffers(self._env), *gradients]
+        finally:
+            self._ctx.across = across
+
+    def _take_inputs(self) -> None:
+        """Give the inputs to the step, and to each microbatch its rows."""
+        s, program = self._s, self._s._stage.program
+        rank = s._comm.rank
+        _, place = s._plan.stages.place(rank)
+        for i in s._graph.inputs:
+            value = Value(i.tensor, program.inputs[i.tensor])
+            if i.role == "tangent":
+                shape = s._graph.tensors[i.tensor].shape
+                dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
+                self._env[value] = torch.ones(shape, dtype=dtype, device=s._device)
+            elif i.role == "input":
+                self._cut_input(i.tensor, value, place)
+            elif i.role != "received":
+                self._env[value] = self._given[_whole_name(s._plan, i.target, i.role)]
+
+    def _cut_input(self, tensor: str, value: Value, place: int) -> None:
+        s = self._s
+        plan, entry = s._plan, _origin_entry(s._plan, s._graph, tensor)
+        whole = self._given[entry]
+        over_time = Value(entry, plan.program.inputs[entry])
+        for number, part in enumerate(self._parts):
+            rows = whole
+            if over_time.placement.sharded:
+                sizes = plan.program.sizes(plan.graph, over_time, plan.shares)
+                start = sum(sizes[:number])
+                rows = rows.narrow(over_time.placement.dim, start, sizes[number])
+            if value.placement.sharded:
+                sizes = s._stage.program.sizes(s._graph, value, s._stage.shares)
+                start = sum(sizes[:place])
+                rows = rows.narrow(value.placement.dim, start, sizes[place])
+            part[value] = rows
+
+    def _post(self, *, backward: bool) -> dict[Value, dict[int, Arrival]]:
+        """Start all receives of the step, in the order in which the tensors are sent."""
+        s = self._s
+        arriving = [
+            b for b in s._boundaries
+            if b.transfer.dst == s._number and b.transfer.backward is backward
+        ]  # fmt: skip
+        found: dict[Value, dict[int, Arrival]] = {b.arrives: {} for b in arriving}
+        for number in range(s._count):
+            for b in arriving:
+                dtype = torch.float64 if s._widen and _floats(s._graph, b) else None
+                dtype = dtype or _dtype(s._graph, b.transfer.tensor)
+                found[b.arrives][number] = b.receive(s._comm, dtype, s._device)
+        return found
+
+    def _send(self, number: int, backward: bool) -> None:
+        s, part = self._s, self._parts[number]
+        for b in s._boundaries:
+            if b.transfer.src == s._number and b.transfer.backward is backward:
+                x = part[b.sends] if b.sends in part else self._env[b.sends]
+                self._sending += b.send(x, s._comm)
+
+    def _run(self, segment: Segment, part: Env, number: int = 0) -> None:
+        """Run a segment; its results go to ``part``, and to the sums."""
+        run = self._s._runs[number].get(segment)
+        if run is None:
+            return self._add(segment, part)
+        self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
+        given = [part[v] if v in part else self._env[v] for v in self._layout.given[segment]]
+        part.update(zip(self._layout.results[segment], run(self._ctx, given), strict=True))
+        return self._add(segment, part)
+
+    def _add(self, segment: Segment, part: Env) -> None:
+        if segment not in PER_PART:
+            return
+        for each in self._layout.sums:
+            if each.segment is segment or (
+                each.segment is Segment.ONCE and segment is Segment.BACKWARD
+            ):
+                term = part[each.term] if each.term in part else self._env[each.term]
+                if each.total in self._sums:
+                    self._sums[each.total] += term
+                else:
+                    self._sums[each.total] = term.clone()
+
+    def _finish_sums(self, *segments: Segment) -> None:
+        for each in self._layout.sums:
+            if each.total in self._sums and (each.segment in segments or Segment.BACKWARD in segments):
+                self._env[each.total] = self._sums.pop(each.total)
+
+    def _own_gradients(self) -> list[Tensor]:
+        s = self._s
+        ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
+        own = {o.target: Value(o.tensor, p) for o, p in ends.items() if o.role == "gradient"}
+        found = []
+        for target in s._trained:
+            if target in own:
+                found.append(self._env[own[target]].contiguous())
+            else:  # of another stage: this rank holds no rows of it
+                tensor = next(i.tensor for i in s._plan.graph.role("parameter") if i.target == target)
+                found.append(torch.zeros_like(self._given[tensor]))
+        return found
+
+    def _loss(self, env: Env | None) -> Tensor:
+        """Return the loss, which the last stage sends to all ranks."""
+        s = self._s
+        tensor = s._plan.graph.loss
+        dtype = torch.float64 if s._widen else _dtype(s._plan.graph, tensor)
+        mine = torch.empty(0, dtype=dtype, device=s._device)
+        if s._number == s._last:
+            if env is None:
+                self._finish_sums(Segment.FORWARD, Segment.BACKWARD)
+                self._run(Segment.END, self._env)
+            ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
+            value = next(Value(o.tensor, p) for o, p in ends.items() if o.role == "loss")
+            loss = self._env[value]
+            if s._comm.rank == s._stage.ranks[0]:
+                mine = loss.reshape(1)
+        assert s._plan.stages is not None
+        first = s._plan.stages.stages[-1].ranks[0]
+        sizes = [int(r == first) for r in range(s._comm.world_size)]
+        return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
+
+    def _buffers(self, env: Env) -> list[Tensor]:
+        return []
+
+
+def _dtype(graph: Any, tensor: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, graph.tensors[tensor].dtype)
+    return found
+
+
+def _floats(graph: Any, b: Boundary) -> bool:
+    return "float" in graph.tensors[b.transfer.tensor].dtype
+
+
+def _whole_name(plan: Plan, target: str, role: str) -> str:
+    return next(i.tensor for i in plan.graph.inputs if (i.target, i.role) == (target, role))
+
+
+def _origin_entry(plan: Plan, graph: Any, tensor: str) -> str:
+    target = next(i.target for i in graph.inputs if i.tensor == tensor)
+    return _whole_name(plan, target, "input")

@@ -1,0 +1,147 @@
+"""Segments of a stage's program: the instructions of each phase, and of each side of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hap.ir.graph import Graph
+from hap.ir.microbatch import Phase, is_sum, phases
+from hap.ir.program import Compute, Convert, Program, Value
+from hap.runtime.compiled import Library, executable
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+
+
+class Segment(IntEnum):
+    """The segments in the order of a step; :class:`hap.ir.microbatch.Phase` with two sides."""
+
+    ONCE = 0
+    COUNT = 1
+    COUNTED = 2
+    FORWARD = 3
+    BACKWARD = 4
+    END = 5
+
+
+PER_PART = (Segment.COUNT, Segment.FORWARD, Segment.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """A sum over the microbatches: ``term`` of each of them adds up to ``total``."""
+
+    term: Value
+    total: Value
+    segment: Segment
+    """The segment that makes the terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A stage's program in segments; the same for all microbatches and ranks."""
+
+    numbers: Mapping[Segment, tuple[int, ...]]
+    sums: tuple[Sum, ...]
+    given: Mapping[Segment, tuple[Value, ...]]
+    results: Mapping[Segment, tuple[Value, ...]]
+
+
+def layout(graph: Graph, program: Program) -> Layout:
+    """Return the segments of a stage's program."""
+    of_node = phases(graph)
+    inputs = {i.tensor: i.role for i in graph.inputs}
+    segment_of: dict[Value, Segment] = {}
+    for name, role in inputs.items():
+        value = Value(name, program.inputs[name])
+        segment_of[value] = (
+            Segment.FORWARD if role in ("input", "received", "tangent") else Segment.ONCE
+        )
+    numbers: dict[Segment, list[int]] = {s: [] for s in Segment}
+    sums = []
+    counts = {
+        name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
+    }
+    for k, step in enumerate(program.instructions):
+        if isinstance(step, Compute) and is_sum(graph.by_name[step.node]):
+            (term,), (total,) = step.reads(graph), step.writes(graph)
+            if term.placement != total.placement:
+                raise AssertionError(f"{step.node} changes the placement of its terms")
+            sums.append(Sum(term=term, total=total, segment=segment_of[term]))
+            early = of_node[step.node] is Phase.COUNTED
+            segment_of[total] = Segment.COUNTED if early else Segment.END
+            continue
+        if isinstance(step, Compute):
+            segment = _segment(of_node[step.node], step.backward)
+        else:
+            segment = _of_conversion(step, inputs, counts, segment_of)
+        numbers[segment].append(k)
+        segment_of.update(dict.fromkeys(step.writes(graph), segment))
+    return _connected(graph, program, numbers, sums, segment_of)
+
+
+def _segment(phase: Phase, backward: bool) -> Segment:
+    if phase is Phase.PART:
+        return Segment.BACKWARD if backward else Segment.FORWARD
+    return Segment[phase.name]
+
+
+def _of_conversion(
+    step: Convert, inputs: Mapping[str, str], counts: set[str], segment_of: Mapping[Value, Segment]
+) -> Segment:
+    source = segment_of[Value(step.tensor, step.src)]
+    if inputs.get(step.tensor) == "input" and step.tensor in counts:
+        return Segment.COUNT
+    if source is Segment.END:
+        return source
+    if step.backward:
+        return Segment.BACKWARD
+    return source
+
+
+def _connected(
+    graph: Graph, program: Program, numbers: Mapping[Segment, list[int]], sums: Sequence[Sum],
+    segment_of: Mapping[Value, Segment],
+) -> Layout:  # fmt: skip
+    """Return the layout with what every segment reads and makes for others."""
+    made: dict[Segment, set[Value]] = {}
+    read: dict[Segment, list[Value]] = {}
+    for segment, steps in numbers.items():
+        chosen = [program.instructions[k] for k in steps]
+        made[segment] = {v for s in chosen for v in s.writes(graph)}
+        wanted = dict.fromkeys(v for s in chosen for v in s.reads(graph))
+        read[segment] = [v for v in wanted if v not in made[segment]]
+    ends = [Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)]
+    later = {*ends, *(s.term for s in sums)}
+    later.update(v for wanted in read.values() for v in wanted)
+    return Layout(
+        numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
+        given={s: tuple(read[s]) for s in Segment},
+        results={s: tuple(v for v in sorted(made[s]) if v in later) for s in Segment},
+    )  # fmt: skip
+
+
+Run = Callable[[Context, list[Any]], Sequence[Tensor]]
+
+
+def emitted(emitter: Emitter, layout: Layout) -> dict[Segment, fx.GraphModule]:
+    """Return the graph of each segment that has instructions."""
+    return {
+        segment: emitter.segment(
+            layout.numbers[segment], layout.given[segment], layout.results[segment],
+            segment.name.capitalize(),
+        )
+        for segment in Segment if layout.numbers[segment]
+    }  # fmt: skip
+
+
+def executables(
+    graphs: Mapping[Segment, fx.GraphModule], backend: str, device: torch.device, library: Library
+) -> dict[Segment, Run]:
+    """Return the function of each segment; the graphs are modified."""
+    return {s: executable(graph, backend, device, library) for s, graph in graphs.items()}
