@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from hap.errors import PlanError
-from hap.ir.graph import Graph, Node
+from hap.ir.graph import Graph, Input, Node
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import is_mesh_op, origin
-from hap.ir.placement import LOCAL
+from hap.ir.placement import LOCAL, P, R
 from hap.ir.program import BETWEEN
 
 
@@ -34,8 +34,8 @@ class Phase(IntEnum):
     END = 4
 
 
-GIVEN = ("input", "received", "tangent")
-"""Roles of inputs that differ from part to part, or arrive during the step."""
+EACH, BEFORE, SUMMED = "each part", "before all parts", "summed over all parts"
+"""Arrivals of a tensor from another stage: the targets of inputs of the role ``received``."""
 
 
 def is_sum(node: Node) -> bool:
@@ -52,10 +52,9 @@ def phases(graph: Graph) -> Mapping[str, Phase]:
         PlanError: the step can't be run in parts; the message names the operator.
     """
     early = _counts(graph)
-    role = {i.tensor: i.role for i in graph.inputs}
     before = _ancestors(graph, early)
     phase_of: dict[str, Phase] = {  # of each tensor
-        name: Phase.PART if r in GIVEN else Phase.ONCE for name, r in role.items()
+        i.tensor: _phase_of_input(i) for i in graph.inputs
     }
     found: dict[str, Phase] = {}
     for node in graph.nodes:
@@ -79,6 +78,13 @@ def phases(graph: Graph) -> Mapping[str, Phase]:
     return found
 
 
+def _phase_of_input(i: Input) -> Phase:
+    """Return the phase in which an input is there."""
+    if i.role == "received":
+        return {EACH: Phase.PART, BEFORE: Phase.ONCE, SUMMED: Phase.END}[i.target]
+    return Phase.PART if i.role in ("input", "tangent") else Phase.ONCE
+
+
 def _phase(graph: Graph, node: Node, read: set[Phase]) -> Phase:
     """Return the phase of a node that reads values of the phases ``read``."""
     if Phase.END in read:
@@ -91,11 +97,17 @@ def _phase(graph: Graph, node: Node, read: set[Phase]) -> Phase:
 
 
 def _check_end(graph: Graph, node: Node, phase_of: Mapping[str, Phase]) -> None:
-    """Raise ``PlanError`` if a node after the sums reads values of single parts."""
+    """Raise ``PlanError`` if a node after the sums needs values of single parts.
+
+    By the rule table, a node that makes terms of terms is linear in them: of sums it makes the sum.
+    """
+    linear = all(origin(o).placement == P for o in node.outputs if o)
     for name in node.inputs:
-        if phase_of[name] in (Phase.PART, Phase.COUNT) and origin(name).placement.kind != "R":
+        placement = origin(name).placement
+        single = phase_of[name] in (Phase.PART, Phase.COUNT) and placement != R
+        if single and not (linear and placement == P):
             raise PlanError(
-                f"{node.name} needs a sum over the whole batch, {node.inputs}, beside its parts",
+                f"{node.name} needs {name} of each part, and a sum over the whole batch",
                 where=node.source or node.module, hint="plan without microbatches",
             )  # fmt: skip
 

@@ -8,13 +8,16 @@ what it saved; operators without parameters are repeated in each stage that need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hap.errors import PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph, Input, Node, Output
+from hap.ir.mesh import origin
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, phases
+from hap.ir.placement import P
 from hap.ir.program import Program
 
 
@@ -49,12 +52,17 @@ class Stages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A tensor that goes from one stage to another, of the forward or of the backward."""
+    """A tensor that goes from one stage to another, of the forward or of the backward.
+
+    ``once``: it crosses once per step: a value of parameters alone before the microbatches, or the sum
+    of a parameter's gradient over all of them.
+    """
 
     tensor: str
     src: int
     dst: int
     backward: bool
+    once: bool = False
 
 
 def cut_stages(graph: Graph, cuts: Sequence[str]) -> tuple[tuple[Graph, ...], tuple[Transfer, ...]]:
@@ -65,7 +73,7 @@ def cut_stages(graph: Graph, cuts: Sequence[str]) -> tuple[tuple[Graph, ...], tu
         cuts: the last forward operator of each stage but the last, in order.
 
     Raises:
-        PlanError: no operator has a name of ``cuts``, or two stages read one parameter.
+        PlanError: no operator has a name of ``cuts``, or the step can't be run in microbatches.
     """
     cutter = _Cutter(graph, cuts)
     return cutter.graphs(), cutter.transfers
@@ -80,7 +88,7 @@ class _Cutter:
         ends = [forward.index(name) for name in cuts]
         if ends != sorted(set(ends)):
             raise PlanError("the stages' cuts are not in the model's order", hint="plan anew")
-        self._anywhere = repeatable(graph)
+        self._phases, self._anywhere = phases(graph), repeatable(graph)
         self._stage = {  # of each node that has one
             name: sum(end < k for end in ends)
             for k, name in enumerate(forward) if name not in self._anywhere
@@ -90,18 +98,13 @@ class _Cutter:
         self._assign_backward()
 
     def _owners(self) -> dict[str, int]:
-        """Return the stage of each parameter."""
+        """Return the stage that stores each parameter: the first one that reads it."""
         found = {}
         for i in self._graph.role("parameter"):
             readers = {
                 self._stage[n.name] for n in self._graph.consumers[i.tensor]
                 if n.name in self._stage
             }  # fmt: skip
-            if len(readers) > 1:
-                raise PlanError(
-                    f"stages {sorted(readers)} all read {i.target}",
-                    hint="cut elsewhere, so that one stage reads it",
-                )
             found[i.tensor] = min(readers, default=self._count - 1)
         return found
 
@@ -171,10 +174,11 @@ class _Cutter:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """The tensors that cross, each from the stage that makes it."""
-        maker = {
+        maker = dict(self._parameters)
+        maker |= {
             o: self._stage[n.name] for n in self._graph.nodes if n.name in self._stage
             for o in n.outputs if o
-        }  # fmt: skip
+        }
         owner = {i.target: self._parameters[i.tensor] for i in self._graph.role("parameter")}
         found = []
         for dst, nodes in enumerate(self._members):
@@ -187,11 +191,23 @@ class _Cutter:
                 )
             )  # fmt: skip
             for name in read:
-                if name in maker and name not in made:
+                if name in maker and name not in made and maker[name] != dst:
                     back = maker[name] > dst
-                    found.append(Transfer(tensor=name, src=maker[name], dst=dst, backward=back))
+                    found.append(
+                        Transfer(
+                            tensor=name, src=maker[name], dst=dst, backward=back,
+                            once=self._once(name, back),
+                        )
+                    )  # fmt: skip
         order = {name: k for k, name in enumerate(self._graph.tensors)}
         return tuple(sorted(found, key=lambda t: (t.backward, order[t.tensor], t.dst)))
+
+    def _once(self, name: str, backward: bool) -> bool:
+        """Return whether a tensor that crosses is the same for all microbatches, or a sum over them."""
+        if backward:
+            return origin(name).placement == P
+        maker = self._graph.producer.get(name)
+        return maker is None or self._phases[maker.name] is Phase.ONCE
 
     def graphs(self) -> tuple[Graph, ...]:
         return tuple(self._build(stage, nodes) for stage, nodes in enumerate(self._members))
@@ -204,13 +220,16 @@ class _Cutter:
             Output(tensor=t.tensor, role="returned" if t.backward else "sent", target=str(t.dst))
             for t in self.transfers if t.src == stage
         ]  # fmt: skip
-        received = [t.tensor for t in self.transfers if t.dst == stage]
+        received = [
+            Input(tensor=t.tensor, role="received", target=arrival(t))
+            for t in self.transfers if t.dst == stage
+        ]  # fmt: skip
         used = {x for n in nodes for x in n.inputs} | {o.tensor for o in outputs}
         inputs = [
             i for i in graph.inputs
             if (self._parameters[i.tensor] == stage if i.role == "parameter" else i.tensor in used)
         ]  # fmt: skip
-        inputs += [Input(tensor=name, role="received", target=name) for name in received]
+        inputs += received
         names = {i.tensor for i in inputs} | {o for n in nodes for o in n.outputs if o}
         return Graph(
             inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(outputs),
@@ -222,6 +241,13 @@ class _Cutter:
         if output.role == "gradient":
             return owner[output.target] == stage
         return stage == self._count - 1
+
+
+def arrival(transfer: Transfer) -> str:
+    """Return how a received tensor arrives, the target of its input: see :mod:`hap.ir.microbatch`."""
+    if not transfer.once:
+        return EACH
+    return SUMMED if transfer.backward else BEFORE
 
 
 def repeatable(graph: Graph) -> frozenset[str]:
@@ -238,25 +264,16 @@ def repeatable(graph: Graph) -> frozenset[str]:
 def crossing(graph: Graph) -> dict[str, list[str]]:
     """Return, after each forward operator, the tensors that later forward operators read.
 
-    Parameters and repeatable tensors do not count: a cut there sends the other ones.
+    Repeatable tensors do not count: a cut there sends the other ones. A parameter counts between its
+    first reader and its last.
     """
     skip = repeatable(graph)
     forward = [n for n in graph.nodes if n.name not in graph.backward and n.name not in skip]
     made = {o: k for k, n in enumerate(forward) for o in n.outputs if o}
+    for i in graph.role("parameter"):
+        made[i.tensor] = next((k for k, n in enumerate(forward) if i.tensor in n.inputs), 0)
     last = {x: k for k, n in enumerate(forward) for x in n.inputs if x in made}
     found = {}
     for k, node in enumerate(forward[:-1]):
         found[node.name] = [x for x, end in last.items() if made[x] <= k < end]
     return found
-
-
-def parameter_spans(graph: Graph) -> Iterable[tuple[str, str]]:
-    """Yield (first, last) forward readers of each parameter: one stage must hold both."""
-    skip = repeatable(graph)
-    for i in graph.role("parameter"):
-        readers = [
-            n.name for n in graph.consumers[i.tensor]
-            if n.name not in graph.backward and n.name not in skip
-        ]
-        if readers:
-            yield readers[0], readers[-1]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import offsets
-from hap.ir.pipeline_order import turns
+from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
-from hap.ir.stages import cut_stages
-from hap.runtime.collectives import Comm
+from hap.ir.stages import Transfer, cut_stages
+from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
@@ -82,8 +82,11 @@ class _Stage:
         trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
         self._trained = {t: k for k, t in enumerate(trained) if t is not None}
         self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
+        after = {*self._layout.given[Segment.END], *self._layout.given[Segment.LAST]}
+        ends = zip(self._graph.outputs, self._stage.program.outputs, strict=True)
+        self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
+        """Values of a microbatch that are read after all of them; each makes the same."""
         self._count = plan.microbatches
-        self._last = len(plan.stages.stages) - 1
 
     def _emit(self, place: int, backend: str) -> list[dict[Segment, Run]]:
         """Return the functions of the segments per microbatch; equal microbatches share them."""
@@ -119,44 +122,95 @@ class _Step:
         self._env: Env = {}
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
-        self._sending: list[Any] = []
+        self._sending: list[tuple[Tensor, Waiting]] = []
+        self._sent: set[Transfer] = set()
+        self._kept: Env = {}
 
     def run(self) -> Sequence[Tensor]:
-        s, wanted = self._s, self._ctx.wanted
-        across, self._ctx.across = self._ctx.across, self._ctx.across
+        s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
         try:
             self._take_inputs()
-            coming = self._post(backward=False), self._post(backward=True) if wanted else {}
+            before = self._post_once(backward=False)
+            coming = {False: self._post(backward=False)}
+            after: list[tuple[Boundary, Arrival]] = []
+            if wanted:
+                coming[True] = self._post(backward=True)
+                after = self._post_once(backward=True)
+            self._arrived(before)
             self._run(Segment.ONCE, self._env)
+            self._send_once(backward=False)
             for number, part in enumerate(self._parts):
                 self._run(Segment.COUNT, part, number)
-            self._finish_sums(Segment.COUNT)
+            self._finish_sums()
             self._run(Segment.COUNTED, self._env)
-            order = turns(s._count, s._stage.in_flight)
-            for number, backward in order:
-                if backward and not wanted:
-                    self._parts[number] = {}
-                    continue
-                segment = Segment.BACKWARD if backward else Segment.FORWARD
-                for value, arrivals in coming[backward].items():
-                    self._parts[number][value] = arrivals[number].wait()
-                    del arrivals[number]
-                self._run(segment, self._parts[number], number)
-                self._send(number, backward)
-                if backward:
-                    last = self._parts[number]
-                    self._parts[number] = {}
+            for turn in turns(s._count, s._stage.in_flight):
+                if wanted or not turn.backward:
+                    self._take_turn(turn, coming[turn.backward])
+                self._env |= self._kept if turn.backward else {}
+            self._finish_sums()
+            gradients = self._end(after) if wanted else []
             if not wanted:
-                return [self._loss(None), *self._buffers(self._env)]
-            self._env |= last
-            self._finish_sums(Segment.FORWARD, Segment.BACKWARD)
-            self._run(Segment.END, self._env)
-            gradients = self._own_gradients()
+                self._run(Segment.END, self._env)
             for _, wait in self._sending:
                 wait()
-            return [self._loss(self._env), *self._buffers(self._env), *gradients]
+            return [self._loss(), *gradients]
         finally:
             self._ctx.across = across
+
+    def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
+        """Run the forward or the backward of a microbatch."""
+        number, part = turn.microbatch, self._parts[turn.microbatch]
+        for value, arrivals in coming.items():
+            part[value] = arrivals.pop(number).wait()
+        self._run(Segment.BACKWARD if turn.backward else Segment.FORWARD, part, number)
+        for b in self._crossing(turn.backward, once=False, sending=True):
+            self._sending += b.send(self._value(b.sends, part), self._s._comm)
+        if turn.backward:
+            self._parts[number] = {}
+            self._kept = {v: part[v] for v in self._s.kept if v in part}
+
+    def _end(self, after: list[tuple[Boundary, Arrival]]) -> list[Tensor]:
+        """Run what follows the microbatches; return the gradients."""
+        self._send_once(backward=True)
+        self._arrived(after)
+        self._run(Segment.END, self._env)
+        self._finish_sums()
+        self._send_once(backward=True)
+        self._run(Segment.LAST, self._env)
+        return self._own_gradients()
+
+    def _crossing(self, backward: bool, *, once: bool, sending: bool) -> list[Boundary]:
+        """Return the boundaries of one direction that this stage sends to, or receives from."""
+        mine = self._s._number
+        return [
+            b for b in self._s._boundaries
+            if (b.transfer.backward, b.transfer.once) == (backward, once)
+            and (b.transfer.src if sending else b.transfer.dst) == mine
+        ]  # fmt: skip
+
+    def _post_once(self, *, backward: bool) -> list[tuple[Boundary, Arrival]]:
+        found = self._crossing(backward, once=True, sending=False)
+        return [(b, b.receive(self._s._comm, self._dtype(b), self._s._device)) for b in found]
+
+    def _arrived(self, arrivals: list[tuple[Boundary, Arrival]]) -> None:
+        for b, arrival in arrivals:
+            self._env[b.arrives] = arrival.wait()
+
+    def _send_once(self, *, backward: bool) -> None:
+        """Send the values that exist by now and were not sent before."""
+        for b in self._crossing(backward, once=True, sending=True):
+            if b.sends in self._env and b.transfer not in self._sent:
+                self._sent.add(b.transfer)
+                self._sending += b.send(self._env[b.sends], self._s._comm)
+
+    def _value(self, value: Value, part: Env) -> Tensor:
+        return part[value] if value in part else self._env[value]
+
+    def _dtype(self, b: Boundary) -> torch.dtype:
+        tensor = b.transfer.tensor
+        if self._s._widen and "float" in self._s._graph.tensors[tensor].dtype:
+            return torch.float64
+        return _dtype(self._s._graph, tensor)
 
     def _take_inputs(self) -> None:
         """Give the inputs to the step, and to each microbatch its rows."""
@@ -192,54 +246,36 @@ class _Step:
             part[value] = rows
 
     def _post(self, *, backward: bool) -> dict[Value, dict[int, Arrival]]:
-        """Start all receives of the step, in the order in which the tensors are sent."""
-        s = self._s
-        arriving = [
-            b for b in s._boundaries
-            if b.transfer.dst == s._number and b.transfer.backward is backward
-        ]  # fmt: skip
+        """Start all receives of the microbatches, in the order in which the tensors are sent."""
+        arriving = self._crossing(backward, once=False, sending=False)
         found: dict[Value, dict[int, Arrival]] = {b.arrives: {} for b in arriving}
-        for number in range(s._count):
+        for number in range(self._s._count):
             for b in arriving:
-                dtype = torch.float64 if s._widen and _floats(s._graph, b) else None
-                dtype = dtype or _dtype(s._graph, b.transfer.tensor)
-                found[b.arrives][number] = b.receive(s._comm, dtype, s._device)
+                found[b.arrives][number] = b.receive(
+                    self._s._comm, self._dtype(b), self._s._device
+                )
         return found
 
-    def _send(self, number: int, backward: bool) -> None:
-        s, part = self._s, self._parts[number]
-        for b in s._boundaries:
-            if b.transfer.src == s._number and b.transfer.backward is backward:
-                x = part[b.sends] if b.sends in part else self._env[b.sends]
-                self._sending += b.send(x, s._comm)
-
     def _run(self, segment: Segment, part: Env, number: int = 0) -> None:
-        """Run a segment; its results go to ``part``, and to the sums."""
-        run = self._s._runs[number].get(segment)
-        if run is None:
-            return self._add(segment, part)
-        self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
-        given = [part[v] if v in part else self._env[v] for v in self._layout.given[segment]]
-        part.update(zip(self._layout.results[segment], run(self._ctx, given), strict=True))
-        return self._add(segment, part)
+        """Run a segment; its results go to ``part``, and terms to the sums."""
+        layout, run = self._layout, self._s._runs[number].get(segment)
+        if run is not None:
+            self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
+            given = [self._value(v, part) for v in layout.given[segment]]
+            part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
+        for term in layout.added[segment] if segment in PER_PART else ():
+            if term in self._sums:
+                self._sums[term] += part[term]
+            else:
+                self._sums[term] = part[term].clone()
 
-    def _add(self, segment: Segment, part: Env) -> None:
-        if segment not in PER_PART:
-            return
+    def _finish_sums(self) -> None:
+        """Make the sums over the microbatches available to what follows."""
+        self._env |= self._sums
         for each in self._layout.sums:
-            if each.segment is segment or (
-                each.segment is Segment.ONCE and segment is Segment.BACKWARD
-            ):
-                term = part[each.term] if each.term in part else self._env[each.term]
-                if each.total in self._sums:
-                    self._sums[each.total] += term
-                else:
-                    self._sums[each.total] = term.clone()
-
-    def _finish_sums(self, *segments: Segment) -> None:
-        for each in self._layout.sums:
-            if each.total in self._sums and (each.segment in segments or Segment.BACKWARD in segments):
-                self._env[each.total] = self._sums.pop(each.total)
+            if each.term in self._env and (each.term in self._sums or each.segment >= Segment.END):
+                self._env[each.total] = self._env[each.term]
+        self._sums = {}
 
     def _own_gradients(self) -> list[Tensor]:
         s = self._s
@@ -254,37 +290,25 @@ class _Step:
                 found.append(torch.zeros_like(self._given[tensor]))
         return found
 
-    def _loss(self, env: Env | None) -> Tensor:
-        """Return the loss, which the last stage sends to all ranks."""
+    def _loss(self) -> Tensor:
+        """Return the loss, which the first rank of the last stage sends to all ranks."""
         s = self._s
+        assert s._plan.stages is not None
+        last = s._plan.stages.stages[-1]
         tensor = s._plan.graph.loss
         dtype = torch.float64 if s._widen else _dtype(s._plan.graph, tensor)
         mine = torch.empty(0, dtype=dtype, device=s._device)
-        if s._number == s._last:
-            if env is None:
-                self._finish_sums(Segment.FORWARD, Segment.BACKWARD)
-                self._run(Segment.END, self._env)
-            ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
-            value = next(Value(o.tensor, p) for o, p in ends.items() if o.role == "loss")
-            loss = self._env[value]
-            if s._comm.rank == s._stage.ranks[0]:
-                mine = loss.reshape(1)
-        assert s._plan.stages is not None
-        first = s._plan.stages.stages[-1].ranks[0]
-        sizes = [int(r == first) for r in range(s._comm.world_size)]
+        if s._comm.rank == last.ranks[0]:
+            ends = zip(s._graph.outputs, last.program.outputs, strict=True)
+            value = next(Value(o.tensor, p) for o, p in ends if o.role == "loss")
+            mine = self._env[value].reshape(1)
+        sizes = [int(r == last.ranks[0]) for r in range(s._comm.world_size)]
         return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
-
-    def _buffers(self, env: Env) -> list[Tensor]:
-        return []
 
 
 def _dtype(graph: Any, tensor: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, graph.tensors[tensor].dtype)
     return found
-
-
-def _floats(graph: Any, b: Boundary) -> bool:
-    return "float" in graph.tensors[b.transfer.tensor].dtype
 
 
 def _whole_name(plan: Plan, target: str, role: str) -> str:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from hap.ir.graph import Graph
-from hap.ir.microbatch import Phase, is_sum, phases
+from hap.ir.mesh import origin
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.runtime.compiled import Library, executable
 from hap.runtime.context import Context
@@ -27,6 +29,8 @@ class Segment(IntEnum):
     FORWARD = 3
     BACKWARD = 4
     END = 5
+    LAST = 6
+    """After sums whose terms are those of other stages."""
 
 
 PER_PART = (Segment.COUNT, Segment.FORWARD, Segment.BACKWARD)
@@ -50,18 +54,19 @@ class Layout:
     sums: tuple[Sum, ...]
     given: Mapping[Segment, tuple[Value, ...]]
     results: Mapping[Segment, tuple[Value, ...]]
+    added: Mapping[Segment, tuple[Value, ...]]
+    """Per segment, the values that are added up over the microbatches."""
 
 
 def layout(graph: Graph, program: Program) -> Layout:
     """Return the segments of a stage's program."""
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
+    arrival = {i.tensor: i.target for i in graph.inputs}
     segment_of: dict[Value, Segment] = {}
     for name, role in inputs.items():
         value = Value(name, program.inputs[name])
-        segment_of[value] = (
-            Segment.FORWARD if role in ("input", "received", "tangent") else Segment.ONCE
-        )
+        segment_of[value] = _of_input(role, arrival[name])
     numbers: dict[Segment, list[int]] = {s: [] for s in Segment}
     sums = []
     counts = {
@@ -73,16 +78,30 @@ def layout(graph: Graph, program: Program) -> Layout:
             if term.placement != total.placement:
                 raise AssertionError(f"{step.node} changes the placement of its terms")
             sums.append(Sum(term=term, total=total, segment=segment_of[term]))
-            early = of_node[step.node] is Phase.COUNTED
-            segment_of[total] = Segment.COUNTED if early else Segment.END
+            segment_of[total] = _of_sum(of_node[step.node], segment_of[term])
             continue
         if isinstance(step, Compute):
             segment = _segment(of_node[step.node], step.backward)
+            if segment is Segment.END:
+                segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
         else:
             segment = _of_conversion(step, inputs, counts, segment_of)
         numbers[segment].append(k)
         segment_of.update(dict.fromkeys(step.writes(graph), segment))
     return _connected(graph, program, numbers, sums, segment_of)
+
+
+def _of_input(role: str, arrival: str) -> Segment:
+    if role == "received":
+        return {EACH: Segment.FORWARD, BEFORE: Segment.ONCE, SUMMED: Segment.END}[arrival]
+    return Segment.FORWARD if role in ("input", "tangent") else Segment.ONCE
+
+
+def _of_sum(phase: Phase, terms: Segment) -> Segment:
+    """Return the segment in which the total of a sum is there."""
+    if phase is Phase.COUNTED:
+        return Segment.COUNTED
+    return Segment.LAST if terms >= Segment.END else Segment.END
 
 
 def _segment(phase: Phase, backward: bool) -> Segment:
@@ -97,7 +116,7 @@ def _of_conversion(
     source = segment_of[Value(step.tensor, step.src)]
     if inputs.get(step.tensor) == "input" and step.tensor in counts:
         return Segment.COUNT
-    if source is Segment.END:
+    if source >= Segment.END:
         return source
     if step.backward:
         return Segment.BACKWARD
@@ -119,7 +138,11 @@ def _connected(
     ends = [Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)]
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
+    # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
+    after = {*read[Segment.END], *read[Segment.LAST], *ends}
+    terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
     return Layout(
+        added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in Segment},
         numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
         given={s: tuple(read[s]) for s in Segment},
         results={s: tuple(v for v in sorted(made[s]) if v in later) for s in Segment},
