@@ -78,7 +78,7 @@ def executable(
         return Staged(module, library, device)
     module.graph.set_codegen(torch_private.BoxedCode())
     module.recompile()
-    return module.forward  # type: ignore[no-any-return]
+    return module.forward
 
 
 class Library:

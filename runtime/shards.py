@@ -85,13 +85,18 @@ def recombined(plan: Plan, value: Value, parts: Sequence[Tensor]) -> list[Tensor
     ``value`` is of the program that the ranks run; on two mesh axes, of that inside the machines.
     """
     if plan.mesh is None:
-        return _recombined(value, parts)
-    machines = [_recombined(value, [parts[r] for r in beside]) for beside in plan.mesh.machines]
+        return recombined_values(value, parts)
+    machines = [
+        recombined_values(value, [parts[r] for r in beside]) for beside in plan.mesh.machines
+    ]
     columns = zip(*machines, strict=True)
-    return [whole for column in columns for whole in _recombined(origin(value.tensor), column)]
+    return [
+        whole for column in columns for whole in recombined_values(origin(value.tensor), column)
+    ]
 
 
-def _recombined(value: Value, parts: Sequence[Tensor]) -> list[Tensor]:
+def recombined_values(value: Value, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole tensors that the parts of one group of ranks represent."""
     if value.placement.sharded:
         return [torch.cat(list(parts), value.placement.dim)]
     if value.placement == L:

@@ -190,7 +190,16 @@ class Plan:
 
     @cached_property
     def whole(self) -> tuple[Graph, Program]:
-        """All instructions that ranks run, and their graph."""
+        """All instructions that ranks run, and their graph.
+
+        Raises:
+            PlanError: the ranks of different stages run different programs.
+        """
+        if self.stages is not None:
+            raise PlanError(
+                "the plan has pipeline stages, each with a program of its own",
+                hint="hap show lists them; this command needs a plan without stages",
+            )
         if self.inside is None:
             return self.graph, self.program
         return divide(self.graph, self.program, self.shares), self.inside.program
@@ -255,7 +264,9 @@ class Plan:
     def _levels_in_stages(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
         assert self.stages is not None
         graphs = self.cut[0]
-        owners = [k for k, g in enumerate(graphs) if tensor in {i.tensor for i in g.role("parameter")}]
+        owners = [
+            k for k, g in enumerate(graphs) if tensor in {i.tensor for i in g.role("parameter")}
+        ]
         if not owners:
             return None, None
         number, place = self.stages.place(rank)

@@ -164,7 +164,8 @@ class _Cutter:
             kept = []
             for node in reversed(graph.nodes):
                 if self._stage.get(node.name) == stage or (
-                    node.name in self._anywhere and needed.intersection(o for o in node.outputs if o)
+                    node.name in self._anywhere
+                    and needed.intersection(o for o in node.outputs if o)
                 ):
                     kept.append(node)
                     needed.update(node.inputs)
@@ -176,8 +177,11 @@ class _Cutter:
         """The tensors that cross, each from the stage that makes it."""
         maker = dict(self._parameters)
         maker |= {
-            o: self._stage[n.name] for n in self._graph.nodes if n.name in self._stage
-            for o in n.outputs if o
+            o: self._stage[n.name]
+            for n in self._graph.nodes
+            if n.name in self._stage
+            for o in n.outputs
+            if o
         }
         owner = {i.target: self._parameters[i.tensor] for i in self._graph.role("parameter")}
         found = []

@@ -65,14 +65,14 @@ class _Stage:
     ) -> None:
         assert plan.stages is not None
         self._plan, self._comm, self._device, self._widen = plan, comm, device, widen
-        self._number, place = plan.stages.place(comm.rank)
+        self._number, self.place = plan.stages.place(comm.rank)
         graphs, transfers = plan.cut
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         self._layout = layout_of(self._graph, self._stage.program)
         self._boundaries = [
             Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
         ]
-        self._runs = self._emit(place, backend)
+        self._runs = self._emit(self.place, backend)
         parameters = {i.target for i in self._graph.role("parameter")}
         own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
         self._gradients = {o.target: k for k, o in enumerate(own)}
@@ -155,7 +155,7 @@ class _Step:
                 wait()
             return [self._loss(), *gradients]
         finally:
-            self._ctx.across = across
+            self._ctx.across, self._ctx.microbatch = across, None
 
     def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
         """Run the forward or the backward of a microbatch."""
@@ -215,8 +215,6 @@ class _Step:
     def _take_inputs(self) -> None:
         """Give the inputs to the step, and to each microbatch its rows."""
         s, program = self._s, self._s._stage.program
-        rank = s._comm.rank
-        _, place = s._plan.stages.place(rank)
         for i in s._graph.inputs:
             value = Value(i.tensor, program.inputs[i.tensor])
             if i.role == "tangent":
@@ -224,7 +222,7 @@ class _Step:
                 dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
                 self._env[value] = torch.ones(shape, dtype=dtype, device=s._device)
             elif i.role == "input":
-                self._cut_input(i.tensor, value, place)
+                self._cut_input(i.tensor, value, s.place)
             elif i.role != "received":
                 self._env[value] = self._given[_whole_name(s._plan, i.target, i.role)]
 
@@ -251,9 +249,7 @@ class _Step:
         found: dict[Value, dict[int, Arrival]] = {b.arrives: {} for b in arriving}
         for number in range(self._s._count):
             for b in arriving:
-                found[b.arrives][number] = b.receive(
-                    self._s._comm, self._dtype(b), self._s._device
-                )
+                found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
         return found
 
     def _run(self, segment: Segment, part: Env, number: int = 0) -> None:
@@ -261,6 +257,7 @@ class _Step:
         layout, run = self._layout, self._s._runs[number].get(segment)
         if run is not None:
             self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
+            self._ctx.microbatch = number
             given = [self._value(v, part) for v in layout.given[segment]]
             part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
         for term in layout.added[segment] if segment in PER_PART else ():
@@ -286,7 +283,9 @@ class _Step:
             if target in own:
                 found.append(self._env[own[target]].contiguous())
             else:  # of another stage: this rank holds no rows of it
-                tensor = next(i.tensor for i in s._plan.graph.role("parameter") if i.target == target)
+                tensor = next(
+                    i.tensor for i in s._plan.graph.role("parameter") if i.target == target
+                )
                 found.append(torch.zeros_like(self._given[tensor]))
         return found
 
