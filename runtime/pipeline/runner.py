@@ -260,11 +260,18 @@ class _Step:
             self._ctx.microbatch = number
             given = [self._value(v, part) for v in layout.given[segment]]
             part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
-        for term in layout.added[segment] if segment in PER_PART else ():
-            if term in self._sums:
-                self._sums[term] += part[term]
-            else:
-                self._sums[term] = part[term].clone()
+        if segment in PER_PART:
+            self._add({term: part[term] for term in layout.added[segment]})
+
+    def _add(self, terms: Env) -> None:
+        """Add a microbatch's terms to the sums; the first ones become the sums."""
+        known = [term for term in terms if term in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[t] for t in known], [terms[t] for t in known])
+        for term in terms.keys() - known:
+            # A tensor that a message still reads must not change.
+            sent = any(b.sends == term for b in self._s._boundaries)
+            self._sums[term] = terms[term].clone() if sent else terms[term]
 
     def _finish_sums(self) -> None:
         """Make the sums over the microbatches available to what follows."""
@@ -278,10 +285,13 @@ class _Step:
         s = self._s
         ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
         own = {o.target: Value(o.tensor, p) for o, p in ends.items() if o.role == "gradient"}
-        found = []
+        found, seen = [], set[int]()
         for target in s._trained:
             if target in own:
-                found.append(self._env[own[target]].contiguous())
+                gradient = self._env[own[target]].contiguous()
+                # Two parameters with one gradient: either may be scaled in place later.
+                found.append(gradient.clone() if gradient.data_ptr() in seen else gradient)
+                seen.add(gradient.data_ptr())
             else:  # of another stage: this rank holds no rows of it
                 tensor = next(
                     i.tensor for i in s._plan.graph.role("parameter") if i.target == target

@@ -14,13 +14,14 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster.topology import Cluster
+from hap.cluster.work import Work
 from hap.errors import HapError, PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import Stage, Stages, Transfer, crossing, cut_stages, repeatable
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.schedule.pipeline_simulator import (
     PipelineTimes,
@@ -94,6 +95,24 @@ class Sketch:
     cuts: tuple[str, ...]
     microbatches: int
     estimate_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Seconds of a whole side of the step on each device alone: of work, and of starting operators."""
+
+    busy_s: PerRank
+    start_s: PerRank
+
+    @staticmethod
+    def nothing(machine: Machine) -> Alone:
+        return Alone(np.zeros_like(machine.speed), np.zeros_like(machine.speed))
+
+    def part_s(self, ranks: Ranks, part: float, microbatches: int) -> float:
+        """Return the seconds of a part of the operators in one microbatch, divided among devices."""
+        each = list(ranks)
+        together = 1.0 / float((1.0 / np.maximum(self.busy_s[each], 1e-12)).sum())
+        return part * (together / microbatches + float(self.start_s[each].max()))
 
 
 class StageSearch:
@@ -217,25 +236,27 @@ class StageSearch:
                 yield tuple(names[k] for k in chosen)
 
     @cached_property
-    def _alone_s(self) -> tuple[float, float]:
-        """Seconds of the whole step's forward and backward on a device of all devices' speed."""
-        machine = self._machine
-        forward = backward = 0.0
-        fastest = int(np.argmax(machine.speed))
-        one = Machine(self._cluster.only(fastest))
-        for node in self._whole.nodes:
-            work = node_work(node, self._whole)
+    def _alone_s(self) -> tuple[Alone, Alone]:
+        """Seconds of the whole step's forward and backward on each device alone."""
+        machine, graph = self._machine, self._whole
+        found = [Alone.nothing(machine), Alone.nothing(machine)]
+        one = np.ones_like(machine.speed)
+        for node in graph.nodes:
+            work = node_work(node, graph)
             if not work.flops and not work.bytes:
                 continue
             names = {n for n in (*node.inputs, *node.outputs) if n is not None}
-            nbytes = float(sum(self._whole.tensors[n].nbytes for n in names))
-            seconds = float(one.seconds(work, np.array([work.flops]), np.array([nbytes]))[0])
-            if node.name in self._whole.backward:
-                backward += seconds
-            else:
-                forward += seconds
-        scale = float(machine.speed[fastest])
-        return forward * scale, backward * scale
+            nbytes = float(sum(graph.tensors[n].nbytes for n in names))
+            start = machine.seconds(work, 1e-9 * one, 0 * one)
+            busy = machine.seconds(work, work.flops * one, nbytes * one) - start
+            side = found[node.name in graph.backward]
+            side.busy_s[:] += busy
+            side.start_s[:] += start
+        for i in graph.role("parameter"):  # each microbatch adds its gradients to the sums
+            held = graph.tensors[i.tensor]
+            work = Work("memory", held.dtype, held.numel, 0.0)
+            found[1].start_s[:] += machine.seconds(work, 0 * one, 3 * held.nbytes * one)
+        return found[0], found[1]
 
     def _estimated(
         self, groups: tuple[Ranks, ...], cuts: tuple[str, ...], count: int
@@ -243,16 +264,14 @@ class StageSearch:
         names, work, nbytes = self._costs
         at = [names.index(c) for c in cuts]
         parts = np.diff([0.0, *(float(work[k]) for k in at), 1.0])
-        forward_s, backward_s = self._alone_s
         stages = []
         for number, (ranks, part) in enumerate(zip(groups, parts, strict=True)):
-            speed = float(self._machine.speed[list(ranks)].sum())
             send = self._send_s(groups, number, nbytes[at[number]] / count) if cuts[number:] else 0
+            forward_s, backward_s = (each.part_s(ranks, part, count) for each in self._alone_s)
             stages.append(
                 StageSeconds(
-                    forward_s=forward_s * part / speed / count,
-                    backward_s=backward_s * part / speed / count,
-                    send_s=send, return_s=send, after_s=self._reduce_s(ranks, float(part)),
+                    forward_s=forward_s, backward_s=backward_s, send_s=send, return_s=send,
+                    after_s=self._reduce_s(ranks, float(part)),
                     in_flight=self._in_flight(len(groups), number, count),
                 )
             )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph, Node
 from hap.ir.microbatch import Phase, is_sum, phases
@@ -20,7 +21,7 @@ from hap.synthesizer.shares.share_solver import proportional
 
 
 class SumsOverTime:
-    """Prices of sums over microbatches in a stage's graph: an addition, which is as good as free."""
+    """Prices of sums over microbatches in a search of a stage: they do not depend on the program."""
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
         return (0.0, 0) if is_sum(group[0][0]) else None
@@ -95,6 +96,7 @@ def figures(
             moved[name] += float(seconds.max())
         else:
             compute[name] += seconds
+    compute["backward"] += _adding(part, program, cost)
     for i in part.role("parameter"):
         if i.target in part.gradients:
             compute["after"] += cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
@@ -114,6 +116,20 @@ def figures(
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
         stored_bytes=stored, peak_bytes=peak + ahead * saved,
     )  # fmt: skip
+
+
+def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
+    """Return the seconds of adding a microbatch's terms to the sums: two reads and a write."""
+    machine = cost.machine
+    seconds: PerRank = np.zeros(machine.cluster.world_size)
+    for step in program.instructions:
+        if isinstance(step, Compute) and is_sum(part.by_name[step.node]):
+            (term,) = step.reads(part)
+            tensor = part.tensors[term.tensor]
+            held = cost.local_bytes(tensor, term.placement)
+            work = Work("memory", tensor.dtype, tensor.numel, 0.0)
+            seconds = seconds + machine.seconds(work, np.zeros_like(held), 3 * held)
+    return seconds
 
 
 def _start(role: str) -> str:
