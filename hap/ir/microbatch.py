@@ -118,7 +118,7 @@ def _counts(graph: Graph) -> frozenset[str]:
     of_batch = {name for name, r in role.items() if r in ("input", "constant", "buffer")}
     found = set()
     for node in graph.nodes:
-        if of_batch.issuperset(node.inputs) and node.name not in graph.backward:
+        if of_batch.issuperset(node.inputs):
             of_batch.update(o for o in node.outputs if o)
             if is_sum(node):
                 found.add(node.name)

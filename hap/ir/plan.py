@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hap.cluster.topology import Cluster, digest_of
 from hap.errors import ClusterError, PlanError
@@ -40,8 +40,9 @@ from hap.ir.prediction import (
     Prediction,
     RankPrediction,
 )
-from hap.ir.program import Program, Value
+from hap.ir.program import Program
 from hap.ir.stages import Stages, Transfer, cut_stages
+from hap.ir.storage_levels import TensorCut, storage_levels
 
 FORMAT = 4
 """Version of the plan file; increased when an older reader would misunderstand a newer file."""
@@ -89,18 +90,6 @@ class OptimizerKind:
             what = f"the plan's optimizer, {text!r}, has no number of states"
             raise PlanError(what, hint="plan anew")
         return OptimizerKind(name=name, states=int(states))
-
-
-class TensorCut(NamedTuple):
-    """One cut of a tensor along ``dim``: elements of every place; ``place`` is this rank's."""
-
-    dim: int
-    sizes: tuple[int, ...]
-    place: int
-
-    @property
-    def start(self) -> int:
-        return sum(self.sizes[: self.place])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +170,11 @@ class Plan:
         assert self.stages is not None
         return cut_stages(self.microbatch(), self.stages.cuts)
 
+    @cached_property
+    def owners(self) -> Mapping[str, int]:
+        """Parameter -> the stage that stores it, of a plan with stages."""
+        return {i.tensor: k for k, g in enumerate(self.cut[0]) for i in g.role("parameter")}
+
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks of the first level of :meth:`levels`: machines, stages, or all ranks."""
@@ -232,10 +226,10 @@ class Plan:
 
     def part_of(self, rank: int) -> int:
         """Return the units of all used axes that a rank holds; 0 if it only waits."""
-        held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
+        held = sum(self.shares[name][self.place(rank)] for name in self.program.used_axes())
         return held + sum(u[rank] for u in self.inside.shares.values()) if self.inside else held
 
-    def _place(self, rank: int) -> int:
+    def place(self, rank: int) -> int:
         return self.mesh.place(rank)[0] if self.mesh else rank
 
     def levels(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
@@ -244,45 +238,14 @@ class Plan:
         There is one level, or with two mesh axes a cut between machines and one inside, or with
         stages a cut that gives all of it to one stage and one inside.
         """
-        if self.stages is not None:
-            return self._levels_in_stages(tensor, rank)
-        levels = [(Part(self.graph, self.program, self.shares, self._place(rank), {}), tensor)]
-        if self.inside is not None:
-            part = self.part(rank)
-            at = [i.tensor for i in self.graph.inputs].index(tensor)
-            levels.append((part, part.graph.inputs[at].tensor))
-        found: list[TensorCut | None] = []
-        for part, name in levels:
-            value = Value(name, part.program.inputs[name])
-            if not value.placement.sharded:
-                found.append(None)
-                continue
-            sizes = part.program.sizes(part.graph, value, part.shares)
-            found.append(TensorCut(value.placement.dim, sizes, part.rank))
-        return tuple(found)
-
-    def _levels_in_stages(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
-        assert self.stages is not None
-        graphs = self.cut[0]
-        owners = [
-            k for k, g in enumerate(graphs) if tensor in {i.tensor for i in g.role("parameter")}
-        ]
-        if not owners:
-            return None, None
-        number, place = self.stages.place(rank)
-        rows = self.graph.tensors[tensor].shape[0]
-        outer = TensorCut(0, tuple(rows if k in owners else 0 for k in range(len(graphs))), number)
-        stage = self.stages.stages[owners[0]]
-        value = Value(tensor, stage.program.inputs[tensor])
-        if number != owners[0] or not value.placement.sharded:
-            return outer, None
-        sizes = stage.program.sizes(graphs[number], value, stage.shares)
-        return outer, TensorCut(value.placement.dim, sizes, place)
+        return storage_levels(self, tensor, rank)
 
     def copies(self, tensor: str, rank: int) -> int:
         """Return the number of ranks, this one included, that hold a rank's elements of an input."""
-        copies = len(self.groups[self.stages.place(rank)[0]]) if self.stages else self.world_size
-        for level in self.levels(tensor, rank)[1 if self.stages else 0 :]:
+        levels, copies = self.levels(tensor, rank), self.world_size
+        if self.stages and levels[0]:
+            levels, copies = levels[1:], len(self.groups[self.stages.place(rank)[0]])
+        for level in levels:
             copies //= len(level.sizes) if level else 1
         return copies
 

@@ -40,6 +40,9 @@ def _check_stages(graph: Graph, program: Program, shares: Shares, stages: Stages
         raise ValueError("the microbatches are not equally large")
     if len(stages.cuts) + 1 != len(stages.stages):
         raise ValueError(f"{len(stages.cuts)} cuts, but {len(stages.stages)} stages")
+    ahead = [stage.in_flight for stage in stages.stages]
+    if ahead != sorted(ahead, reverse=True):
+        raise ValueError(f"with {ahead} microbatches in flight, the stages wait for each other")
     graphs, _ = cut_stages(divide(graph, program, shares, 0), stages.cuts)
     for number, (part, stage) in enumerate(zip(graphs, stages.stages, strict=True)):
         if not stage.ranks or stage.in_flight < 1:

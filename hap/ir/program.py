@@ -236,6 +236,8 @@ class Program:
         for output, p in zip(graph.outputs, self.outputs, strict=True):
             if output.role == "loss" and p != R:
                 raise ValueError("the loss must end replicated")
+            if output.role == "sent" and Value(output.tensor, p) in made_late:
+                raise ValueError(f"the forward sends {output.tensor}, which the backward makes")
 
     def lines(self, graph: Graph) -> Iterator[str]:
         for i in graph.inputs:

@@ -129,15 +129,14 @@ class _Cutter:
     def _assign_backward(self) -> None:
         graph, latest = self._graph, dict[str, int]()
         nodes = [n for n in graph.nodes if n.name in graph.backward]
-        bound: set[str] = set()
+        possible: dict[str, list[int]] = {}
         made: dict[str, int] = {}
         for node in nodes:
             top = min((made[x] for x in node.inputs if x in made), default=self._count - 1)
             saved = [self._held[x] for x in node.inputs if x in self._held]
-            if any(len(s) < self._count for s in saved):
-                bound.add(node.name)
             fitting = [s for s in range(top, -1, -1) if all(s in at for at in saved)]
             latest[node.name] = fitting[0] if fitting else top
+            possible[node.name] = fitting
             made.update((o, latest[node.name]) for o in node.outputs if o)
         owner = {i.target: self._parameters[i.tensor] for i in graph.role("parameter")}
         wanted: dict[str, list[int]] = {}
@@ -147,9 +146,10 @@ class _Cutter:
         for node in reversed(nodes):
             stage = latest[node.name]
             uses = [s for out in node.outputs if out for s in wanted.get(out, ())]
-            # A sum of several gradients crosses as one tensor.
-            if node.name not in bound and uses and sum(x in made for x in node.inputs) == 1:
-                stage = min(stage, max(uses))
+            # Near its readers, but a sum of several gradients crosses as one tensor.
+            if uses and sum(x in made for x in node.inputs) == 1:
+                near = min(stage, max(uses))
+                stage = near if near in possible[node.name] else stage
             self._stage[node.name] = stage
             for name in node.inputs:
                 wanted.setdefault(name, []).append(stage)

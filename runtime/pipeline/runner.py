@@ -82,7 +82,8 @@ class _Stage:
         trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
         self._trained = {t: k for k, t in enumerate(trained) if t is not None}
         self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
-        after = {*self._layout.given[Segment.END], *self._layout.given[Segment.LAST]}
+        late = (Segment.END, Segment.GRADIENTS, Segment.LAST)
+        after = {value for segment in late for value in self._layout.given[segment]}
         ends = zip(self._graph.outputs, self._stage.program.outputs, strict=True)
         self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
         """Values of a microbatch that are read after all of them; each makes the same."""
@@ -146,11 +147,10 @@ class _Step:
             for turn in turns(s._count, s._stage.in_flight):
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
-                self._env |= self._kept if turn.backward else {}
+            self._env |= self._kept
             self._finish_sums()
+            self._run(Segment.END, self._env)
             gradients = self._end(after) if wanted else []
-            if not wanted:
-                self._run(Segment.END, self._env)
             for _, wait in self._sending:
                 wait()
             return [self._loss(), *gradients]
@@ -165,15 +165,15 @@ class _Step:
         self._run(Segment.BACKWARD if turn.backward else Segment.FORWARD, part, number)
         for b in self._crossing(turn.backward, once=False, sending=True):
             self._sending += b.send(self._value(b.sends, part), self._s._comm)
-        if turn.backward:
+        if turn.backward or not self._ctx.wanted:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 
     def _end(self, after: list[tuple[Boundary, Arrival]]) -> list[Tensor]:
-        """Run what follows the microbatches; return the gradients."""
+        """Run what makes the gradients of the sums over the microbatches; return them."""
         self._send_once(backward=True)
         self._arrived(after)
-        self._run(Segment.END, self._env)
+        self._run(Segment.GRADIENTS, self._env)
         self._finish_sums()
         self._send_once(backward=True)
         self._run(Segment.LAST, self._env)
@@ -277,7 +277,9 @@ class _Step:
         """Make the sums over the microbatches available to what follows."""
         self._env |= self._sums
         for each in self._layout.sums:
-            if each.term in self._env and (each.term in self._sums or each.segment >= Segment.END):
+            if each.term in self._env and (
+                each.term in self._sums or each.segment >= Segment.GRADIENTS
+            ):
                 self._env[each.total] = self._env[each.term]
         self._sums = {}
 

@@ -29,8 +29,10 @@ class Segment(IntEnum):
     FORWARD = 3
     BACKWARD = 4
     END = 5
-    LAST = 6
-    """After sums whose terms are those of other stages."""
+    """The loss, of the sums over the microbatches."""
+    GRADIENTS = 6
+    LAST = 7
+    """Of sums whose terms other stages have summed."""
 
 
 PER_PART = (Segment.COUNT, Segment.FORWARD, Segment.BACKWARD)
@@ -78,11 +80,11 @@ def layout(graph: Graph, program: Program) -> Layout:
             if term.placement != total.placement:
                 raise AssertionError(f"{step.node} changes the placement of its terms")
             sums.append(Sum(term=term, total=total, segment=segment_of[term]))
-            segment_of[total] = _of_sum(of_node[step.node], segment_of[term])
+            segment_of[total] = _of_sum(of_node[step.node], segment_of[term], step.backward)
             continue
         if isinstance(step, Compute):
             segment = _segment(of_node[step.node], step.backward)
-            if segment is Segment.END:
+            if segment >= Segment.END:
                 segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
         else:
             segment = _of_conversion(step, inputs, counts, segment_of)
@@ -93,20 +95,24 @@ def layout(graph: Graph, program: Program) -> Layout:
 
 def _of_input(role: str, arrival: str) -> Segment:
     if role == "received":
-        return {EACH: Segment.FORWARD, BEFORE: Segment.ONCE, SUMMED: Segment.END}[arrival]
+        return {EACH: Segment.FORWARD, BEFORE: Segment.ONCE, SUMMED: Segment.GRADIENTS}[arrival]
     return Segment.FORWARD if role in ("input", "tangent") else Segment.ONCE
 
 
-def _of_sum(phase: Phase, terms: Segment) -> Segment:
-    """Return the segment in which the total of a sum is there."""
+def _of_sum(phase: Phase, terms: Segment, backward: bool) -> Segment:
+    """Return the segment that reads the total of a sum."""
     if phase is Phase.COUNTED:
         return Segment.COUNTED
-    return Segment.LAST if terms >= Segment.END else Segment.END
+    if terms >= Segment.GRADIENTS:
+        return Segment.LAST
+    return Segment.GRADIENTS if backward else Segment.END
 
 
 def _segment(phase: Phase, backward: bool) -> Segment:
     if phase is Phase.PART:
         return Segment.BACKWARD if backward else Segment.FORWARD
+    if phase is Phase.END:
+        return Segment.GRADIENTS if backward else Segment.END
     return Segment[phase.name]
 
 
@@ -117,8 +123,8 @@ def _of_conversion(
     if inputs.get(step.tensor) == "input" and step.tensor in counts:
         return Segment.COUNT
     if source >= Segment.END:
-        return source
-    if step.backward:
+        return max(source, Segment.GRADIENTS) if step.backward else source
+    if step.backward and source not in (Segment.COUNT, Segment.COUNTED):
         return Segment.BACKWARD
     return source
 
@@ -139,7 +145,7 @@ def _connected(
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
     # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
-    after = {*read[Segment.END], *read[Segment.LAST], *ends}
+    after = {*read[Segment.END], *read[Segment.GRADIENTS], *read[Segment.LAST], *ends}
     terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
     return Layout(
         added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in Segment},

@@ -63,7 +63,11 @@ def write_program(
         made = str(node.outputs[0])
         writer.need(made, choices.held[made][0], False)
     start = writer.taken()
+    sent = [(o.tensor, p) for o, p in zip(graph.outputs, finals, strict=True) if o.role == "sent"]
     for node in middle:
+        if node.name in graph.backward:
+            while sent:  # by the forward, before the backward makes the same value
+                writer.need(*sent.pop(), False)
         for out, p in writer.compute(node):
             if at_once(out, p, choices.held[out]):
                 writer.need(out, final[out], True)
