@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from hap.ir.plan import Plan
-from hap.ir.stages import Stage, Stages, crossing, cut_stages
+from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from tests.random_plans import Case, random_plan, random_program, two_machines
@@ -43,5 +43,5 @@ def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
     plan = random_plan(case, world, 0)
     return replace(
         plan, program=time.program, shares=shares, idle=(),
-        stages=Stages(cuts=cuts, stages=tuple(stages)),
+        stages=PipelineStages(cuts=cuts, stages=tuple(stages)),
     )  # fmt: skip

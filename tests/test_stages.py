@@ -233,7 +233,7 @@ def slow_pair(case: Case) -> Plan:
     cluster = two_machines(3).keep((0, 2))
     rates = {"flops_per_s": {"float32": 1e7}, "memory_bytes_per_s": 1e8}
     cluster = replace(
-        cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=1e6),
+        cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=4e4),
         devices=tuple(replace(d, **rates) for d in cluster.devices),
     )  # fmt: skip
     return hap.plan(

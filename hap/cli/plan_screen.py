@@ -24,7 +24,7 @@ from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
 from hap.ir.regather import ALIAS
-from hap.ir.stages import Stages
+from hap.ir.stages import PipelineStages
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -162,7 +162,7 @@ def _undivided(plan: Plan) -> Counter[str]:
     return found
 
 
-def _stages(plan: Plan, stages: Stages) -> RenderableType:
+def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
     rows = []
     for number, (graph, stage) in enumerate(zip(plan.cut[0], stages.stages, strict=True)):
         names = [plan.cluster.devices[r].name for r in stage.ranks]

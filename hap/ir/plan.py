@@ -41,7 +41,7 @@ from hap.ir.prediction import (
     RankPrediction,
 )
 from hap.ir.program import Program
-from hap.ir.stages import Stages, Transfer, cut_stages
+from hap.ir.stages import PipelineStages, Transfer, cut_stages
 from hap.ir.storage_levels import TensorCut, storage_levels
 
 FORMAT = 4
@@ -113,7 +113,7 @@ class Plan:
     """Names of devices of the given cluster that the plan leaves out; ``cluster`` lacks them."""
     prediction: Prediction
     inside: Inside | None = None
-    stages: Stages | None = None
+    stages: PipelineStages | None = None
     recipe: Recipe = Recipe()
     unruled: tuple[OperatorCost, ...] = ()
     """The operators that neither the rule table nor a user's rule describes."""

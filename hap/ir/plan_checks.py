@@ -11,11 +11,11 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, divide
 from hap.ir.placement import conversion
 from hap.ir.program import Convert, Program
-from hap.ir.stages import Stages, cut_stages
+from hap.ir.stages import PipelineStages, cut_stages
 
 
 def check_programs(
-    graph: Graph, program: Program, shares: Shares, inside: Inside | None, stages: Stages | None,
+    graph: Graph, program: Program, shares: Shares, inside: Inside | None, stages: PipelineStages | None,
     cluster: Cluster,
 ) -> None:  # fmt: skip
     """Raise ``ValueError`` unless the ranks of a cluster could run the programs of a plan."""
@@ -31,7 +31,7 @@ def check_programs(
     _check_program(inner, inside.program, inside.shares, world, machines)
 
 
-def _check_stages(graph: Graph, program: Program, shares: Shares, stages: Stages) -> None:
+def _check_stages(graph: Graph, program: Program, shares: Shares, stages: PipelineStages) -> None:
     parts = {len(given) for given in shares.values()}
     if len(parts) != 1:
         raise ValueError(f"a plan with stages has one number of microbatches, not {sorted(parts)}")

@@ -10,7 +10,7 @@ from hap.ir.axes import Shares
 from hap.ir.mesh import Inside
 from hap.ir.plain_data import read_count, read_list, read_map, read_text
 from hap.ir.program import Program
-from hap.ir.stages import Stage, Stages
+from hap.ir.stages import PipelineStages, Stage
 
 
 def packed(record: Any) -> Any:
@@ -49,7 +49,7 @@ def read_shares(data: Any) -> Shares:
     }
 
 
-def pack_stages(stages: Stages) -> dict[str, Any]:
+def pack_stages(stages: PipelineStages) -> dict[str, Any]:
     return {
         "cuts": list(stages.cuts),
         "stages": [
@@ -63,7 +63,7 @@ def pack_stages(stages: Stages) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def unpack_stages(data: Any) -> Stages:
+def unpack_stages(data: Any) -> PipelineStages:
     fields = read_map(data, "the stages")
     found = []
     for k, entry in enumerate(read_list(fields["stages"], "the stages")):
@@ -79,4 +79,4 @@ def unpack_stages(data: Any) -> Stages:
             )
         )
     cuts = tuple(read_text(c, "a cut") for c in read_list(fields["cuts"], "the cuts"))
-    return Stages(cuts=cuts, stages=tuple(found))
+    return PipelineStages(cuts=cuts, stages=tuple(found))

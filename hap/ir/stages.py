@@ -36,7 +36,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class PipelineStages:
     """Stages of a plan. ``cuts`` names the last operator of each stage but the last."""
 
     cuts: tuple[str, ...]

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
-from hap.ir.mesh import Part
-from hap.ir.program import Value
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph
+from hap.ir.mesh import Inside, Part
+from hap.ir.program import Program, Value
+from hap.ir.stages import PipelineStages, Transfer
 
-if TYPE_CHECKING:
-    from hap.ir.plan import Plan
+
+class Planned(Protocol):
+    """What a plan knows of its storage: see :class:`hap.ir.plan.Plan`."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def shares(self) -> Shares: ...
+    @property
+    def inside(self) -> Inside | None: ...
+    @property
+    def stages(self) -> PipelineStages | None: ...
+    @property
+    def cut(self) -> tuple[tuple[Graph, ...], tuple[Transfer, ...]]: ...
+    @property
+    def owners(self) -> Mapping[str, int]: ...
+    def place(self, rank: int) -> int: ...
+    def part(self, rank: int) -> Part: ...
 
 
 class TensorCut(NamedTuple):
@@ -26,7 +48,7 @@ class TensorCut(NamedTuple):
 Levels = tuple[TensorCut | None, ...]
 
 
-def storage_levels(plan: Plan, tensor: str, rank: int) -> Levels:
+def storage_levels(plan: Planned, tensor: str, rank: int) -> Levels:
     """Return the cuts of an input in storage: see :meth:`hap.ir.plan.Plan.levels`."""
     if plan.stages is not None:
         return _in_stages(plan, tensor, rank)
@@ -38,7 +60,7 @@ def storage_levels(plan: Plan, tensor: str, rank: int) -> Levels:
     return tuple(_cut(part, name) for part, name in levels)
 
 
-def _in_stages(plan: Plan, tensor: str, rank: int) -> Levels:
+def _in_stages(plan: Planned, tensor: str, rank: int) -> Levels:
     """A stage stores all of a parameter, and divides it among its ranks; the batch is whole."""
     assert plan.stages is not None
     owner = plan.owners.get(tensor)

@@ -24,7 +24,14 @@ from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.pipeline.boundary import Arrival, Boundary
-from hap.runtime.pipeline.segments import PER_PART, Layout, Run, Segment, emitted, executables
+from hap.runtime.pipeline.segments import (
+    PER_PART,
+    Run,
+    SegmentLayout,
+    StageSegment,
+    emitted,
+    executables,
+)
 from hap.runtime.pipeline.segments import layout as layout_of
 
 
@@ -82,18 +89,18 @@ class _Stage:
         trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
         self._trained = {t: k for k, t in enumerate(trained) if t is not None}
         self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
-        late = (Segment.END, Segment.GRADIENTS, Segment.LAST)
+        late = (StageSegment.END, StageSegment.GRADIENTS, StageSegment.LAST)
         after = {value for segment in late for value in self._layout.given[segment]}
         ends = zip(self._graph.outputs, self._stage.program.outputs, strict=True)
         self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
         """Values of a microbatch that are read after all of them; each makes the same."""
         self._count = plan.microbatches
 
-    def _emit(self, place: int, backend: str) -> list[dict[Segment, Run]]:
+    def _emit(self, place: int, backend: str) -> list[dict[StageSegment, Run]]:
         """Return the functions of the segments per microbatch; equal microbatches share them."""
         plan, library = self._plan, Library()
         alike = not any(n.op in RANDOM for n in self._graph.nodes)
-        found: list[dict[Segment, Run]] = []
+        found: list[dict[StageSegment, Run]] = []
         for number in range(1 if alike else plan.microbatches):
             divided = plan.microbatch(number)
             assert plan.stages is not None
@@ -119,7 +126,7 @@ class _Step:
 
     def __init__(self, stage: _Stage, ctx: Context, given: dict[str, Tensor]) -> None:
         self._s, self._ctx, self._given = stage, ctx, given
-        self._layout: Layout = stage._layout
+        self._layout: SegmentLayout = stage._layout
         self._env: Env = {}
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
@@ -138,18 +145,18 @@ class _Step:
                 coming[True] = self._post(backward=True)
                 after = self._post_once(backward=True)
             self._arrived(before)
-            self._run(Segment.ONCE, self._env)
+            self._run(StageSegment.ONCE, self._env)
             self._send_once(backward=False)
             for number, part in enumerate(self._parts):
-                self._run(Segment.COUNT, part, number)
+                self._run(StageSegment.COUNT, part, number)
             self._finish_sums()
-            self._run(Segment.COUNTED, self._env)
+            self._run(StageSegment.COUNTED, self._env)
             for turn in turns(s._count, s._stage.in_flight):
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
             self._env |= self._kept
             self._finish_sums()
-            self._run(Segment.END, self._env)
+            self._run(StageSegment.END, self._env)
             gradients = self._end(after) if wanted else []
             for _, wait in self._sending:
                 wait()
@@ -162,7 +169,7 @@ class _Step:
         number, part = turn.microbatch, self._parts[turn.microbatch]
         for value, arrivals in coming.items():
             part[value] = arrivals.pop(number).wait()
-        self._run(Segment.BACKWARD if turn.backward else Segment.FORWARD, part, number)
+        self._run(StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD, part, number)
         for b in self._crossing(turn.backward, once=False, sending=True):
             self._sending += b.send(self._value(b.sends, part), self._s._comm)
         if turn.backward or not self._ctx.wanted:
@@ -173,10 +180,10 @@ class _Step:
         """Run what makes the gradients of the sums over the microbatches; return them."""
         self._send_once(backward=True)
         self._arrived(after)
-        self._run(Segment.GRADIENTS, self._env)
+        self._run(StageSegment.GRADIENTS, self._env)
         self._finish_sums()
         self._send_once(backward=True)
-        self._run(Segment.LAST, self._env)
+        self._run(StageSegment.LAST, self._env)
         return self._own_gradients()
 
     def _crossing(self, backward: bool, *, once: bool, sending: bool) -> list[Boundary]:
@@ -252,7 +259,7 @@ class _Step:
                 found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
         return found
 
-    def _run(self, segment: Segment, part: Env, number: int = 0) -> None:
+    def _run(self, segment: StageSegment, part: Env, number: int = 0) -> None:
         """Run a segment; its results go to ``part``, and terms to the sums."""
         layout, run = self._layout, self._s._runs[number].get(segment)
         if run is not None:
@@ -278,7 +285,7 @@ class _Step:
         self._env |= self._sums
         for each in self._layout.sums:
             if each.term in self._env and (
-                each.term in self._sums or each.segment >= Segment.GRADIENTS
+                each.term in self._sums or each.segment >= StageSegment.GRADIENTS
             ):
                 self._env[each.total] = self._env[each.term]
         self._sums = {}

@@ -20,7 +20,7 @@ from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 
 
-class Segment(IntEnum):
+class StageSegment(IntEnum):
     """The segments in the order of a step; :class:`hap.ir.microbatch.Phase` with two sides."""
 
     ONCE = 0
@@ -35,7 +35,7 @@ class Segment(IntEnum):
     """Of sums whose terms other stages have summed."""
 
 
-PER_PART = (Segment.COUNT, Segment.FORWARD, Segment.BACKWARD)
+PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +44,32 @@ class Sum:
 
     term: Value
     total: Value
-    segment: Segment
+    segment: StageSegment
     """The segment that makes the terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SegmentLayout:
     """A stage's program in segments; the same for all microbatches and ranks."""
 
-    numbers: Mapping[Segment, tuple[int, ...]]
+    numbers: Mapping[StageSegment, tuple[int, ...]]
     sums: tuple[Sum, ...]
-    given: Mapping[Segment, tuple[Value, ...]]
-    results: Mapping[Segment, tuple[Value, ...]]
-    added: Mapping[Segment, tuple[Value, ...]]
+    given: Mapping[StageSegment, tuple[Value, ...]]
+    results: Mapping[StageSegment, tuple[Value, ...]]
+    added: Mapping[StageSegment, tuple[Value, ...]]
     """Per segment, the values that are added up over the microbatches."""
 
 
-def layout(graph: Graph, program: Program) -> Layout:
+def layout(graph: Graph, program: Program) -> SegmentLayout:
     """Return the segments of a stage's program."""
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
     arrival = {i.tensor: i.target for i in graph.inputs}
-    segment_of: dict[Value, Segment] = {}
+    segment_of: dict[Value, StageSegment] = {}
     for name, role in inputs.items():
         value = Value(name, program.inputs[name])
         segment_of[value] = _of_input(role, arrival[name])
-    numbers: dict[Segment, list[int]] = {s: [] for s in Segment}
+    numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
     sums = []
     counts = {
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
@@ -84,7 +84,7 @@ def layout(graph: Graph, program: Program) -> Layout:
             continue
         if isinstance(step, Compute):
             segment = _segment(of_node[step.node], step.backward)
-            if segment >= Segment.END:
+            if segment >= StageSegment.END:
                 segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
         else:
             segment = _of_conversion(step, inputs, counts, segment_of)
@@ -93,49 +93,56 @@ def layout(graph: Graph, program: Program) -> Layout:
     return _connected(graph, program, numbers, sums, segment_of)
 
 
-def _of_input(role: str, arrival: str) -> Segment:
+def _of_input(role: str, arrival: str) -> StageSegment:
     if role == "received":
-        return {EACH: Segment.FORWARD, BEFORE: Segment.ONCE, SUMMED: Segment.GRADIENTS}[arrival]
-    return Segment.FORWARD if role in ("input", "tangent") else Segment.ONCE
+        return {
+            EACH: StageSegment.FORWARD,
+            BEFORE: StageSegment.ONCE,
+            SUMMED: StageSegment.GRADIENTS,
+        }[arrival]
+    return StageSegment.FORWARD if role in ("input", "tangent") else StageSegment.ONCE
 
 
-def _of_sum(phase: Phase, terms: Segment, backward: bool) -> Segment:
+def _of_sum(phase: Phase, terms: StageSegment, backward: bool) -> StageSegment:
     """Return the segment that reads the total of a sum."""
     if phase is Phase.COUNTED:
-        return Segment.COUNTED
-    if terms >= Segment.GRADIENTS:
-        return Segment.LAST
-    return Segment.GRADIENTS if backward else Segment.END
+        return StageSegment.COUNTED
+    if terms >= StageSegment.GRADIENTS:
+        return StageSegment.LAST
+    return StageSegment.GRADIENTS if backward else StageSegment.END
 
 
-def _segment(phase: Phase, backward: bool) -> Segment:
+def _segment(phase: Phase, backward: bool) -> StageSegment:
     if phase is Phase.PART:
-        return Segment.BACKWARD if backward else Segment.FORWARD
+        return StageSegment.BACKWARD if backward else StageSegment.FORWARD
     if phase is Phase.END:
-        return Segment.GRADIENTS if backward else Segment.END
-    return Segment[phase.name]
+        return StageSegment.GRADIENTS if backward else StageSegment.END
+    return StageSegment[phase.name]
 
 
 def _of_conversion(
-    step: Convert, inputs: Mapping[str, str], counts: set[str], segment_of: Mapping[Value, Segment]
-) -> Segment:
+    step: Convert,
+    inputs: Mapping[str, str],
+    counts: set[str],
+    segment_of: Mapping[Value, StageSegment],
+) -> StageSegment:
     source = segment_of[Value(step.tensor, step.src)]
     if inputs.get(step.tensor) == "input" and step.tensor in counts:
-        return Segment.COUNT
-    if source >= Segment.END:
-        return max(source, Segment.GRADIENTS) if step.backward else source
-    if step.backward and source not in (Segment.COUNT, Segment.COUNTED):
-        return Segment.BACKWARD
+        return StageSegment.COUNT
+    if source >= StageSegment.END:
+        return max(source, StageSegment.GRADIENTS) if step.backward else source
+    if step.backward and source not in (StageSegment.COUNT, StageSegment.COUNTED):
+        return StageSegment.BACKWARD
     return source
 
 
 def _connected(
-    graph: Graph, program: Program, numbers: Mapping[Segment, list[int]], sums: Sequence[Sum],
-    segment_of: Mapping[Value, Segment],
-) -> Layout:  # fmt: skip
+    graph: Graph, program: Program, numbers: Mapping[StageSegment, list[int]], sums: Sequence[Sum],
+    segment_of: Mapping[Value, StageSegment],
+) -> SegmentLayout:  # fmt: skip
     """Return the layout with what every segment reads and makes for others."""
-    made: dict[Segment, set[Value]] = {}
-    read: dict[Segment, list[Value]] = {}
+    made: dict[StageSegment, set[Value]] = {}
+    read: dict[StageSegment, list[Value]] = {}
     for segment, steps in numbers.items():
         chosen = [program.instructions[k] for k in steps]
         made[segment] = {v for s in chosen for v in s.writes(graph)}
@@ -145,32 +152,40 @@ def _connected(
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
     # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
-    after = {*read[Segment.END], *read[Segment.GRADIENTS], *read[Segment.LAST], *ends}
+    after = {
+        *read[StageSegment.END],
+        *read[StageSegment.GRADIENTS],
+        *read[StageSegment.LAST],
+        *ends,
+    }
     terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
-    return Layout(
-        added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in Segment},
+    return SegmentLayout(
+        added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in StageSegment},
         numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
-        given={s: tuple(read[s]) for s in Segment},
-        results={s: tuple(v for v in sorted(made[s]) if v in later) for s in Segment},
+        given={s: tuple(read[s]) for s in StageSegment},
+        results={s: tuple(v for v in sorted(made[s]) if v in later) for s in StageSegment},
     )  # fmt: skip
 
 
 Run = Callable[[Context, list[Any]], Sequence[Tensor]]
 
 
-def emitted(emitter: Emitter, layout: Layout) -> dict[Segment, fx.GraphModule]:
+def emitted(emitter: Emitter, layout: SegmentLayout) -> dict[StageSegment, fx.GraphModule]:
     """Return the graph of each segment that has instructions."""
     return {
         segment: emitter.segment(
             layout.numbers[segment], layout.given[segment], layout.results[segment],
             segment.name.capitalize(),
         )
-        for segment in Segment if layout.numbers[segment]
+        for segment in StageSegment if layout.numbers[segment]
     }  # fmt: skip
 
 
 def executables(
-    graphs: Mapping[Segment, fx.GraphModule], backend: str, device: torch.device, library: Library
-) -> dict[Segment, Run]:
+    graphs: Mapping[StageSegment, fx.GraphModule],
+    backend: str,
+    device: torch.device,
+    library: Library,
+) -> dict[StageSegment, Run]:
     """Return the function of each segment; the graphs are modified."""
     return {s: executable(graph, backend, device, library) for s, graph in graphs.items()}

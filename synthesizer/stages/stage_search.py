@@ -1,6 +1,6 @@
 """Search for pipeline stages: cuts, groups of devices, microbatches; a program for each stage.
 
-Stages are estimated first, as if a group of devices were one device of the sum of their speeds. The most
+PipelineStages are estimated first, as if a group of devices were one device of the sum of their speeds. The most
 promising ones get an exact search of each stage on its group, and are simulated.
 """
 
@@ -14,7 +14,7 @@ from hap.errors import HapError, PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
-from hap.ir.stages import Stage, Stages, Transfer, cut_stages
+from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.schedule.pipeline_simulator import (
@@ -35,13 +35,13 @@ SEARCHED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages with their predictions. Ranks are those of ``cluster``."""
+    """PipelineStages with their predictions. Ranks are those of ``cluster``."""
 
     cluster: Cluster
     left: Ranks
     over_time: OverTime
     microbatches: int
-    stages: Stages
+    stages: PipelineStages
     figures: tuple[StageFigures, ...]
     seconds: tuple[StageSeconds, ...]
     times: PipelineTimes
@@ -146,7 +146,7 @@ class StageSearch:
             cluster=self._cluster.keep(kept),
             left=tuple(r for r in range(self._cluster.world_size) if r not in kept),
             over_time=self._time, microbatches=sketch.microbatches,
-            stages=Stages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
+            stages=PipelineStages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
             seconds=tuple(times), times=simulate_pipeline(times, sketch.microbatches),
             transfers=transfers, parts=parts,
         )  # fmt: skip
