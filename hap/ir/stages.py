@@ -9,7 +9,7 @@ what it saved; operators without parameters are repeated in each stage that need
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hap.errors import PlanError
@@ -211,7 +211,12 @@ class _Cutter:
         if backward:
             return origin(name).placement == P
         maker = self._graph.producer.get(name)
-        return maker is None or self._phases[maker.name] is Phase.ONCE
+        phase = self._phases[maker.name] if maker else Phase.ONCE
+        if phase not in (Phase.ONCE, Phase.PART):
+            raise PlanError(
+                f"{name}, a sum over the microbatches, crosses between stages", hint="cut earlier"
+            )
+        return phase is Phase.ONCE
 
     def graphs(self) -> tuple[Graph, ...]:
         return tuple(self._build(stage, nodes) for stage, nodes in enumerate(self._members))
@@ -235,11 +240,13 @@ class _Cutter:
         ]  # fmt: skip
         inputs += received
         names = {i.tensor for i in inputs} | {o for n in nodes for o in n.outputs if o}
-        return Graph(
+        built = Graph(
             inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(outputs),
             tensors={name: t for name, t in graph.tensors.items() if name in names},
             rules=graph.rules,
         )  # fmt: skip
+        # The forward first: in the whole step, some of the backward's operators belong to the forward.
+        return replace(built, nodes=tuple(sorted(nodes, key=lambda n: n.name in built.backward)))
 
     def _leaves(self, output: Output, stage: int, owner: Mapping[str, int]) -> bool:
         if output.role == "gradient":
@@ -277,7 +284,10 @@ def crossing(graph: Graph) -> dict[str, list[str]]:
     for i in graph.role("parameter"):
         made[i.tensor] = next((k for k, n in enumerate(forward) if i.tensor in n.inputs), 0)
     last = {x: k for k, n in enumerate(forward) for x in n.inputs if x in made}
-    found = {}
-    for k, node in enumerate(forward[:-1]):
-        found[node.name] = [x for x, end in last.items() if made[x] <= k < end]
-    return found
+    phase_of = phases(graph)
+    sums = [k for k, n in enumerate(forward) if phase_of[n.name] not in (Phase.ONCE, Phase.PART)]
+    stop = min([len(forward) - 1, *sums])  # what follows the microbatches is of the last stage
+    return {
+        node.name: [x for x, end in last.items() if made[x] <= k < end]
+        for k, node in enumerate(forward[:stop])
+    }
