@@ -113,14 +113,15 @@ def plan(
         captured, WAYS, cluster, kind.states, options, progress
     )
     program, shares, inside = _programs(chosen)
-    kept = chosen.cluster
+    kept, staged = chosen.cluster, chosen.pipeline
     idle = tuple(
         r for r in range(kept.world_size)
-        if not inside and shares and not any(units[r] for units in shares.values())
+        if not inside and not staged and shares and not any(u[r] for u in shares.values())
     )  # fmt: skip
     return Plan(
         source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
+        stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction, recipe=Recipe(
             batch=form_of(batch), autocast=autocast, recompute=recompute
@@ -130,7 +131,10 @@ def plan(
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
-    """Return the program and its shares (on two mesh axes, between machines), and the inside."""
+    """Return the program and its shares (between machines, or over time), and the inside."""
+    if chosen.pipeline is not None:
+        time, parts = chosen.pipeline.over_time, chosen.pipeline.microbatches
+        return time.program, time.shares(parts) or {}, None
     program = chosen.pair.timeline.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:

@@ -19,6 +19,7 @@ from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
+from hap.runtime.pipeline.runner import pipeline
 from hap.runtime.shards import cut, gather
 from hap.runtime.two_level_comm import along_axes
 
@@ -58,13 +59,16 @@ class HapModule(nn.Module):
         if plan.inside:
             inner = plan.inside
             digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
+        for stage in plan.stages.stages if plan.stages else ():
+            digest += f"/{stage.ranks}/{stage.in_flight}/{stage.program.schedule_digest}"
+            digest += f"/{sorted(stage.shares.items())}"
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
-        self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
         self._comms = along_axes(plan, comm)
+        self._code = _code(plan, comm, device, widen, backend)
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
         self._same = {}  # every name of a tied tensor -> its first name
@@ -102,7 +106,7 @@ class HapModule(nn.Module):
         for role, target, tensor in self._order:
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
-        self._ctx.training = self.training
+        self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
         loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
@@ -211,10 +215,8 @@ class HapModule(nn.Module):
     def _copies(self, name: str) -> int:
         """Number of ranks, this one included, that hold the same elements of a parameter."""
         tensor = self._inputs.get(name)
-        copies = self._comm.world_size
-        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
-            copies //= len(level.sizes) if level else 1
-        return copies
+        world, rank = self._comm.world_size, self._comm.rank
+        return self._plan.copies(tensor, rank) if tensor else world
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient; replicated elements count once."""
@@ -258,6 +260,12 @@ class GradScaler(torch_private.AgreeingGradScaler):
     def agreed(self, found: Tensor) -> Tensor:
         """Return the sum over all ranks of ``found``, which is 0 or 1 on each."""
         return self._comm.all_reduce(found, "one shot")
+
+
+def _code(plan: Plan, comm: Comm, device: torch.device, widen: bool, backend: str) -> Runnable:
+    if plan.stages:
+        return pipeline(plan, comm, device, widen=widen, backend=backend)
+    return runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
 
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:

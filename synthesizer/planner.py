@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, TooEntangledError
+from hap.errors import HapError, InfeasibleError, InputError, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Prediction
@@ -34,6 +34,8 @@ from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch,
 from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
+from hap.synthesizer.stages.stage_prediction import predict_pipeline
+from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.units import format_bytes
@@ -46,13 +48,15 @@ class PlannedPair:
     """The best pair.
 
     ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. With a program
-    ``between`` machines ``pair`` is the one inside, and ``cost`` prices it.
+    ``between`` machines ``pair`` is the one inside, and ``cost`` prices it. A ``pipeline`` replaces
+    ``pair``.
     """
 
     cluster: Cluster
     left: Ranks
     pair: Candidate
     between: Between | None
+    pipeline: Pipeline | None = None
     cost: CostModel
     prediction: Prediction
 
@@ -150,6 +154,12 @@ def choose(
             beside = {"all devices": on_all, **beside}
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
+    if options.stages and (staged := _in_stages(space, cluster, optimizer_states, best, progress)):
+        rows = alternatives(graph, {"without stages": best, **beside}, fewer, notes)
+        return PlannedPair(
+            cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
+            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows),
+        )  # fmt: skip
     if two := _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress):
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
@@ -168,6 +178,19 @@ def choose(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
+
+
+def _in_stages(
+    space: Space, cluster: Cluster, optimizer_states: int, best: Candidate, progress: Progress
+) -> Pipeline | None:
+    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    progress("searching pipeline stages")
+    limit_s = best.timeline.step_s if best.fits else float("inf")
+    try:
+        return StageSearch(space, cluster, optimizer_states).best(limit_s, progress)
+    except HapError as error:
+        progress(f"no pipeline: {error.what}")
+        return None
 
 
 def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:

@@ -102,6 +102,9 @@ def _command(
     help="Force the placement of a tensor, such as layers.3.weight=S0 (sharded in dim 0) or =R.",
 )  # fmt: skip
 @click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
+@click.option(
+    "--stages", is_flag=True, help="Also plan pipelines of stages, and take one if it is faster."
+)
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
 ) -> None:

@@ -120,7 +120,7 @@ class Input:
     """A tensor that enters the step. ``target`` is the name of the parameter or batch entry.
 
     Roles: ``parameter``, ``buffer``, ``input`` (of the batch), ``constant``, ``tangent`` (the
-    gradient that arrives at the loss).
+    gradient that arrives at the loss), ``received`` (from another pipeline stage).
     """
 
     tensor: str
@@ -130,7 +130,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A tensor that leaves the step. Roles: ``loss``, ``gradient`` (of ``target``), ``buffer``."""
+    """A tensor that leaves the step.
+
+    Roles: ``loss``, ``gradient`` (of ``target``), ``buffer``; to the pipeline stage ``target``,
+    ``sent`` by the forward or ``returned`` by the backward.
+    """
 
     tensor: str
     role: str
@@ -237,7 +241,8 @@ class Graph:
         The graph decides this for all ranks: a partition by a rank's own sizes could
         order its collectives unlike the others'.
         """
-        needed: set[str] = {o.tensor for o in self.outputs if o.role != "gradient"}
+        late = ("gradient", "returned")
+        needed: set[str] = {o.tensor for o in self.outputs if o.role not in late}
         forward = set()
         for node in reversed(self.nodes):
             if needed.intersection(node.outputs):

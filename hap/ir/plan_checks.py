@@ -11,19 +11,43 @@ from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, divide
 from hap.ir.placement import conversion
 from hap.ir.program import Convert, Program
+from hap.ir.stages import PipelineStages, cut_stages
 
 
 def check_programs(
-    graph: Graph, program: Program, shares: Shares, inside: Inside | None, cluster: Cluster
-) -> None:
+    graph: Graph, program: Program, shares: Shares, inside: Inside | None, stages: PipelineStages | None,
+    cluster: Cluster,
+) -> None:  # fmt: skip
     """Raise ``ValueError`` unless the ranks of a cluster could run the programs of a plan."""
     world, machines = cluster.world_size, len(cluster.nodes)
+    if stages is not None:
+        _check_stages(graph, program, shares, stages)
+        return
     if inside is None:
         _check_program(graph, program, shares, world)
         return
     _check_program(graph, program, shares, machines)
     inner = divide(graph, program, shares)
     _check_program(inner, inside.program, inside.shares, world, machines)
+
+
+def _check_stages(graph: Graph, program: Program, shares: Shares, stages: PipelineStages) -> None:
+    parts = {len(given) for given in shares.values()}
+    if len(parts) != 1:
+        raise ValueError(f"a plan with stages has one number of microbatches, not {sorted(parts)}")
+    _check_program(graph, program, shares, *parts)
+    if any(len(set(given)) > 1 for given in shares.values()):
+        raise ValueError("the microbatches are not equally large")
+    if len(stages.cuts) + 1 != len(stages.stages):
+        raise ValueError(f"{len(stages.cuts)} cuts, but {len(stages.stages)} stages")
+    ahead = [stage.in_flight for stage in stages.stages]
+    if ahead != sorted(ahead, reverse=True):
+        raise ValueError(f"with {ahead} microbatches in flight, the stages wait for each other")
+    graphs, _ = cut_stages(divide(graph, program, shares, 0), stages.cuts)
+    for number, (part, stage) in enumerate(zip(graphs, stages.stages, strict=True)):
+        if not stage.ranks or stage.in_flight < 1:
+            raise ValueError(f"stage {number} has no ranks, or no microbatch in flight")
+        _check_program(part, stage.program, stage.shares, len(stage.ranks))
 
 
 def _check_program(
