@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from hap.cli.commands import main
@@ -380,3 +382,14 @@ def test_run_trains_on_this_machine() -> None:
     run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]
+
+
+def test_version_names_hap_torch_and_the_backends() -> None:
+    shown = CliRunner().invoke(main, ["--version"])
+    assert shown.exit_code == 0
+    lines = dict(line.split(None, 1) for line in shown.output.splitlines())
+    assert list(lines) == ["hap", "torch", "gloo", "cuda", "nccl"]
+    assert lines["hap"] == metadata.version("hap")
+    assert lines["torch"] == torch.__version__
+    assert lines["gloo"] == "in this torch"
+    assert (lines["cuda"] == "not in this torch") == (torch.version.cuda is None)

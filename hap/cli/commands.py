@@ -27,9 +27,18 @@ from hap.files import check_output
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="hap")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False,
+    callback=lambda context, option, asked: _versions(context) if asked else None,
+    help="Show the versions of hap, torch and the backends, and exit.",
+)  # fmt: skip
 def main() -> None:
     """Plan, prove and run one training step across unlike GPUs."""
+
+
+def _versions(context: click.Context) -> None:
+    click.echo(cli.versions.versions())
+    context.exit()
 
 
 def _command(
