@@ -80,6 +80,7 @@ HELP = {
         "--prove",
         "--recompute",
         "--strict-rules",
+        "--time-limit",
         "--verbose",
     ],
     "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hap.cli import report as report
     from hap.cli import rules_screen as rules_screen
     from hap.cli import simulation as simulation
+    from hap.cli import stoppable as stoppable
     from hap.cli import terminal as terminal
     from hap.cli import testbed_command as testbed_command
     from hap.cli import versions as versions

@@ -2,7 +2,8 @@
 ``simulate``, ``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
-2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+2 bad input; 3 nothing fits in memory; 4 planning was stopped, and wrote its best plan so far; 5 it was
+stopped before there was one. Heavy modules come through the lazy face ``hap``, so
 that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
 by ``_command``.
 """
@@ -111,21 +112,35 @@ def _command(
     help="Force the placement of a tensor, such as layers.3.weight=S0 (sharded in dim 0) or =R.",
 )  # fmt: skip
 @click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0, min_open=True, max=1e6), metavar="SECONDS",
+    help="End the search after this time, with the best plan so far; Ctrl-C does so at once.",
+)  # fmt: skip
 def plan(
-    model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
-) -> None:
-    """Plan MODEL, a file `model.py` or `model.py:function`."""
+    model: str, cluster: str, output: str, as_json: bool, recompute: str | None,
+    time_limit: float | None, **options: Any,
+) -> None:  # fmt: skip
+    """Plan MODEL, a file `model.py` or `model.py:function`.
+
+    Exit code 4: the search was stopped, and the plan is the best one until then; 5: there was none.
+    """
     check_output(output, model.rpartition(":")[0] or model, model, cluster)
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
     chosen = hap.PlanOptions(recompute=again, **options)
-    made = hap.api.plan_file(model, cluster, options=chosen, progress=_note)
+    with cli.stoppable.planning_progress(time_limit) as progress:
+        made = cli.stoppable.planned(
+            lambda: hap.api.plan_file(model, cluster, options=chosen, progress=progress), time_limit
+        )
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:
         click.echo(json.dumps(cli.plan_screen.plan_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.plan_screen.plan_screen(made, output, compare=options["compare"]))
+    if made.stopped:
+        _note(f"the search was not finished ({made.stopped}): the plan is the best one until then")
+        raise SystemExit(4)
 
 
 _backend = click.option(

@@ -116,6 +116,8 @@ class Plan:
     recipe: Recipe = Recipe()
     unruled: tuple[OperatorCost, ...] = ()
     """The operators that neither the rule table nor a user's rule describes."""
+    stopped: str = ""
+    """What ended the search early, such as a time limit; empty if it was finished."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -296,6 +298,7 @@ class Plan:
             "left_out": list(self.left_out),
             "recipe": _packed(self.recipe),
             "unruled": _packed(self.unruled),
+            "stopped": self.stopped,
             "inside": _pack_inside(self.inside) if self.inside else None,
         }
         return data | {key: value for key, value in optional.items() if value}
@@ -392,7 +395,10 @@ class Plan:
             recipe=Recipe(**data.get("recipe", {})),
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
+            stopped=data.get("stopped", ""),
         )
+        if not isinstance(plan.stopped, str):
+            raise PlanError("the plan's entry `stopped` is no text", hint="plan anew")
         check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
         return plan
