@@ -54,6 +54,7 @@ HELP = {
         "explain",
         "export",
         "import",
+        "init",
         "plan",
         "profile",
         "report",
@@ -383,6 +384,12 @@ def test_run_trains_on_this_machine() -> None:
     run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]
+
+
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"_HAP_COMPLETE": "bash_complete", "COMP_WORDS": "hap p", "COMP_CWORD": "1"}
+    shown = CliRunner().invoke(main, [], env=words, prog_name="hap", complete_var="_HAP_COMPLETE")
+    assert shown.output.split() == ["plain,plan", "plain,profile"]
 
 
 def test_version_names_hap_torch_and_the_backends() -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hap.cli import checkpoint_commands as checkpoint_commands
     from hap.cli import chrome_trace as chrome_trace
     from hap.cli import explain_screen as explain_screen
+    from hap.cli import machine_devices as machine_devices
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen
     from hap.cli import profiling as profiling

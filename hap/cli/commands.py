@@ -22,7 +22,7 @@ import click
 
 import hap
 from hap import cli
-from hap.cli import explain_command, report_command, what_if_command
+from hap.cli import explain_command, init_command, report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
@@ -350,6 +350,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
 
 
 _command(explain_command.explain)
+_command(init_command.init)
 _command(report_command.report)
 _command(what_if_command.what_if, name="what-if")
 
