@@ -98,6 +98,8 @@ def plan(
         UnsupportedOpError: an operator has no rule, and none can be found: it draws random numbers,
             for example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message names the devices and the lacking bytes.
+        PlanningStopped: raised by the caller's ``progress``, or by a signal, before there was a plan.
+            Later the plan is the best one so far, and its ``stopped`` has the message.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     _check_batch(batch, cluster, options.allow_idle)
@@ -126,7 +128,7 @@ def plan(
         prediction=chosen.prediction, recipe=Recipe(
             batch=form_of(batch), autocast=autocast, recompute=recompute
         ),
-        unruled=unruled(chosen.pair, chosen.cost),
+        unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     data = plan.to_json()
     del data["graph"], data["program"]
     # A plan file leaves out defaults; readers of this output need not know them.
-    data |= {"idle": plan.idle, "left_out": plan.left_out}
+    data |= {"idle": plan.idle, "left_out": plan.left_out, "stopped": plan.stopped}
     data |= {"unruled": [asdict(operator) for operator in plan.unruled]}
     data |= {"prediction": asdict(plan.prediction), "recipe": asdict(plan.recipe)}
     collectives = plan.prediction.collectives
@@ -256,6 +256,12 @@ def _step(plan: Plan) -> RenderableType:
 def _bounds(plan: Plan) -> Iterator[Text]:
     """Yield predicted step, lower bound and gap: one line per proof."""
     p = plan.prediction
+    if plan.stopped:
+        yield Text(
+            f"the search was not finished ({plan.stopped}): this is the best plan until then, "
+            "without baselines and lower bounds",
+            style="yellow",
+        )
     if plan.inside or plan.stages:
         kind = "two mesh axes" if plan.inside else "pipeline stages"
         yield Text(f"lower bound: none is worked out for {kind}")

@@ -69,6 +69,7 @@ class Device:
         traffic: likewise for the time per byte, by the collective's name; 1 for absent ones.
         relaunch: launch cost after a small operator, and of a parameter's update, relative to
             ``launch_s``; in (0, 1].
+        price_per_hour: in any currency; 0 if unknown. Planning does not use it.
         source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
 
     Raises:
@@ -88,6 +89,7 @@ class Device:
     start: float = 1.0
     traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
     relaunch: float = 1.0
+    price_per_hour: float = 0.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

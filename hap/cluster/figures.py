@@ -171,6 +171,12 @@ FIGURES: Final = (
         meaning="`{attention: 0.5, conv: 0.8}`: rate of other work relative to matrix products; "
         "the kinds are listed [here](profiler.md#the-fit)",
     ),
+    Figure(
+        key="price_per_hour", path="price_per_hour", default=0.0, open=")", together=sum,
+        hint="give a price of 0 or more, such as 2.5",
+        meaning="price of one GPU for an hour, in any currency, for the costs of "
+        "[`hap what-if`](what-if.md); planning does not use it",
+    ),
 )  # fmt: skip
 """The figures in the order of the written file."""
 

@@ -117,6 +117,8 @@ class Plan:
     recipe: Recipe = Recipe()
     unruled: tuple[OperatorCost, ...] = ()
     """The operators that neither the rule table nor a user's rule describes."""
+    stopped: str = ""
+    """What ended the search early, such as a time limit; empty if it was finished."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
@@ -335,6 +337,7 @@ class Plan:
             "left_out": list(self.left_out),
             "recipe": packed(self.recipe),
             "unruled": packed(self.unruled),
+            "stopped": self.stopped,
             "inside": pack_inside(self.inside) if self.inside else None,
             "stages": pack_stages(self.stages) if self.stages else None,
         }
@@ -433,7 +436,10 @@ class Plan:
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=unpack_inside(data["inside"]) if "inside" in data else None,
             stages=unpack_stages(data["stages"]) if "stages" in data else None,
+            stopped=data.get("stopped", ""),
         )
+        if not isinstance(plan.stopped, str):
+            raise PlanError("the plan's entry `stopped` is no text", hint="plan anew")
         check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, plan.stages, cluster)
         return plan

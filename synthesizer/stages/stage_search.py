@@ -87,11 +87,17 @@ class StageSearch:
         self._found: dict[object, tuple[Program, Shares] | None] = {}
 
     def best(
-        self, limit_s: float, progress: Callable[[str], None] = lambda text: None
-    ) -> Pipeline | None:
-        """Return the fastest pipeline that fits, if one is faster than ``limit_s``."""
+        self, limit_s: float, keep: frozenset[int] = frozenset(),
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> Pipeline | None:  # fmt: skip
+        """Return the fastest pipeline that fits, if one is faster than ``limit_s``.
+
+        Args:
+            keep: ranks that it must use.
+        """
         estimates = StageEstimates(self._time, self._cluster)
-        sketches = sorted(estimates.sketches(), key=lambda s: s.estimate_s)
+        sketches = [s for s in estimates.sketches() if keep <= {r for g in s.groups for r in g}]
+        sketches.sort(key=lambda s: s.estimate_s)
         chosen, seen = [], set[object]()
         for sketch in sketches:
             key = sketch.groups, len(sketch.cuts)
