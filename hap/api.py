@@ -17,7 +17,7 @@ from torch import nn
 from hap.capture import torch_private
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
-from hap.capture.tracing import Loss, capture
+from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
@@ -70,6 +70,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     autocast: str = "",
+    float32_matmul_precision: str = "",
     rules: Mapping[str, Sequence[str]] | None = None,
     options: PlanOptions = PlanOptions(),
     source: Source = Source(),
@@ -88,6 +89,8 @@ def plan(
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
+        float32_matmul_precision: of products on GPUs, as torch names it; default: torch's setting
+            is left alone, and the price is that of ``highest``.
         rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
@@ -99,6 +102,8 @@ def plan(
             for example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message names the devices and the lacking bytes.
     """
+    check_recipe(autocast, "", float32_matmul_precision)
+    wanted = Recipe(autocast=autocast, float32_matmul_precision=float32_matmul_precision)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
@@ -107,6 +112,7 @@ def plan(
 
     def captured(recompute: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        graph = replace(graph, products=wanted.products)
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
     graph, recompute, chosen = choose_for_model(
@@ -122,9 +128,8 @@ def plan(
         source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction, recipe=Recipe(
-            batch=form_of(batch), autocast=autocast, recompute=recompute
-        ),
+        prediction=chosen.prediction,
+        recipe=replace(wanted, batch=form_of(batch), recompute=recompute),
         unruled=unruled(chosen.pair, chosen.cost),
     )  # fmt: skip
 
@@ -152,7 +157,7 @@ def plan_file(
     model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
+        autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
         rules=file.rules, options=options, progress=progress,
     )  # fmt: skip
 

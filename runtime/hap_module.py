@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hap import optim
 from hap.capture import torch_private
+from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given
 from hap.ir.plan import Plan
@@ -63,7 +65,10 @@ class HapModule(nn.Module):
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
-        self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
+        self._code = replace(
+            runnable(emit(plan, comm.rank, device, widen=widen), backend, device),
+            precision=plan.recipe.float32_matmul_precision,
+        )
         self._comms = along_axes(plan, comm)
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
@@ -103,7 +108,8 @@ class HapModule(nn.Module):
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
         self._ctx.training = self.training
-        loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        with matmul_precision(self._code.precision, self._device):
+            loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
                 for target, new in zip(self._code.buffers, buffers, strict=True):
@@ -307,6 +313,7 @@ class _Step(torch.autograd.Function):
         saved.append(grads[0])
         if not torch_private.keeps_graph():
             fn.kept = []
-        results = fn.code.backward(fn.rank_ctx, saved)
+        with matmul_precision(fn.code.precision, grads[0].device):
+            results = fn.code.backward(fn.rank_ctx, saved)
         places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)

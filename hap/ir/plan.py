@@ -23,7 +23,7 @@ from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plain_data import read_list, read_map
-from hap.ir.plan_checks import check_programs
+from hap.ir.plan_checks import check_precision, check_programs
 from hap.ir.prediction import (
     Alternative,
     Bound,
@@ -54,11 +54,19 @@ class Recipe:
         batch: the batch's form, see :mod:`hap.ir.batch`; ``None`` in plans of older versions.
         autocast: the dtype of automatic mixed precision in the forward, or nothing.
         recompute: the activations that the backward recomputes, see :mod:`hap.capture.recompute`.
+        float32_matmul_precision: torch's name of the precision of float32 products; without one,
+            a run leaves torch's setting alone.
     """
 
     batch: Form = None
     autocast: str = ""
     recompute: str = ""
+    float32_matmul_precision: str = ""
+
+    @property
+    def products(self) -> str:
+        """The precision by which products of float32 tensors are priced: see :class:`Graph`."""
+        return "tfloat32" if self.float32_matmul_precision in ("high", "medium") else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +378,8 @@ class Plan:
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
         p, kind = data["prediction"], data["optimizer"]
+        recipe = Recipe(**data.get("recipe", {}))
+        check_precision(recipe.float32_matmul_precision)
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
@@ -381,7 +391,7 @@ class Plan:
         )
         plan = Plan(
             source=Source(**data["source"]),
-            graph=graph,
+            graph=replace(graph, products=recipe.products),
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=Program.from_json(data["program"]),
@@ -389,7 +399,7 @@ class Plan:
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
-            recipe=Recipe(**data.get("recipe", {})),
+            recipe=recipe,
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
             inside=_unpack_inside(data["inside"]) if "inside" in data else None,
         )
