@@ -75,7 +75,7 @@ DISCUSSION = """
 - Peaks of small runs are predicted about 2 GB too small: the framework's own memory is nearer to 4.5 GB
   than to the 2 to 3 GB stated, as the peaks of one GPU group over the microbatch's size extrapolate. It
   is not corrected here, because the correction would be fitted to the runs.
-- GPT-NEO-N8_D2 peaks 25 % below its prediction; N16_D4 has the same stages and depth, and peaks 9 GB
+- GPT-NEO-N8_D2 is predicted 25 % too large; N16_D4 has the same stages and depth, and peaks 9 GB
   higher. The file does not say why.
 - Gradient synchronisation is predicted at the stated link's peak rate, and small or many-replica
   all-reduces reach a half to a fourth of it.
