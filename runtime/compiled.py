@@ -58,6 +58,8 @@ class Runnable:
     backward: Callable[[Context, list[Any]], Sequence[Tensor]]
     buffers: tuple[str, ...]
     gradient_of: tuple[int | None, ...]
+    precision: str = ""
+    """Of float32 products: see :func:`hap.capture.matmul_precision.matmul_precision`."""
 
 
 def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:

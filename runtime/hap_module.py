@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hap import optim
 from hap.capture import torch_private
+from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given
 from hap.ir.plan import Plan
@@ -68,7 +70,10 @@ class HapModule(nn.Module):
             )
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
         self._comms = along_axes(plan, comm)
-        self._code = _code(plan, comm, device, widen, backend)
+        self._code = replace(
+            _code(plan, comm, device, widen, backend),
+            precision=plan.recipe.float32_matmul_precision,
+        )
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
         self._same = {}  # every name of a tied tensor -> its first name
@@ -107,7 +112,8 @@ class HapModule(nn.Module):
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
         self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
-        loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        with matmul_precision(self._code.precision, self._device):
+            loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
                 for target, new in zip(self._code.buffers, buffers, strict=True):
@@ -315,6 +321,7 @@ class _Step(torch.autograd.Function):
         saved.append(grads[0])
         if not torch_private.keeps_graph():
             fn.kept = []
-        results = fn.code.backward(fn.rank_ctx, saved)
+        with matmul_precision(fn.code.precision, grads[0].device):
+            results = fn.code.backward(fn.rank_ctx, saved)
         places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)

@@ -191,6 +191,7 @@ def _answer(file: ModelFile, question: Question, options: PlanOptions) -> Answer
     try:
         plan = api.plan(
             model, batch, question.cluster, loss=file.loss, autocast=file.autocast,
+            float32_matmul_precision=file.float32_matmul_precision,
             optimizer=file.optimizer or default_optimizer, rules=file.rules, options=options,
         )  # fmt: skip
     except InfeasibleError as error:

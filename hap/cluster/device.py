@@ -17,6 +17,7 @@ from hap.errors import ClusterError
 # Substitutes for dtypes without a figure of their own. A GPU without bfloat16 units emulates
 # them in float32; integers and booleans run on the ordinary (non-tensor) units.
 _STAND_IN: Final[Mapping[str, str]] = {
+    "tfloat32": "float32",
     "bfloat16": "float32",
     "float16": "float32",
     "float8_e4m3fn": "float16",

@@ -16,7 +16,11 @@ from typing import Any, Final
 from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.work import ELEMENTWISE, PRODUCTS
 
-DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES: Final = (
+    "float64", "float32", "tfloat32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+"""Dtypes that have a rate. ``tfloat32``: products of float32 tensors at a lower precision, see
+:func:`torch.set_float32_matmul_precision`."""
 
 Number = float
 Value = float | Mapping[str, float]

@@ -147,6 +147,8 @@ class Graph:
 
     ``rules`` describes operators that the rule table lacks: see
     :mod:`hap.synthesizer.rules.textual_rules`. It is not part of the program, nor of its digest.
+    ``products``: the precision at which float32 matrices are multiplied, ``float32`` or ``tfloat32``.
+    It changes prices alone, and a plan file has it in its recipe.
     """
 
     inputs: tuple[Input, ...]
@@ -154,6 +156,7 @@ class Graph:
     outputs: tuple[Output, ...]
     tensors: Mapping[str, Tensor] = field(repr=False)
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    products: str = "float32"
 
     def __post_init__(self) -> None:
         self.check()
@@ -382,7 +385,10 @@ def renamed_in_backward(
         if node.name in graph.backward:
             node = reading(node, {name: other(name, nodes) for name in node.inputs})
         nodes.append(node)
-    return Graph(inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors)
+    return Graph(
+        inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors,
+        products=graph.products,
+    )  # fmt: skip
 
 
 def reading(

@@ -17,21 +17,14 @@ from typing import Any
 from hap.cluster.topology import Cluster, digest_of
 from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
+from hap.ir import plan_json
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
 from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
-from hap.ir.plan_checks import check_programs
-from hap.ir.plan_json import (
-    noted,
-    pack_inside,
-    pack_stages,
-    packed,
-    read_shares,
-    unpack_inside,
-    unpack_stages,
-)
+from hap.ir.plain_data import read_text
+from hap.ir.plan_checks import check_precision, check_programs
 from hap.ir.prediction import (
     Alternative,
     Bound,
@@ -64,11 +57,19 @@ class Recipe:
         batch: the batch's form, see :mod:`hap.ir.batch`; ``None`` in plans of older versions.
         autocast: the dtype of automatic mixed precision in the forward, or nothing.
         recompute: the activations that the backward recomputes, see :mod:`hap.capture.recompute`.
+        float32_matmul_precision: torch's name of the precision of float32 products; without one,
+            a run leaves torch's setting alone.
     """
 
     batch: Form = None
     autocast: str = ""
     recompute: str = ""
+    float32_matmul_precision: str = ""
+
+    @property
+    def products(self) -> str:
+        """The precision by which products of float32 tensors are priced: see :class:`Graph`."""
+        return "tfloat32" if self.float32_matmul_precision in ("high", "medium") else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +323,12 @@ class Plan:
         """Return plain data without default values, which older plans lack as well."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "source": packed(self.source),
+            "source": plan_json.packed(self.source),
             "graph_digest": self.graph.digest,
             "cluster_digest": self.cluster.digest,
-            "optimizer": packed(self.optimizer),
+            "optimizer": plan_json.packed(self.optimizer),
             "shares": {name: list(units) for name, units in self.shares.items()},
-            "prediction": packed(self.prediction),
+            "prediction": plan_json.packed(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
             "graph": self.graph.to_json(),
@@ -335,11 +336,11 @@ class Plan:
         optional = {
             "idle": list(self.idle),
             "left_out": list(self.left_out),
-            "recipe": packed(self.recipe),
-            "unruled": packed(self.unruled),
+            "recipe": plan_json.packed(self.recipe),
+            "unruled": plan_json.packed(self.unruled),
             "stopped": self.stopped,
-            "inside": pack_inside(self.inside) if self.inside else None,
-            "stages": pack_stages(self.stages) if self.stages else None,
+            "inside": plan_json.pack_inside(self.inside) if self.inside else None,
+            "stages": plan_json.pack_stages(self.stages) if self.stages else None,
         }
         return data | {key: value for key, value in optional.items() if value}
 
@@ -358,7 +359,7 @@ class Plan:
         where = str(path)
         infinite: list[str] = []
         try:
-            data = json.loads(Path(path).read_text(), parse_constant=noted(infinite))
+            data = json.loads(Path(path).read_text(), parse_constant=plan_json.noted(infinite))
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except OSError as error:
@@ -413,6 +414,8 @@ class Plan:
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
         p, kind = data["prediction"], data["optimizer"]
+        recipe = Recipe(**data.get("recipe", {}))
+        check_precision(recipe.float32_matmul_precision)
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
@@ -424,22 +427,20 @@ class Plan:
         )
         plan = Plan(
             source=Source(**data["source"]),
-            graph=graph,
+            graph=replace(graph, products=recipe.products),
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=Program.from_json(data["program"]),
-            shares=read_shares(data["shares"]),
+            shares=plan_json.read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
-            recipe=Recipe(**data.get("recipe", {})),
+            recipe=recipe,
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
-            inside=unpack_inside(data["inside"]) if "inside" in data else None,
-            stages=unpack_stages(data["stages"]) if "stages" in data else None,
-            stopped=data.get("stopped", ""),
+            inside=plan_json.unpack_inside(data["inside"]) if "inside" in data else None,
+            stages=plan_json.unpack_stages(data["stages"]) if "stages" in data else None,
+            stopped=read_text(data.get("stopped", ""), "`stopped`"),
         )
-        if not isinstance(plan.stopped, str):
-            raise PlanError("the plan's entry `stopped` is no text", hint="plan anew")
         check_entries(graph, cluster, prediction)
         check_programs(graph, plan.program, plan.shares, plan.inside, plan.stages, cluster)
         return plan

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.topology import Cluster
+from hap.cluster.work import PRECISIONS
+from hap.errors import PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, divide
@@ -98,3 +100,12 @@ def _check_units(
 def _whole(value: object) -> bool:
     """Is this a whole number, 0 or more?"""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_precision(name: object) -> None:
+    """Raise ``PlanError`` unless a plan's ``float32_matmul_precision`` is empty or known."""
+    if name and name not in PRECISIONS:
+        raise PlanError(
+            f"the plan's float32_matmul_precision is {name!r}",
+            hint=f"use one of {', '.join(PRECISIONS)}, or plan anew",
+        )

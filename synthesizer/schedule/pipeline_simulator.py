@@ -42,8 +42,13 @@ class PipelineTimes:
     end_s: tuple[float, ...]
 
 
-def simulate_pipeline(stages: Sequence[StageSeconds], microbatches: int) -> PipelineTimes:
+def simulate_pipeline(
+    stages: Sequence[StageSeconds], microbatches: int, *, blocking: bool = False
+) -> PipelineTimes:
     """Return the times of a step.
+
+    Args:
+        blocking: a transfer occupies its sender, as with synchronous sends.
 
     Raises:
         ValueError: the stages wait for each other: some stage has fewer microbatches in flight than
@@ -73,10 +78,12 @@ def simulate_pipeline(stages: Sequence[StageSeconds], microbatches: int) -> Pipe
                 if not turn.backward and k + 1 < count:
                     sending[k] = max(sending[k], free[k]) + stage.send_s
                     there[k + 1, turn] = sending[k]
+                    free[k] = sending[k] if blocking else free[k]
                 elif turn.backward and k:
                     before = stages[k - 1]
                     returning[k - 1] = max(returning[k - 1], free[k]) + before.return_s
                     there[k - 1, turn] = returning[k - 1]
+                    free[k] = returning[k - 1] if blocking else free[k]
         if not moved:
             raise ValueError("the stages wait for each other")
     ends = tuple(f + s.after_s for f, s in zip(free, stages, strict=True))
