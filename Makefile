@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-fast lint types bench-quick clean
+.PHONY: demo test test-fast lint types docs bench-quick clean
 
 demo: $(VENV)/.ready ## Plan a real model for four unlike devices and train it beside DDP.
 	$(BIN)/python -m benchmarks.demo
@@ -22,6 +22,9 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready ## Build the docs as a site; a broken link is an error.
+	$(BIN)/mkdocs build --strict
 
 bench-quick: $(VENV)/.ready ## Do the benchmarks run at all? Small sizes, no figures to trust.
 	$(BIN)/python -m benchmarks.plan_time --quick

@@ -58,6 +58,8 @@ KEPT = HERE / "data" / "race.jsonl"
 MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
 CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
 QUICK_MODELS, QUICK_CLUSTERS = ("vgg19", "bert", "wide_mlp"), ("4411",)
+STAGED = PLAN + "with stages"
+
 MEASURED = ("quick", "rounds", "warm_up", "budget", "sit_out", "cores", "size", "trust_cluster")
 """Options that affect the measurements of a cell."""
 TOLERANCE = 1e-4
@@ -142,6 +144,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sit-out", type=float, default=4.0,
         help="times the fastest, above which a contender takes no further rounds once one is counted",
     )  # fmt: skip
+    parser.add_argument("--stages", action="store_true", help="also race our plan with stages")
     parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
     parser.add_argument("--size", default="race", help="function of the model files")
     parser.add_argument(
@@ -311,6 +314,8 @@ def _plans(
     }
     if OURS in options.contenders:
         makers[OURS] = lambda: plans.ours(spec, measured)
+    if options.stages:
+        makers[STAGED] = lambda: plans.ours(spec, measured, stages=True)
     found, void = {}, {}
     for name, make in makers.items():
         told(f"planning {name}")

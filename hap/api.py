@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 from hap.capture import torch_private
+from hap.capture.fake_batch import fake_batch
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
-from hap.capture.tracing import Loss, capture
+from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
 from hap.errors import InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.ir.axes import Shares
-from hap.ir.batch import Batch, call, flatten, form_of, rebuild
+from hap.ir.batch import Batch, call, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
@@ -70,6 +71,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = default_optimizer,
     autocast: str = "",
+    float32_matmul_precision: str = "",
     rules: Mapping[str, Sequence[str]] | None = None,
     options: PlanOptions = PlanOptions(),
     source: Source = Source(),
@@ -88,6 +90,8 @@ def plan(
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: ``bfloat16`` or ``float16``: the forward and the loss run in automatic mixed
             precision.
+        float32_matmul_precision: of products on GPUs, as torch names it; default: torch's setting
+            is left alone, and the price is that of ``highest``.
         rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
@@ -98,7 +102,11 @@ def plan(
         UnsupportedOpError: an operator has no rule, and none can be found: it draws random numbers,
             for example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message names the devices and the lacking bytes.
+        PlanningStopped: raised by the caller's ``progress``, or by a signal, before there was a plan.
+            Later the plan is the best one so far, and its ``stopped`` has the message.
     """
+    check_recipe(autocast, "", float32_matmul_precision)
+    wanted = Recipe(autocast=autocast, float32_matmul_precision=float32_matmul_precision)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
@@ -107,30 +115,34 @@ def plan(
 
     def captured(recompute: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        graph = replace(graph, products=wanted.products)
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
     graph, recompute, chosen = choose_for_model(
         captured, WAYS, cluster, kind.states, options, progress
     )
     program, shares, inside = _programs(chosen)
-    kept = chosen.cluster
+    kept, staged = chosen.cluster, chosen.pipeline
     idle = tuple(
         r for r in range(kept.world_size)
-        if not inside and shares and not any(units[r] for units in shares.values())
+        if not inside and not staged and shares and not any(u[r] for u in shares.values())
     )  # fmt: skip
     return Plan(
         source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
+        stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
-        prediction=chosen.prediction, recipe=Recipe(
-            batch=form_of(batch), autocast=autocast, recompute=recompute
-        ),
-        unruled=unruled(chosen.pair, chosen.cost),
+        prediction=chosen.prediction,
+        recipe=replace(wanted, batch=form_of(batch), recompute=recompute),
+        unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:
-    """Return the program and its shares (on two mesh axes, between machines), and the inside."""
+    """Return the program and its shares (between machines, or over time), and the inside."""
+    if chosen.pipeline is not None:
+        time, parts = chosen.pipeline.over_time, chosen.pipeline.microbatches
+        return time.program, time.shares(parts) or {}, None
     program = chosen.pair.timeline.program
     shares = {name: chosen.pair.shares[name] for name in program.used_axes()}
     if chosen.between is None:
@@ -152,7 +164,7 @@ def plan_file(
     model, batch = build_without_data(file, progress)
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        autocast=file.autocast, source=Source(path=str(file.path), function=file.function),
+        autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
         rules=file.rules, options=options, progress=progress,
     )  # fmt: skip
 
@@ -229,24 +241,6 @@ def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | Non
     return capture(
         model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
     )
-
-
-def fake_batch(plan: Plan) -> Batch:
-    """Return a batch without data, with the shapes and the form of a plan's batch."""
-    with torch_private.fake_mode():
-        entries = {
-            i.target: torch.empty(
-                plan.graph.tensors[i.tensor].shape,
-                dtype=getattr(torch, plan.graph.tensors[i.tensor].dtype),
-            )
-            for i in plan.graph.role("input")
-        }
-    if plan.recipe.batch is not None:
-        return rebuild(plan.recipe.batch, entries)
-    if "*" in entries:
-        return entries["*"]
-    positional = all(name.isdigit() for name in entries)
-    return tuple(entries.values()) if positional else entries
 
 
 def verify(

@@ -63,12 +63,25 @@ class InfeasibleError(HapError):
     exit_code = 3
 
 
+class UnfinishedError(HapError):
+    """Planning was stopped: by default before it had a plan that fits the memory."""
+
+    exit_code = 5
+
+
 class TooEntangledError(HapError):
     """The exact search would need too large a table for this graph's space of programs."""
 
 
 class VerifyError(HapError):
     """The distributed program and one device compute different results."""
+
+
+class PlanningStopped(BaseException):
+    """A time limit or Ctrl-C stops the search; the message says which of them.
+
+    Raised anywhere in the main thread, so no handler of ``Exception`` may catch it.
+    """
 
 
 class Terminated(SystemExit):

@@ -23,6 +23,9 @@ def check_rows(plan: Plan) -> None:
     _check(plan.graph, plan.program)
     if plan.inside is not None:
         _check(*plan.whole)
+    if plan.stages is not None:
+        for graph, stage in zip(plan.cut[0], plan.stages.stages, strict=True):
+            _check(graph, stage.program)
 
 
 def _check(graph: Graph, program: Program) -> None:

@@ -20,6 +20,7 @@ from torch.optim.sgd import sgd
 
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
+from hap.capture.matmul_precision import matmul_precision
 from hap.cluster.work import Work
 
 aten = torch.ops.aten
@@ -81,6 +82,8 @@ def probes(device: torch.device) -> list[Probe]:
     found += [*_convolutions("float32"), *_attention("float32"), *_launch(device)]
     # Half precision only on devices with special units for it.
     dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        dtypes.append("tfloat32")
     for dtype in dtypes:
         found += list(_products(dtype))
     return found
@@ -92,7 +95,13 @@ def product_probe(device: torch.device) -> Probe:
 
 
 def _nbytes(dtype: str, *counts: int) -> float:
-    return float(sum(counts) * getattr(torch, dtype).itemsize)
+    return float(sum(counts) * _torch_dtype(dtype).itemsize)
+
+
+def _torch_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype of the tensors; ``tfloat32`` is a precision of float32 products."""
+    found: torch.dtype = getattr(torch, "float32" if dtype == "tfloat32" else dtype)
+    return found
 
 
 def _products(dtype: str) -> Iterator[Probe]:
@@ -101,7 +110,8 @@ def _products(dtype: str) -> Iterator[Probe]:
     The three have different layouts, but the same arithmetic and traffic. Thin layers (few rows,
     small width, a large vocabulary) have more traffic per flop.
     """
-    of = getattr(torch, dtype)
+    of = _torch_dtype(dtype)
+    precision = "high" if dtype == "tfloat32" else "highest"
     layers = [
         (512, 512, 512), (64, 512, 8192), (64, 1024, 1024), (1024, 256, 1024), (2048, 128, 128),
     ]  # fmt: skip
@@ -115,9 +125,10 @@ def _products(dtype: str) -> Iterator[Probe]:
                     arena.cut(*shape, dtype=of)
                     for shape in ((rows, width), (out, width), (rows, out))
                 )
-                torch.mm(x, weight.t())
-                torch.mm(grad, weight)
-                torch.mm(grad.t(), x)
+                with matmul_precision(precision, x.device):
+                    torch.mm(x, weight.t())
+                    torch.mm(grad, weight)
+                    torch.mm(grad.t(), x)
 
             return call
 

@@ -19,6 +19,9 @@ from hap.runtime import messages
 
 Sizes = Sequence[int]
 
+Waiting = Callable[[], object]
+"""Waits until a message has left or arrived."""
+
 
 class Comm(ABC):
     """One rank's communicator. All ranks call the collectives in the same order."""
@@ -60,6 +63,17 @@ class Comm(ABC):
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
         """Return this rank's shard along dim ``dst``; ``x`` is its shard along dim ``src``."""
+
+    @abstractmethod
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        """Start to send a contiguous tensor, which must not change before the wait returns.
+
+        Messages between two ranks arrive in the order in which they are sent.
+        """
+
+    @abstractmethod
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        """Start to receive a tensor of the shape of ``into``, which is contiguous."""
 
     @abstractmethod
     def agree(self, text: str) -> bool:
@@ -202,6 +216,12 @@ class ProcessGroupComm(Comm):
         parts = received.split(counts)
         return torch.cat([p.view(s) for p, s in zip(parts, shapes, strict=True)], dim=src)
 
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        return messages.send(x, rank, self._group).wait
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        return messages.receive(into, rank, self._group).wait
+
     def agree(self, text: str) -> bool:
         texts: list[str | None] = [None] * self.world_size
         dist.all_gather_object(texts, text, group=self._group)
@@ -238,6 +258,12 @@ class LocalComm(Comm):
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
         return x
+
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        raise ValueError("a world of one rank has nobody to send to")
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        raise ValueError("a world of one rank has nobody to receive from")
 
     def agree(self, text: str) -> bool:
         return True

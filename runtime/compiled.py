@@ -58,23 +58,29 @@ class Runnable:
     backward: Callable[[Context, list[Any]], Sequence[Tensor]]
     buffers: tuple[str, ...]
     gradient_of: tuple[int | None, ...]
+    precision: str = ""
+    """Of float32 products: see :func:`hap.capture.matmul_precision.matmul_precision`."""
 
 
 def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
     """Return an emitted rank's functions for a backend; the two graphs are modified."""
     library = Library()
-
-    def function(module: fx.GraphModule) -> Callable[[Context, list[Any]], Sequence[Tensor]]:
-        if backend == "inductor":
-            return Staged(module, library, device)
-        module.graph.set_codegen(torch_private.BoxedCode())
-        module.recompile()
-        return module.forward
-
     return Runnable(
-        forward=function(emitted.forward), backward=function(emitted.backward),
+        forward=executable(emitted.forward, backend, device, library),
+        backward=executable(emitted.backward, backend, device, library),
         buffers=emitted.buffers, gradient_of=emitted.gradient_of,
     )  # fmt: skip
+
+
+def executable(
+    module: fx.GraphModule, backend: str, device: torch.device, library: Library
+) -> Callable[[Context, list[Any]], Sequence[Tensor]]:
+    """Return a graph's function ``(ctx, arguments)``, which empties the list; modifies the graph."""
+    if backend == "inductor":
+        return Staged(module, library, device)
+    module.graph.set_codegen(torch_private.BoxedCode())
+    module.recompile()
+    return module.forward
 
 
 class Library:

@@ -33,10 +33,14 @@ class Context:
         self.step = 0
         self.training = True
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
+        self.microbatch: int | None = None
+        """The microbatch that runs, in a pipeline."""
+        self.wanted = True
+        """Whether the step's gradients are wanted; a pipeline computes them with the loss."""
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
         self.drawn: dict[str, Tensor] | None = None
-        """If not ``None``, collects a copy of all random numbers, by ``step/operator``."""
+        """If not ``None``, collects a copy of all random numbers, by ``step/operator``, and ``/microbatch`` in a pipeline."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -110,7 +114,8 @@ class Context:
 
     def _noted(self, site: str, x: Tensor) -> Tensor:
         if self.drawn is not None:
-            self.drawn[f"{self.step}/{site}"] = x.detach().to("cpu", copy=True)
+            part = "" if self.microbatch is None else f"/{self.microbatch}"
+            self.drawn[f"{self.step}/{site}{part}"] = x.detach().to("cpu", copy=True)
         return x
 
     def _generator(self, device: torch.device, site: str, place: int | str) -> torch.Generator:

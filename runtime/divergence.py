@@ -27,7 +27,12 @@ from hap.runtime.two_level_comm import along_axes
 def first_difference(
     plan: Plan, model: nn.Module, batch: Batch, *, widen: bool, tolerance: float
 ) -> str | None:
-    """Return the first value in program order that differs when recombined, or ``None``."""
+    """Return the first value in program order that differs when recombined, or ``None``.
+
+    ``None`` for a plan with stages, whose ranks run different programs.
+    """
+    if plan.stages is not None:
+        return None
     whole = _inputs(plan.graph, model, batch)
     names = [i.tensor for i in plan.graph.inputs]
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from hap.capture import torch_private
 from hap.ir.graph import Graph, Node
 from hap.ir.graph_builder import RANDOM
+from hap.ir.mesh import origin
 from hap.ir.plan import Plan
-from hap.ir.program import Compute, Value
-from hap.runtime.shards import recombined
+from hap.ir.program import Compute, Program, Value
+from hap.runtime.shards import recombined, recombined_values
 
 DROPOUT = "aten.native_dropout.default"
 
@@ -48,12 +49,9 @@ class Draw:
 
 def joined(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[Draw]]:
     """Return the whole random tensors of each step, in the order of the forward."""
-    graph, program = plan.whole
-    made: dict[str, Value] = {}
-    for step in program.instructions:
-        if isinstance(step, Compute) and graph.by_name[step.node].op in RANDOM:
-            placed = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
-            made[step.node] = next(Value(t, p) for t, p in placed if t is not None and p)
+    if plan.stages is not None:
+        return _joined_stages(plan, ranks, steps)
+    made = _drawn_values(*plan.whole)
     found = []
     for number in range(steps):
         drawn = []
@@ -64,6 +62,66 @@ def joined(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[Draw]]:
                 drawn.append(Draw(node, tuple(whole)))
         found.append(drawn)
     return found
+
+
+def _drawn_values(graph: Graph, program: Program) -> dict[str, Value]:
+    """Return the random value of each operator that draws one."""
+    made: dict[str, Value] = {}
+    for step in program.instructions:
+        if isinstance(step, Compute) and graph.by_name[step.node].op in RANDOM:
+            placed = zip(graph.by_name[step.node].outputs, step.outs, strict=True)
+            made[step.node] = next(Value(t, p) for t, p in placed if t is not None and p)
+    return made
+
+
+def _joined_stages(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[Draw]]:
+    """:func:`joined` for a pipeline: inside each stage first, then over the microbatches."""
+    assert plan.stages is not None
+    made = [
+        _drawn_values(graph, stage.program)
+        for graph, stage in zip(plan.cut[0], plan.stages.stages, strict=True)
+    ]
+    found = []
+    for number in range(steps):
+        drawn = []
+        for node in draws(plan.graph):
+            wholes: list[Tensor] = []
+            for at, stage in enumerate(plan.stages.stages):
+                value = made[at].get(node.name)
+                if value is None:
+                    continue
+                parts = [
+                    _in_stage(plan, at, value, [
+                        ranks[r].get(f"{number}/{node.name}/{part}") for r in stage.ranks
+                    ])
+                    for part in range(plan.microbatches)
+                ]  # fmt: skip
+                if all(parts):
+                    over_time = origin(value.tensor).placement
+                    wholes += [
+                        torch.cat(column, over_time.dim) if over_time.sharded else column[0]
+                        for column in zip(*parts, strict=True)
+                    ]
+            if wholes:
+                drawn.append(Draw(node, tuple(wholes)))
+        found.append(drawn)
+    return found
+
+
+def _in_stage(plan: Plan, at: int, value: Value, parts: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the numbers of one microbatch, once per replica; empty if the stage draws none."""
+    assert plan.stages is not None
+    graph, stage = plan.cut[0][at], plan.stages.stages[at]
+    drawn = [part for part in parts if part is not None]
+    if not drawn:
+        return []
+    filled = []
+    for place, part in enumerate(parts):
+        shape = stage.program.local_shape(graph, value, stage.shares, place)
+        if part is None and 0 not in shape:
+            raise UnlikeDrawsError(f"rank {stage.ranks[place]} does not draw its part of {value}")
+        filled.append(torch.empty(shape, dtype=drawn[0].dtype) if part is None else part)
+    return recombined_values(value, filled)
 
 
 def _filled(plan: Plan, value: Value, parts: Sequence[Tensor | None]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,16 +80,18 @@ class Emitter:
         results = [Value(o.tensor, p) for o, p in ends if o.role == "loss"]
         results += [Value(o.tensor, p) for o, p in ends if o.role == "buffer"]
         gradients = [Value(o.tensor, p) for o, p in ends if o.role == "gradient"]
-        start = {Value(t, program.inputs[t]) for t in inputs}
-        made = start | {v for s in forward for v in self._made(s)}
+        made = {Value(t, program.inputs[t]) for t in inputs}
+        made |= {v for s in forward for v in self._made(s)}
         later = [v for s in backward for v in self._used(s)] + gradients
         saved = tuple(v for v in dict.fromkeys(later) if v in made)
         given = [Value(tangent, program.inputs[tangent])] if tangent else []
+        sides = [s.backward for s in program.instructions]
+        before = [k for k, late in enumerate(sides) if not late]
+        after = [k for k, late in enumerate(sides) if late]
+        start = [Value(t, program.inputs[t]) for t in inputs]
         return Emitted(
-            forward=self._module(
-                [Value(t, program.inputs[t]) for t in inputs], [*results, *saved], backward=False
-            ),
-            backward=self._module([*saved, *given], gradients, backward=True),
+            forward=self.segment(before, start, [*results, *saved], "Forward"),
+            backward=self.segment(after, [*saved, *given], gradients, "Backward"),
             inputs=inputs,
             buffers=tuple(o.target for o, _ in ends if o.role == "buffer"),
             saved=saved,
@@ -115,16 +117,23 @@ class Emitter:
     def _node(self, step: Compute) -> Node:
         return self.graph.by_name[step.node]
 
-    def _module(
-        self, given: list[Value], results: list[Value], *, backward: bool
+    def segment(
+        self, numbers: Collection[int], given: Iterable[Value], results: Iterable[Value], name: str
     ) -> fx.GraphModule:
+        """Return a graph of some of the program's instructions: ``(ctx, *given) -> results``.
+
+        Args:
+            numbers: of the instructions, in the program's order.
+        """
         out = fx.Graph()
         ctx = out.placeholder("ctx")
         env = Values(out, ctx)
         for value in given:
             env.take(value)
-        for group in self.program.groups(self.graph):
-            if group[0].backward is not backward:
+        chosen = frozenset(numbers)
+        for first, end in self.program.bounds(self.graph):
+            group = [self.program.instructions[k] for k in range(first, end) if k in chosen]
+            if not group:
                 continue
             step = group[0]
             if self.alone and isinstance(step, Convert):
@@ -143,7 +152,7 @@ class Emitter:
         out.output(tuple(env[value] for value in results))
         set_apart(out)
         out.lint()
-        return fx.GraphModule(torch.nn.Module(), out, "Backward" if backward else "Forward")
+        return fx.GraphModule(torch.nn.Module(), out, name)
 
     def single(self, step: Compute) -> fx.Graph:
         """Return the graph of one operator: ``(ctx, *inputs) -> outputs``."""

@@ -6,6 +6,7 @@ processes or a network.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hap.runtime.collectives import Comm, Sizes, part_of
+from hap.runtime.collectives import Comm, Sizes, Waiting, part_of
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ class EmulatedWorld:
         self.barrier = threading.Barrier(size)
         self.slots: list[Any] = [None] * size
         self._children: list[EmulatedWorld] = []
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
 
     def child(self, size: int) -> EmulatedWorld:
         """Return a world of some of the ranks; it is aborted with this one."""
@@ -38,6 +40,19 @@ class EmulatedWorld:
         self.barrier.abort()
         for world in self._children:
             world.abort()
+
+    def mail(self, src: int, dst: int) -> queue.SimpleQueue[Tensor]:
+        """Return the queue of messages from one rank to another."""
+        return self._mail.setdefault((src, dst), queue.SimpleQueue())
+
+    def taken(self, src: int, dst: int) -> Tensor:
+        """Wait for the next message; raises ``BrokenBarrierError`` if a rank failed."""
+        while True:
+            try:
+                return self.mail(src, dst).get(timeout=0.1)
+            except queue.Empty:
+                if self.barrier.broken:
+                    raise threading.BrokenBarrierError from None
 
     def exchange(self, rank: int, item: Any, combine: Callable[[list[Any]], T]) -> T:
         """Collect an item of every rank, and return ``combine`` of all items.
@@ -80,6 +95,13 @@ class EmulatedComm(Comm):
     ) -> Tensor:
         whole = self.all_gather(x, src, src_sizes, how)
         return whole.narrow(dst, sum(dst_sizes[: self.rank]), dst_sizes[self.rank])
+
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        self._world.mail(self.rank, rank).put(x.clone())
+        return lambda: None
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        return lambda: into.copy_(self._world.taken(rank, self.rank))
 
     def agree(self, text: str) -> bool:
         return self._world.exchange(self.rank, text, lambda texts: len(set(texts)) == 1)

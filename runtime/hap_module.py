@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hap import optim
 from hap.capture import torch_private
+from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given
 from hap.ir.plan import Plan
@@ -19,6 +21,7 @@ from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
+from hap.runtime.pipeline.runner import pipeline
 from hap.runtime.shards import cut, gather
 from hap.runtime.two_level_comm import along_axes
 
@@ -58,13 +61,19 @@ class HapModule(nn.Module):
         if plan.inside:
             inner = plan.inside
             digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
+        for stage in plan.stages.stages if plan.stages else ():
+            digest += f"/{stage.ranks}/{stage.in_flight}/{stage.program.schedule_digest}"
+            digest += f"/{sorted(stage.shares.items())}"
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
-        self._code = runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
         self._comms = along_axes(plan, comm)
+        self._code = replace(
+            _code(plan, comm, device, widen, backend),
+            precision=plan.recipe.float32_matmul_precision,
+        )
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
         self._same = {}  # every name of a tied tensor -> its first name
@@ -102,8 +111,9 @@ class HapModule(nn.Module):
         for role, target, tensor in self._order:
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
-        self._ctx.training = self.training
-        loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
+        with matmul_precision(self._code.precision, self._device):
+            loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
                 for target, new in zip(self._code.buffers, buffers, strict=True):
@@ -211,10 +221,8 @@ class HapModule(nn.Module):
     def _copies(self, name: str) -> int:
         """Number of ranks, this one included, that hold the same elements of a parameter."""
         tensor = self._inputs.get(name)
-        copies = self._comm.world_size
-        for level in self._plan.levels(tensor, self._comm.rank) if tensor else ():
-            copies //= len(level.sizes) if level else 1
-        return copies
+        world, rank = self._comm.world_size, self._comm.rank
+        return self._plan.copies(tensor, rank) if tensor else world
 
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient; replicated elements count once."""
@@ -258,6 +266,12 @@ class GradScaler(torch_private.AgreeingGradScaler):
     def agreed(self, found: Tensor) -> Tensor:
         """Return the sum over all ranks of ``found``, which is 0 or 1 on each."""
         return self._comm.all_reduce(found, "one shot")
+
+
+def _code(plan: Plan, comm: Comm, device: torch.device, widen: bool, backend: str) -> Runnable:
+    if plan.stages:
+        return pipeline(plan, comm, device, widen=widen, backend=backend)
+    return runnable(emit(plan, comm.rank, device, widen=widen), backend, device)
 
 
 def emit(plan: Plan, rank: int, device: torch.device, *, widen: bool = False) -> Emitted:
@@ -307,6 +321,7 @@ class _Step(torch.autograd.Function):
         saved.append(grads[0])
         if not torch_private.keeps_graph():
             fn.kept = []
-        results = fn.code.backward(fn.rank_ctx, saved)
+        with matmul_precision(fn.code.precision, grads[0].device):
+            results = fn.code.backward(fn.rank_ctx, saved)
         places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)

@@ -64,8 +64,8 @@ def _all_at_once(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group)
     """Send a tensor to each rank, receive one from each. Both ends skip an empty tensor."""
     n, me = len(gives), dist.get_rank(group)
     others = [(me + step) % n for step in range(1, n)]
-    works = [_receive(takes[rank], rank, group) for rank in others[::-1] if takes[rank].numel()]
-    works += [_send(gives[rank], rank, group) for rank in others if gives[rank].numel()]
+    works = [receive(takes[rank], rank, group) for rank in others[::-1] if takes[rank].numel()]
+    works += [send(gives[rank], rank, group) for rank in others if gives[rank].numel()]
     takes[me].copy_(gives[me])
     for work in works:
         work.wait()
@@ -78,10 +78,10 @@ def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
     """
     n, me = len(terms), dist.get_rank(group)
     sums = [torch.empty_like(out) for _ in range(n - 1)]
-    coming = [_receive(each, (me - 1) % n, group) for each in sums]
+    coming = [receive(each, (me - 1) % n, group) for each in sums]
     gone, mine = [], terms[me - 1]
     for step in range(n - 1):
-        gone.append(_send(mine, (me + 1) % n, group))
+        gone.append(send(mine, (me + 1) % n, group))
         coming[step].wait()
         mine = sums[step].add_(terms[me - 2 - step])
     out.copy_(mine)
@@ -89,13 +89,15 @@ def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
         work.wait()
 
 
-def _receive(into: Tensor, rank: int, group: Group) -> dist.Work:
+def receive(into: Tensor, rank: int, group: Group) -> dist.Work:
+    """Start to receive into a contiguous tensor from a rank of the group."""
     work = dist.irecv(into, group=group, group_src=rank)
     assert work is not None  # it is None only outside of the group
     return work
 
 
-def _send(tensor: Tensor, rank: int, group: Group) -> dist.Work:
+def send(tensor: Tensor, rank: int, group: Group) -> dist.Work:
+    """Start to send a contiguous tensor to a rank of the group."""
     work = dist.isend(tensor, group=group, group_dst=rank)
     assert work is not None
     return work

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hap.ir.hierarchical import cheaper, even, exists, regular
 from hap.ir.plan import Plan
-from hap.runtime.collectives import Comm, Sizes
+from hap.runtime.collectives import Comm, Sizes, Waiting
 
 NAME = "hierarchical"
 
@@ -144,6 +144,12 @@ class TwoLevelComm(Comm):
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         return self._flat.subgroup(parts)
 
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        return self._flat.send(x, rank)
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        return self._flat.receive(into, rank)
+
     def _own(self, sizes: Sizes) -> list[int]:
         """Return the entries of this machine's ranks."""
         start = self._starts[self.machine]
@@ -169,7 +175,9 @@ def on_machines(comm: Comm, counts: Sequence[int]) -> Comm:
 
 
 def along_axes(plan: Plan, comm: Comm) -> tuple[Comm, ...]:
-    """Return this rank's communicator along each mesh axis: all ranks, or between and inside."""
+    """Return this rank's communicators: all ranks; between machines and inside; all and its stage."""
+    if plan.stages:
+        return comm, comm.subgroup([stage.ranks for stage in plan.stages.stages])
     if plan.mesh:
         return comm.subgroup(plan.mesh.columns), comm.subgroup(plan.mesh.machines)
     return (on_machines(comm, plan.cluster.counts),)

@@ -27,6 +27,8 @@ class PlanOptions:
         pins: placements that the program must have, such as ``layers.3.weight=S0``; see
             :mod:`hap.synthesizer.pins`. The plan then has one mesh axis.
         keep: names of devices that must not be left out.
+        stages: also search pipelines of stages, in microbatches, and take one that is predicted to be
+            faster; see :mod:`hap.synthesizer.stages`.
 
     Raises:
         InputError: the engine is unknown.
@@ -42,6 +44,7 @@ class PlanOptions:
     strict_rules: bool = False
     pins: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    stages: bool = False
 
     def __post_init__(self) -> None:
         engine_named(self.engine)

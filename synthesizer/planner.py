@@ -6,19 +6,19 @@ The order: one mesh axis, baselines, fewer devices, two mesh axes, lower bounds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, TooEntangledError
+from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Prediction
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
-from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import (
@@ -34,6 +34,8 @@ from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch,
 from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
+from hap.synthesizer.stages.stage_prediction import predict_pipeline
+from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.units import format_bytes
@@ -46,15 +48,18 @@ class PlannedPair:
     """The best pair.
 
     ``pair`` is over ``cluster``, the given one without the ranks ``left`` out. With a program
-    ``between`` machines ``pair`` is the one inside, and ``cost`` prices it.
+    ``between`` machines ``pair`` is the one inside, and ``cost`` prices it. A ``pipeline`` replaces
+    ``pair``. ``stopped`` says what ended the search early; such a pair has no lower bounds.
     """
 
     cluster: Cluster
     left: Ranks
     pair: Candidate
     between: Between | None
+    pipeline: Pipeline | None = None
     cost: CostModel
     prediction: Prediction
+    stopped: str = ""
 
 
 def choose_for_model(
@@ -120,24 +125,64 @@ def choose(
     Raises:
         InputError: two mesh axes are asked for where there can't be.
         InfeasibleError: nothing fits; the message says which device lacks how much.
+        PlanningStopped: the search was stopped before it had a pair that fits.
     """
-    engine, graph = engine_named(options.engine), space.graph
+    engine = engine_named(options.engine)
     if options.mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
             hint="plan over one axis",
         )
+    if options.pins and options.stages:
+        raise InputError("pins are for plans without stages", hint="leave out --stages or --pin")
     if options.pins and options.mesh:
         raise InputError("pins are for one mesh axis", hint="leave out --mesh or --pin")
-    allowed = pinned(space, read_pins(graph, options.pins)) if options.pins else None
+    allowed = pinned(space, read_pins(space.graph, options.pins)) if options.pins else None
     synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
+    known: list[Selection] = []
+    try:
+        return _searched(synthesizer, optimizer_states, options, progress, known)
+    except PlanningStopped as stop:
+        if options.mesh or not (known or synthesizer.found):
+            raise
+        return _so_far(synthesizer, known, stop)
+
+
+def _so_far(
+    synthesizer: Synthesizer, known: Sequence[Selection], stop: PlanningStopped
+) -> PlannedPair:
+    """The best pair of a search that was stopped, without baselines and bounds."""
+    if not known:
+        known = [Selection(synthesizer=synthesizer, pair=fastest(synthesizer.found))]
+    chosen = min(known, key=lambda s: s.pair.merit)
+    if not chosen.pair.fits:
+        raise stop
+    cost = chosen.synthesizer.cost(chosen.pair)
+    return PlannedPair(
+        cluster=chosen.synthesizer.cluster, left=chosen.left, pair=chosen.pair, between=None,
+        cost=cost, prediction=predict(cost.graph, chosen.pair, cost, ()), stopped=str(stop),
+    )  # fmt: skip
+
+
+def _searched(
+    synthesizer: Synthesizer, optimizer_states: int, options: PlanOptions, progress: Progress,
+    known: list[Selection],
+) -> PlannedPair:  # fmt: skip
+    """The best pair of the whole search.
+
+    Args:
+        known: gets the pairs that a search which is stopped may return.
+    """
+    space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress)
+    known.append(Selection(synthesizer=synthesizer, pair=best))
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
-    known = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
-    best = min([best, *known], key=lambda c: c.merit)
+    others = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
+    best = min([best, *others], key=lambda c: c.merit)
+    known.append(Selection(synthesizer=synthesizer, pair=best))
     selections = _fewer_devices(synthesizer, best)
     left: Ranks = ()
     if not options.all_devices and not options.mesh:
@@ -146,11 +191,25 @@ def choose(
         judged = [] if options.pins else list(selections.values())  # on one device all is whole
         chosen = select_devices(synthesizer, best, judged, progress, keep)
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
+        known[:] = [chosen]
         if left:
             beside = {"all devices": on_all, **beside}
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
-    if two := _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress):
+    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress)
+    fastest_pair = two.pair if two else best
+    if options.stages and (
+        staged := _in_stages(
+            synthesizer, cluster, optimizer_states, options, fastest_pair, progress
+        )
+    ):
+        shown = {"without stages": best, **beside}
+        rows = alternatives(graph, shown, fewer, notes)
+        return PlannedPair(
+            cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
+            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows),
+        )  # fmt: skip
+    if two:
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
         rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
@@ -168,6 +227,23 @@ def choose(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
+
+
+def _in_stages(
+    synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
+    best: Candidate, progress: Progress,
+) -> Pipeline | None:  # fmt: skip
+    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    progress("searching pipeline stages")
+    limit_s = best.timeline.step_s if best.fits else float("inf")
+    everyone = range(cluster.world_size)
+    keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
+    try:
+        search = StageSearch(synthesizer.space, cluster, optimizer_states)
+        return search.best(limit_s, keep, progress)
+    except HapError as error:
+        progress(f"no pipeline: {error.what}")
+        return None
 
 
 def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:

@@ -91,6 +91,7 @@ class Synthesizer:
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
 
+    ``found`` has the pairs of :meth:`best` while it runs.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
 
@@ -102,6 +103,7 @@ class Synthesizer:
         self.machine = Machine(cluster)
         self._states = optimizer_states
         self._engine, self.gap, self.exponent = engine, 0.0, exponent
+        self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
@@ -131,7 +133,7 @@ class Synthesizer:
         Raises:
             HapError: the allowed placements admit no program, or the engine finds none.
         """
-        found: list[Candidate] = []
+        self.found = found = []
 
         def alternate(shares: Shares, name: str) -> None:
             for round_ in range(ROUNDS):
@@ -170,6 +172,7 @@ class Synthesizer:
             found += under
             better = fastest(under)
             found.append(self.judge(better.program, self.balance(better)))
+        self.found = []
         return fastest(found)
 
     def _undivided(self, shares: Shares) -> Candidate:

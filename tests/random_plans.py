@@ -160,12 +160,33 @@ def random_plan(
     """
     cluster = cluster or two_machines(world)
     rng = random.Random(f"{world}/{seed}")
-    space = case.space
+    program, used = random_program(case.space, cluster, rng, least)
+    program = random_order(case.space, program, used, cluster, rng)
+    return Plan(
+        source=Source(),
+        graph=case.graph,
+        cluster=cluster,
+        optimizer=OptimizerKind(name="AdamW", states=2),
+        program=program,
+        shares=used,
+        idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),
+        prediction=Prediction(
+            step_s=0.0, communicate_s=0.0, hidden_s=0.0, ranks=(), collectives=(), alternatives=()
+        ),
+    )
+
+
+def random_program(
+    space: Space, cluster: Cluster, rng: random.Random, least: int = 0
+) -> tuple[Program, dict[str, tuple[int, ...]]]:
+    """Return a random valid program of a space, and random shares of the axes that it uses."""
+    world = cluster.world_size
     shares = {
         name: random_shares(axis.units, world, rng, least) for name, axis in space.axes.axes.items()
     }
     # Inputs are drawn separately: no price would ask for a sharded one.
-    given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in space.graph.role("input")}
+    drawn = (*space.graph.role("input"), *space.graph.role("received"))
+    given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in drawn}
     prices = RandomPrices(space, cluster, shares, rng)
     problem = Problem(
         space, prices, Aims(), lambda t, p, stored: not stored or given.get(t, p) == p
@@ -176,20 +197,7 @@ def random_plan(
     for name, units in program.used_axes().items():
         if name not in shares:  # axes of storage
             shares[name] = random_shares(units, world, rng, least)
-    used = {name: shares[name] for name in program.used_axes()}
-    program = random_order(space, program, used, cluster, rng)
-    return Plan(
-        source=Source(),
-        graph=space.graph,
-        cluster=cluster,
-        optimizer=OptimizerKind(name="AdamW", states=2),
-        program=program,
-        shares=used,
-        idle=tuple(r for r in range(world) if used and not any(s[r] for s in used.values())),
-        prediction=Prediction(
-            step_s=0.0, communicate_s=0.0, hidden_s=0.0, ranks=(), collectives=(), alternatives=()
-        ),
-    )
+    return program, {name: shares[name] for name in program.used_axes()}
 
 
 def random_order(

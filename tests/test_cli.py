@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from hap.cli.commands import main
@@ -52,6 +54,7 @@ HELP = {
         "explain",
         "export",
         "import",
+        "init",
         "plan",
         "profile",
         "report",
@@ -78,6 +81,7 @@ HELP = {
         "--prove",
         "--recompute",
         "--strict-rules",
+        "--time-limit",
         "--verbose",
     ],
     "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],
@@ -113,10 +117,12 @@ HELP = {
         "--add",
         "--all-devices",
         "--allow-idle",
+        "--by",
         "--cluster",
         "--help",
         "--json",
         "--link",
+        "--plot",
         "--rows",
         "--verbose",
         "--without",
@@ -380,3 +386,20 @@ def test_run_trains_on_this_machine() -> None:
     run = subprocess.run(words, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"^step (\d)  loss [\d.]+  ", run.stdout, re.M) == ["1", "2"]
+
+
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"_HAP_COMPLETE": "bash_complete", "COMP_WORDS": "hap p", "COMP_CWORD": "1"}
+    shown = CliRunner().invoke(main, [], env=words, prog_name="hap", complete_var="_HAP_COMPLETE")
+    assert shown.output.split() == ["plain,plan", "plain,profile"]
+
+
+def test_version_names_hap_torch_and_the_backends() -> None:
+    shown = CliRunner().invoke(main, ["--version"])
+    assert shown.exit_code == 0
+    lines = dict(line.split(None, 1) for line in shown.output.splitlines())
+    assert list(lines) == ["hap", "torch", "gloo", "cuda", "nccl"]
+    assert lines["hap"] == metadata.version("hap")
+    assert lines["torch"] == torch.__version__
+    assert lines["gloo"] == "in this torch"
+    assert (lines["cuda"] == "not in this torch") == (torch.version.cuda is None)

@@ -96,7 +96,7 @@ OTHERS = {
     "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "operands": 3e10, "delay": 0.01,
     "interference": 0.25, "drag": 1.5, "start": 0.5, "relaunch": 0.25,
     "flops": {"float32": 2e12, "float16": 4e12}, "traffic": {"all_gather": 0.25},
-    "efficiency": {"attention": 0.25},
+    "efficiency": {"attention": 0.25}, "price_per_hour": 2.5,
 }  # fmt: skip
 """Figure -> a value that differs from that of :func:`device`."""
 

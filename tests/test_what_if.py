@@ -179,3 +179,27 @@ def test_the_table_has_a_line_per_change() -> None:
     assert result.exit_code == 0, result.output
     for text in ("as it is", "12 rows", "3 rows", "with 1xA100-40", "samples/s", "Crossovers"):
         assert text in result.stdout
+
+
+def test_costs_are_those_of_the_devices_in_use(folder: Path) -> None:
+    priced = CLUSTER.replace("V100}", "V100, price_per_hour: 3}")
+    (folder / "cluster.yaml").write_text(priced.replace("P100}", "P100, price_per_hour: 0.5}"))
+    command = ("--rows", "64,12", "--without", "fast", "--plot", "plot.svg", "--json")
+    answers = json.loads(what_if(*command).stdout)["answers"]
+    for answer in answers:
+        prices = {"V100-16": 3, "P100": 0.5}
+        hourly = sum(int(n) * prices[k] for n, k in (u.split("x") for u in answer["used"]))
+        hours = 1e6 / answer["samples_per_s"] / 3600
+        assert answer["cost"] == pytest.approx(hourly * hours)
+    drawn = (folder / "plot.svg").read_text()
+    assert drawn.rstrip().endswith("</svg>")
+    shown = what_if("--rows", "64,12", "--by", "cost").stdout
+    assert "cost of 1M" in " ".join(shown.split())
+    assert shown.index("64 rows") < shown.index("12 rows"), "more rows cost less each"
+
+
+def test_costs_need_prices_and_plots_a_known_format(folder: Path) -> None:
+    result = what_if("--rows", "12", "--by", "cost")
+    assert result.exit_code == 2
+    assert "gives no prices" in result.stderr
+    assert what_if("--plot", "plot.doc").exit_code == 2

@@ -47,7 +47,7 @@ core differ by up to 20 %. The errors below are of one profile per cluster.
 The page has {cells} of the 36 cells, with {counted} counted rounds each. Clusters were raced on different
 days and by different code, as [stated below](#predictions). [The log](LOG.md) describes the limits of these
 runs, and [the race](race.md) the contenders, the procedure and the columns.
-[race.jsonl](../benchmarks/data/race.jsonl) holds every step.
+`benchmarks/data/race.jsonl` holds every step.
 
 {summary}
 

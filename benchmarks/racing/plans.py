@@ -17,6 +17,7 @@ from hap.ir.plan import Plan, Source
 from hap.ir.program import Program
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import predict
 from hap.synthesizer.planner import Progress
 from hap.synthesizer.search.program_space import build_space
@@ -25,9 +26,12 @@ from hap.synthesizer.synthesize import Synthesizer
 PAPER_METHOD = "HAP 2024"
 
 
-def ours(spec: str, cluster: Cluster, progress: Progress = lambda text: None) -> Plan:
-    """Return the plan of ``hap plan`` with default options."""
-    return api.plan_file(spec, cluster, progress=progress)
+def ours(
+    spec: str, cluster: Cluster, progress: Progress = lambda text: None, *, stages: bool = False
+) -> Plan:
+    """Return the plan of ``hap plan`` with default options; ``stages``: with ``--stages``."""
+    options = PlanOptions(stages=stages)
+    return api.plan_file(spec, cluster, options=options, progress=progress)
 
 
 def baseline(spec: str, cluster: Cluster, method: str) -> Plan:

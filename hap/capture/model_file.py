@@ -27,6 +27,7 @@ from torch import nn
 from hap.capture import torch_private
 from hap.capture.tracing import AUTOCAST
 from hap.capture.user_optimizer import MakeOptimizer
+from hap.cluster.work import PRECISIONS
 from hap.errors import HapError, ModelError, PlanError, Terminated
 from hap.ir.batch import flatten
 from hap.ir.plan import Plan
@@ -48,6 +49,7 @@ class ModelFile:
         optimizer: Parameters -> ``torch.optim.Optimizer``; see
             :data:`hap.capture.user_optimizer.MakeOptimizer`.
         autocast: The dtype of automatic mixed precision, or nothing.
+        float32_matmul_precision: Of products on GPUs, as torch names it, or nothing.
         batches: Makes an iterator over global batches; with an argument ``start``, from that one on.
         seed: Of torch's generators, before anything random is made.
         rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
@@ -60,6 +62,7 @@ class ModelFile:
     loss: Callable[[Any, Any], torch.Tensor] | None
     optimizer: MakeOptimizer | None
     autocast: str
+    float32_matmul_precision: str
     batches: Callable[..., Iterator[Any]] | None
     seed: int
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -113,6 +116,7 @@ def load_model_file(spec: str) -> ModelFile:
         loss=function(find("loss"), "loss"),
         optimizer=guarded(find("optimizer"), "optimizer", torch.optim.Optimizer),
         autocast=_autocast(find("autocast"), path),
+        float32_matmul_precision=_precision(find("float32_matmul_precision"), path),
         batches=_iterated(function(find("batches"), "batches"), path),
         seed=seed,
         rules={
@@ -137,6 +141,16 @@ def _autocast(value: Any, path: str) -> str:
             f"`autocast` is {value!r}", where=path, hint=f"use one of {', '.join(AUTOCAST)}"
         )
     return name
+
+
+def _precision(value: Any, path: str) -> str:
+    """Return torch's name of a precision; an empty text for ``None``."""
+    if value is not None and value not in PRECISIONS:
+        raise ModelError(
+            f"`float32_matmul_precision` is {value!r}", where=path,
+            hint=f"use one of {', '.join(PRECISIONS)}",
+        )  # fmt: skip
+    return value or ""
 
 
 def model_file_of(plan: Plan) -> ModelFile:

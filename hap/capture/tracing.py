@@ -31,6 +31,7 @@ from hap.capture.checks import (
 )
 from hap.capture.decompositions import DECOMPOSED
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
+from hap.cluster.work import PRECISIONS
 from hap.errors import InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
@@ -157,10 +158,11 @@ LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
 AUTOCAST = ("bfloat16", "float16")
 
 
-def check_recipe(autocast: str, recompute: str) -> None:
-    """Raise ``InputError`` unless both are empty or known."""
+def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = "") -> None:
+    """Raise ``InputError`` unless each is empty or known."""
     for name, given, known in (
         ("autocast", autocast, AUTOCAST), ("recompute", recompute, WAYS),
+        ("float32_matmul_precision", float32_matmul_precision, PRECISIONS),
     ):  # fmt: skip
         if given and given not in known:
             raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")

@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from hap.cli import checkpoint_commands as checkpoint_commands
     from hap.cli import chrome_trace as chrome_trace
     from hap.cli import explain_screen as explain_screen
+    from hap.cli import machine_devices as machine_devices
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen
     from hap.cli import profiling as profiling
     from hap.cli import report as report
     from hap.cli import rules_screen as rules_screen
     from hap.cli import simulation as simulation
+    from hap.cli import stoppable as stoppable
     from hap.cli import terminal as terminal
     from hap.cli import testbed_command as testbed_command
+    from hap.cli import versions as versions
     from hap.cli import what_if as what_if
+    from hap.cli import what_if_plot as what_if_plot
     from hap.cli import worker as worker
 
 

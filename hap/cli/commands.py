@@ -2,7 +2,8 @@
 ``simulate``, ``testbed``, ``rules``.
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
-2 bad input; 3 nothing fits in memory. Heavy modules come through the lazy face ``hap``, so
+2 bad input; 3 nothing fits in memory; 4 planning was stopped, and wrote its best plan so far; 5 it was
+stopped before there was one. Heavy modules come through the lazy face ``hap``, so
 that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
 by ``_command``.
 """
@@ -21,15 +22,24 @@ import click
 
 import hap
 from hap import cli
-from hap.cli import explain_command, report_command, what_if_command
+from hap.cli import explain_command, init_command, report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="hap")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False,
+    callback=lambda context, option, asked: _versions(context) if asked else None,
+    help="Show the versions of hap, torch and the backends, and exit.",
+)  # fmt: skip
 def main() -> None:
     """Plan, prove and run one training step across unlike GPUs."""
+
+
+def _versions(context: click.Context) -> None:
+    click.echo(cli.versions.versions())
+    context.exit()
 
 
 def _command(
@@ -102,21 +112,38 @@ def _command(
     help="Force the placement of a tensor, such as layers.3.weight=S0 (sharded in dim 0) or =R.",
 )  # fmt: skip
 @click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
+@click.option(
+    "--stages", is_flag=True, help="Also plan pipelines of stages, and take one if it is faster."
+)
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0, min_open=True, max=1e6), metavar="SECONDS",
+    help="End the search after this time, with the best plan so far; Ctrl-C does so at once.",
+)  # fmt: skip
 def plan(
-    model: str, cluster: str, output: str, as_json: bool, recompute: str | None, **options: Any
-) -> None:
-    """Plan MODEL, a file `model.py` or `model.py:function`."""
+    model: str, cluster: str, output: str, as_json: bool, recompute: str | None,
+    time_limit: float | None, **options: Any,
+) -> None:  # fmt: skip
+    """Plan MODEL, a file `model.py` or `model.py:function`.
+
+    Exit code 4: the search was stopped, and the plan is the best one until then; 5: there was none.
+    """
     check_output(output, model.rpartition(":")[0] or model, model, cluster)
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
     chosen = hap.PlanOptions(recompute=again, **options)
-    made = hap.api.plan_file(model, cluster, options=chosen, progress=_note)
+    with cli.stoppable.planning_progress(time_limit) as progress:
+        made = cli.stoppable.planned(
+            lambda: hap.api.plan_file(model, cluster, options=chosen, progress=progress), time_limit
+        )
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
     if as_json:
         click.echo(json.dumps(cli.plan_screen.plan_json(made), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.plan_screen.plan_screen(made, output, compare=options["compare"]))
+    if made.stopped:
+        _note(f"the search was not finished ({made.stopped}): the plan is the best one until then")
+        raise SystemExit(4)
 
 
 _backend = click.option(
@@ -326,6 +353,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
 
 
 _command(explain_command.explain)
+_command(init_command.init)
 _command(report_command.report)
 _command(what_if_command.what_if, name="what-if")
 

@@ -24,6 +24,7 @@ from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
 from hap.ir.regather import ALIAS
+from hap.ir.stages import PipelineStages
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -67,7 +68,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     data = plan.to_json()
     del data["graph"], data["program"]
     # A plan file leaves out defaults; readers of this output need not know them.
-    data |= {"idle": plan.idle, "left_out": plan.left_out}
+    data |= {"idle": plan.idle, "left_out": plan.left_out, "stopped": plan.stopped}
     data |= {"unruled": [asdict(operator) for operator in plan.unruled]}
     data |= {"prediction": asdict(plan.prediction), "recipe": asdict(plan.recipe)}
     collectives = plan.prediction.collectives
@@ -144,8 +145,10 @@ def _parameters(plan: Plan) -> tuple[int, int]:
 
 def _undivided(plan: Plan) -> Counter[str]:
     """Count operators with work on more than scalars that every rank does in full."""
-    graph, program = plan.whole
     found: Counter[str] = Counter()
+    if plan.stages is not None:
+        return found
+    graph, program = plan.whole
     for step in program.instructions:
         if not isinstance(step, Compute) or any(p and p != R for p in step.ins + step.outs):
             continue
@@ -159,7 +162,32 @@ def _undivided(plan: Plan) -> Counter[str]:
     return found
 
 
+def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
+    rows = []
+    for number, (graph, stage) in enumerate(zip(plan.cut[0], stages.stages, strict=True)):
+        names = [plan.cluster.devices[r].name for r in stage.ranks]
+        modules = [n.module for n in graph.nodes if n.module and n.name not in graph.backward]
+        weights = sum(graph.tensors[i.tensor].nbytes for i in graph.role("parameter"))
+        shares = "; ".join(
+            f"{alike([name])[0]} {runs(given, len(given))}" for name, given in stage.shares.items()
+        )
+        rows.append(
+            (
+                str(number), spans(stage.ranks), ", ".join(alike(names)),
+                f"{modules[0]} to {modules[-1]}" if modules else "", format_bytes(weights),
+                str(stage.in_flight), shares,
+            )
+        )  # fmt: skip
+    head = ("stage", "rank", "devices", "modules", "weights", "in flight", "shares of a microbatch")
+    return Group(
+        Text(f"{plan.microbatches} microbatches of {plan.batch_size // plan.microbatches} rows"),
+        table(head, rows, right=(0, 4, 5)),
+    )
+
+
 def _shares(plan: Plan) -> RenderableType:
+    if plan.stages is not None:
+        return _stages(plan, plan.stages)
     if plan.inside is None:
         return _axes(plan.program.used_axes(), plan.shares, "per rank")
     return Group(
@@ -228,8 +256,15 @@ def _step(plan: Plan) -> RenderableType:
 def _bounds(plan: Plan) -> Iterator[Text]:
     """Yield predicted step, lower bound and gap: one line per proof."""
     p = plan.prediction
-    if plan.inside:
-        yield Text("lower bound: none is worked out for two mesh axes")
+    if plan.stopped:
+        yield Text(
+            f"the search was not finished ({plan.stopped}): this is the best plan until then, "
+            "without baselines and lower bounds",
+            style="yellow",
+        )
+    if plan.inside or plan.stages:
+        kind = "two mesh axes" if plan.inside else "pipeline stages"
+        yield Text(f"lower bound: none is worked out for {kind}")
     for b in p.bounds:
         yield Text(
             f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "
@@ -333,6 +368,12 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
     Args:
         side: ``fwd`` or ``bwd`` for the instructions of one side alone.
     """
+    if plan.stages is not None:
+        for number, (graph, stage) in enumerate(zip(plan.cut[0], plan.stages.stages, strict=True)):
+            if rank is None or rank in stage.ranks:
+                yield f"stage {number}, ranks {spans(stage.ranks)}, one microbatch"
+                yield from (x for x in stage.program.lines(graph) if x.startswith(side))
+        return
     graph, program = plan.whole
     made = [[Value(i.tensor, program.inputs[i.tensor])] for i in graph.inputs]
     for step in program.instructions:

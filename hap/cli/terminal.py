@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -133,4 +140,30 @@ def profiling_progress() -> Iterator[Callable[[int, int, str], None]]:
         return
     with _bar(out) as bar:
         task = bar.add_task("measuring", total=None, at="starting the ranks")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, at=what)
+
+
+@contextlib.contextmanager
+def sweep_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Show (done, total, next) on stderr: on a terminal with elapsed and remaining time, else lines.
+
+    The remaining time is that of the questions that are done, per question, times the others.
+    """
+    out = Console(stderr=True, highlight=False)
+    if not out.is_terminal:
+        yield lambda done, total, what: print(
+            f"{done + 1} of {total}: {what}", file=sys.stderr, flush=True
+        )
+        return
+    at, left = TextColumn("{task.fields[at]}"), TimeRemainingColumn()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("about"),
+        left,
+        at,
+    )
+    with Progress(*columns, console=out, transient=True, speed_estimate_period=1e9) as bar:
+        task = bar.add_task("planning", total=None, at="")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, at=what)

@@ -54,6 +54,8 @@ class Answer:
     left_out: tuple[str, ...] = ()
     program: str = ""
     note: str = ""
+    cost: float = 0.0
+    """Price of a million samples, in the currency of the cluster file; 0 if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ def default_changes(cluster: Cluster, rows: int) -> Changes:
 
 def what_if(
     spec: str, cluster_file: str, changes: Changes, options: PlanOptions,
-    progress: Callable[[str], None],
+    progress: Callable[[int, int, str], None],
 ) -> list[Answer]:  # fmt: skip
     """Plan for every change; with none, for :func:`default_changes`."""
     file, cluster = load_model_file(spec), load_cluster(cluster_file)
@@ -169,8 +171,8 @@ def what_if(
         changes = default_changes(cluster, _rows(batch))
     asked = list(questions(cluster, changes))
     answers = []
-    for number, question in enumerate(asked, 1):
-        progress(f"{number} of {len(asked)}: {question.change}")
+    for number, question in enumerate(asked):
+        progress(number, len(asked), question.change)
         answers.append(_answer(file, question, options))
     return answers
 
@@ -189,6 +191,7 @@ def _answer(file: ModelFile, question: Question, options: PlanOptions) -> Answer
     try:
         plan = api.plan(
             model, batch, question.cluster, loss=file.loss, autocast=file.autocast,
+            float32_matmul_precision=file.float32_matmul_precision,
             optimizer=file.optimizer or default_optimizer, rules=file.rules, options=options,
         )  # fmt: skip
     except InfeasibleError as error:
@@ -198,8 +201,29 @@ def _answer(file: ModelFile, question: Question, options: PlanOptions) -> Answer
         sweep=question.sweep, change=question.change, rows=rows, step_s=plan.prediction.step_s,
         samples_per_s=rows / plan.prediction.step_s,
         used=tuple(f"{count}x{kind}" for kind, count in kinds.items()),
-        left_out=plan.left_out, program=_program(plan),
+        left_out=plan.left_out, program=_program(plan), cost=cost_of(plan, rows),
     )  # fmt: skip
+
+
+def cost_of(plan: Plan, rows: int) -> float:
+    """The price of a million samples on the devices in use; 0 if one of them has no price."""
+    prices = [device.price_per_hour for device in plan.cluster.devices]
+    hours = plan.prediction.step_s / 3600 * 1e6 / rows
+    return sum(prices) * hours if all(prices) else 0.0
+
+
+def by_cost(answers: Sequence[Answer]) -> list[Answer]:
+    """The answers in the order of their cost, those without a cost last.
+
+    Raises:
+        InputError: no answer has a cost.
+    """
+    if not any(answer.cost for answer in answers):
+        raise InputError(
+            "--by cost: the cluster file gives no prices",
+            hint="give every device a price_per_hour: see docs/cluster-file.md",
+        )
+    return sorted(answers, key=lambda answer: (not answer.cost, answer.cost))
 
 
 def _rows(batch: Batch) -> int:
@@ -251,19 +275,29 @@ def what_if_json(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"answers": [asdict(answer) for answer in answers], "crossovers": turns(answers)}
 
 
-def what_if_screen(answers: Sequence[Answer]) -> RenderableType:
-    """A line per change, compared with the cluster as it is, and the crossovers."""
+def what_if_screen(answers: Sequence[Answer], *, by: str = "change") -> RenderableType:
+    """A line per change, compared with the cluster as it is, and the crossovers.
+
+    Args:
+        by: the order of the lines: ``change``, or ``cost``.
+    """
     now = answers[0]
-    rows = []
-    for a in answers:
+    rows: list[tuple[str, ...]] = []
+    priced = any(a.cost for a in answers)
+    for a in by_cost(answers) if by == "cost" else answers:
+        cost = (f"{a.cost:.4g}" if a.cost else "-",) if priced else ()
         if not a.step_s:
-            rows.append((a.change, "-", "-", "-", "", "", a.note))
+            rows.append((a.change, "-", "-", "-", *cost, "", "", a.note))
             continue
         gain = f"{a.samples_per_s / now.samples_per_s:.2f}x" if now.step_s else "-"
         figures = (format_seconds(a.step_s), _samples(a.samples_per_s), gain)
-        rows.append((a.change, *figures, " ".join(a.used), ", ".join(alike(a.left_out)), a.program))
-    head = ("what if", "step", "samples/s", "speed", "in use", "left out", "collectives")
-    parts: list[RenderableType] = [table(head, rows, right=(1, 2, 3)), Text("")]
+        rows.append(
+            (a.change, *figures, *cost, " ".join(a.used), ", ".join(alike(a.left_out)), a.program)
+        )
+    costs = ("cost of 1M samples",) if priced else ()
+    head = ("what if", "step", "samples/s", "speed", *costs, "in use", "left out", "collectives")
+    right = (1, 2, 3, 4) if priced else (1, 2, 3)
+    parts: list[RenderableType] = [table(head, rows, right=right), Text("")]
     lines = [Text(line) for line in turns(answers)] or [Text("none between the values above")]
     return Group(*parts, Text("Crossovers", style="bold"), *(Padding(x, (0, 2)) for x in lines))
 

@@ -9,6 +9,7 @@ import click
 import hap
 from hap import cli
 from hap.errors import InputError
+from hap.files import check_output
 
 
 @click.argument("model")
@@ -19,10 +20,16 @@ from hap.errors import InputError
 @click.option("--without", multiple=True, metavar="NAME", help="Without this node, device or kind.")
 @click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
 @click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
+@click.option(
+    "--by", type=click.Choice(["change", "cost"]), default="change", show_default=True,
+    help="Order of the lines. cost: of a million samples, by the cluster file's price_per_hour.",
+)  # fmt: skip
+@click.option("--plot", metavar="FILE", help="Draw samples/s and costs: an .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def what_if(
     model: str, cluster: str, rows: str | None, link: str | None, add: tuple[str, ...],
-    without: tuple[str, ...], all_devices: bool, allow_idle: bool, as_json: bool,
+    without: tuple[str, ...], all_devices: bool, allow_idle: bool, by: str,
+    plot: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan MODEL for other batches, links and devices, one change at a time.
 
@@ -31,13 +38,18 @@ def what_if(
     """
     changes = cli.what_if.Changes(rows=_rows(rows), links=_listed(link), add=add, without=without)
     options = hap.PlanOptions(all_devices=all_devices, allow_idle=allow_idle)
-    answers = cli.what_if.what_if(
-        model, cluster, changes, options, lambda text: click.echo(text, err=True)
-    )
+    if plot is not None:
+        check_output(plot, model, cluster, hint="change --plot")
+        cli.what_if_plot.check_plot(plot)
+    with cli.terminal.sweep_progress() as progress:
+        answers = cli.what_if.what_if(model, cluster, changes, options, progress)
+    if plot is not None:
+        cli.what_if_plot.draw(answers, plot)
+        click.echo(f"written to {plot}", err=True)
     if as_json:
         click.echo(json.dumps(cli.what_if.what_if_json(answers), indent=1, allow_nan=False))
     else:
-        cli.terminal.emit(cli.what_if.what_if_screen(answers))
+        cli.terminal.emit(cli.what_if.what_if_screen(answers, by=by))
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

@@ -60,7 +60,9 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         origin[figure] = f"catalogue: vendor peak x {share:.2f}, {like} ({raw['datasheet']})"
     own = fitted.get(kind, {})
     rates |= own
-    origin |= dict.fromkeys(own, "catalogue: fitted to measured layers")
+    origin |= dict.fromkeys(own, f"catalogue: fitted to measured {raw.get('measured', 'layers')}")
+    if "tfloat32" in own:
+        origin["tfloat32"] = "catalogue: fitted to measured operators"
     if "float16" in own and peak.get("bfloat16") == peak["float16"]:
         # Tensor cores multiply both half precisions at the same rate.
         rates["bfloat16"], origin["bfloat16"] = own["float16"], f"{origin['float16']} in float16"

@@ -17,6 +17,7 @@ from hap.errors import ClusterError
 # Substitutes for dtypes without a figure of their own. A GPU without bfloat16 units emulates
 # them in float32; integers and booleans run on the ordinary (non-tensor) units.
 _STAND_IN: Final[Mapping[str, str]] = {
+    "tfloat32": "float32",
     "bfloat16": "float32",
     "float16": "float32",
     "float8_e4m3fn": "float16",
@@ -69,6 +70,7 @@ class Device:
         traffic: likewise for the time per byte, by the collective's name; 1 for absent ones.
         relaunch: launch cost after a small operator, and of a parameter's update, relative to
             ``launch_s``; in (0, 1].
+        price_per_hour: in any currency; 0 if unknown. Planning does not use it.
         source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
 
     Raises:
@@ -88,6 +90,7 @@ class Device:
     start: float = 1.0
     traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
     relaunch: float = 1.0
+    price_per_hour: float = 0.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

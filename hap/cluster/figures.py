@@ -16,7 +16,11 @@ from typing import Any, Final
 from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.work import ELEMENTWISE, PRODUCTS
 
-DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES: Final = (
+    "float64", "float32", "tfloat32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+"""Dtypes that have a rate. ``tfloat32``: products of float32 tensors at a lower precision, see
+:func:`torch.set_float32_matmul_precision`."""
 
 Number = float
 Value = float | Mapping[str, float]
@@ -170,6 +174,12 @@ FIGURES: Final = (
         together=None,
         meaning="`{attention: 0.5, conv: 0.8}`: rate of other work relative to matrix products; "
         "the kinds are listed [here](profiler.md#the-fit)",
+    ),
+    Figure(
+        key="price_per_hour", path="price_per_hour", default=0.0, open=")", together=sum,
+        hint="give a price of 0 or more, such as 2.5",
+        meaning="price of one GPU for an hour, in any currency, for the costs of "
+        "[`hap what-if`](what-if.md); planning does not use it",
     ),
 )  # fmt: skip
 """The figures in the order of the written file."""

@@ -21,6 +21,10 @@ GENERAL: Final[Mapping[str, str]] = {
 }
 """Kind -> the more general kind whose efficiency replaces a missing one."""
 
+PRECISIONS: Final = ("highest", "high", "medium")
+"""Precisions of float32 products: names of :func:`torch.set_float32_matmul_precision`. The last two
+allow TF32."""
+
 
 class Work(NamedTuple):
     """The work of one operator, or of one local shard of it.

@@ -120,7 +120,7 @@ class Input:
     """A tensor that enters the step. ``target`` is the name of the parameter or batch entry.
 
     Roles: ``parameter``, ``buffer``, ``input`` (of the batch), ``constant``, ``tangent`` (the
-    gradient that arrives at the loss).
+    gradient that arrives at the loss), ``received`` (from another pipeline stage).
     """
 
     tensor: str
@@ -130,7 +130,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A tensor that leaves the step. Roles: ``loss``, ``gradient`` (of ``target``), ``buffer``."""
+    """A tensor that leaves the step.
+
+    Roles: ``loss``, ``gradient`` (of ``target``), ``buffer``; to the pipeline stage ``target``,
+    ``sent`` by the forward or ``returned`` by the backward.
+    """
 
     tensor: str
     role: str
@@ -143,6 +147,8 @@ class Graph:
 
     ``rules`` describes operators that the rule table lacks: see
     :mod:`hap.synthesizer.rules.textual_rules`. It is not part of the program, nor of its digest.
+    ``products``: the precision at which float32 matrices are multiplied, ``float32`` or ``tfloat32``.
+    It changes prices alone, and a plan file has it in its recipe.
     """
 
     inputs: tuple[Input, ...]
@@ -150,6 +156,7 @@ class Graph:
     outputs: tuple[Output, ...]
     tensors: Mapping[str, Tensor] = field(repr=False)
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    products: str = "float32"
 
     def __post_init__(self) -> None:
         self.check()
@@ -237,7 +244,8 @@ class Graph:
         The graph decides this for all ranks: a partition by a rank's own sizes could
         order its collectives unlike the others'.
         """
-        needed: set[str] = {o.tensor for o in self.outputs if o.role != "gradient"}
+        late = ("gradient", "returned")
+        needed: set[str] = {o.tensor for o in self.outputs if o.role not in late}
         forward = set()
         for node in reversed(self.nodes):
             if needed.intersection(node.outputs):
@@ -377,7 +385,10 @@ def renamed_in_backward(
         if node.name in graph.backward:
             node = reading(node, {name: other(name, nodes) for name in node.inputs})
         nodes.append(node)
-    return Graph(inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors)
+    return Graph(
+        inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors,
+        products=graph.products,
+    )  # fmt: skip
 
 
 def reading(

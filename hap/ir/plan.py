@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hap.cluster.topology import Cluster, digest_of
 from hap.errors import ClusterError, PlanError
 from hap.files import write_whole
+from hap.ir import plan_json
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
 from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
-from hap.ir.plain_data import read_list, read_map
-from hap.ir.plan_checks import check_programs
+from hap.ir.plain_data import read_text
+from hap.ir.plan_checks import check_precision, check_programs
 from hap.ir.prediction import (
     Alternative,
     Bound,
@@ -32,7 +33,9 @@ from hap.ir.prediction import (
     Prediction,
     RankPrediction,
 )
-from hap.ir.program import Program, Value
+from hap.ir.program import Program
+from hap.ir.stages import PipelineStages, Transfer, cut_stages
+from hap.ir.storage_levels import TensorCut, storage_levels
 
 FORMAT = 4
 """Version of the plan file; increased when an older reader would misunderstand a newer file."""
@@ -54,11 +57,19 @@ class Recipe:
         batch: the batch's form, see :mod:`hap.ir.batch`; ``None`` in plans of older versions.
         autocast: the dtype of automatic mixed precision in the forward, or nothing.
         recompute: the activations that the backward recomputes, see :mod:`hap.capture.recompute`.
+        float32_matmul_precision: torch's name of the precision of float32 products; without one,
+            a run leaves torch's setting alone.
     """
 
     batch: Form = None
     autocast: str = ""
     recompute: str = ""
+    float32_matmul_precision: str = ""
+
+    @property
+    def products(self) -> str:
+        """The precision by which products of float32 tensors are priced: see :class:`Graph`."""
+        return "tfloat32" if self.float32_matmul_precision in ("high", "medium") else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +93,14 @@ class OptimizerKind:
         return OptimizerKind(name=name, states=int(states))
 
 
-class TensorCut(NamedTuple):
-    """One cut of a tensor along ``dim``: elements of every place; ``place`` is this rank's."""
-
-    dim: int
-    sizes: tuple[int, ...]
-    place: int
-
-    @property
-    def start(self) -> int:
-        return sum(self.sizes[: self.place])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The best pair of program and shares, with all that is needed to run and explain it.
 
     With ``inside``, the ranks form a mesh of two axes (:mod:`hap.ir.mesh`): ``program`` and
-    ``shares`` are then those between machines, with an entry per machine.
+    ``shares`` are then those between machines, with an entry per machine. With ``stages``, groups of
+    ranks form a pipeline (:mod:`hap.ir.stages`): ``program`` and ``shares`` are then those over time,
+    with an entry per microbatch.
     """
 
     source: Source
@@ -113,12 +114,20 @@ class Plan:
     """Names of devices of the given cluster that the plan leaves out; ``cluster`` lacks them."""
     prediction: Prediction
     inside: Inside | None = None
+    stages: PipelineStages | None = None
     recipe: Recipe = Recipe()
     unruled: tuple[OperatorCost, ...] = ()
     """The operators that neither the rule table nor a user's rule describes."""
+    stopped: str = ""
+    """What ended the search early, such as a time limit; empty if it was finished."""
 
     def __post_init__(self) -> None:
         places = len(self.mesh.machines) if self.mesh else self.world_size
+        if self.stages:
+            places = self.microbatches
+            staged = sorted(r for stage in self.stages.stages for r in stage.ranks)
+            if staged != list(range(self.world_size)):
+                raise PlanError(f"the stages have the ranks {staged}", hint="plan anew")
         for name, units in self.program.used_axes().items():
             given = self.shares.get(name)
             right = given is not None and sum(given) == units and min(given) >= 0
@@ -133,7 +142,7 @@ class Plan:
                     f"the shares of axis {name!r} inside the machines are {given}",
                     hint=f"they must be {self.world_size} counts; plan anew",
                 )
-        for rank in range(self.world_size):
+        for rank in range(0 if self.stages else self.world_size):
             if self.program.used_axes() and rank not in self.idle and not self.part_of(rank):
                 raise PlanError(
                     f"rank {rank} ({self.cluster.devices[rank].name}) has no share of any axis",
@@ -149,9 +158,45 @@ class Plan:
         """The ranks as machines by devices, if the plan has two mesh axes."""
         return Mesh(self.cluster) if self.inside else None
 
+    @property
+    def microbatches(self) -> int:
+        """Number of parts of the batch that the ranks run one after the other; 1 without stages."""
+        return len(next(iter(self.shares.values()))) if self.stages and self.shares else 1
+
+    def microbatch(self, number: int = 0) -> Graph:
+        """Return the step of one microbatch, of a plan with stages."""
+        return divide(self.graph, self.program, self.shares, number)
+
+    @cached_property
+    def cut(self) -> tuple[tuple[Graph, ...], tuple[Transfer, ...]]:
+        """The graph of each stage for the first microbatch, and the transfers between them."""
+        assert self.stages is not None
+        return cut_stages(self.microbatch(), self.stages.cuts)
+
+    @cached_property
+    def owners(self) -> Mapping[str, int]:
+        """Parameter -> the stage that stores it, of a plan with stages."""
+        return {i.tensor: k for k, g in enumerate(self.cut[0]) for i in g.role("parameter")}
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks of the first level of :meth:`levels`: machines, stages, or all ranks."""
+        if self.stages:
+            return tuple(stage.ranks for stage in self.stages.stages)
+        return self.mesh.machines if self.mesh else (tuple(range(self.world_size)),)
+
     @cached_property
     def whole(self) -> tuple[Graph, Program]:
-        """All instructions that ranks run, and their graph."""
+        """All instructions that ranks run, and their graph.
+
+        Raises:
+            PlanError: the ranks of different stages run different programs.
+        """
+        if self.stages is not None:
+            raise PlanError(
+                "the plan has pipeline stages, each with a program of its own",
+                hint="hap show lists them; this command needs a plan without stages",
+            )
         if self.inside is None:
             return self.graph, self.program
         return divide(self.graph, self.program, self.shares), self.inside.program
@@ -184,31 +229,28 @@ class Plan:
 
     def part_of(self, rank: int) -> int:
         """Return the units of all used axes that a rank holds; 0 if it only waits."""
-        held = sum(self.shares[name][self._place(rank)] for name in self.program.used_axes())
+        held = sum(self.shares[name][self.place(rank)] for name in self.program.used_axes())
         return held + sum(u[rank] for u in self.inside.shares.values()) if self.inside else held
 
-    def _place(self, rank: int) -> int:
+    def place(self, rank: int) -> int:
         return self.mesh.place(rank)[0] if self.mesh else rank
 
     def levels(self, tensor: str, rank: int) -> tuple[TensorCut | None, ...]:
         """Return the cuts of an input in storage, the coarsest first; ``None``: not cut.
 
-        There is one level, or with two mesh axes a cut between machines and one inside.
+        There is one level, or with two mesh axes a cut between machines and one inside, or with
+        stages a cut that gives all of it to one stage and one inside.
         """
-        levels = [(Part(self.graph, self.program, self.shares, self._place(rank), {}), tensor)]
-        if self.inside is not None:
-            part = self.part(rank)
-            at = [i.tensor for i in self.graph.inputs].index(tensor)
-            levels.append((part, part.graph.inputs[at].tensor))
-        found: list[TensorCut | None] = []
-        for part, name in levels:
-            value = Value(name, part.program.inputs[name])
-            if not value.placement.sharded:
-                found.append(None)
-                continue
-            sizes = part.program.sizes(part.graph, value, part.shares)
-            found.append(TensorCut(value.placement.dim, sizes, part.rank))
-        return tuple(found)
+        return storage_levels(self, tensor, rank)
+
+    def copies(self, tensor: str, rank: int) -> int:
+        """Return the number of ranks, this one included, that hold a rank's elements of an input."""
+        levels, copies = self.levels(tensor, rank), self.world_size
+        if self.stages and levels[0]:
+            levels, copies = levels[1:], len(self.groups[self.stages.place(rank)[0]])
+        for level in levels:
+            copies //= len(level.sizes) if level else 1
+        return copies
 
     def local_shape(self, tensor: str, rank: int) -> tuple[int, ...]:
         """Return this rank's shape of a stored input, such as a parameter."""
@@ -281,12 +323,12 @@ class Plan:
         """Return plain data without default values, which older plans lack as well."""
         data: dict[str, Any] = {
             "format": FORMAT,
-            "source": _packed(self.source),
+            "source": plan_json.packed(self.source),
             "graph_digest": self.graph.digest,
             "cluster_digest": self.cluster.digest,
-            "optimizer": _packed(self.optimizer),
+            "optimizer": plan_json.packed(self.optimizer),
             "shares": {name: list(units) for name, units in self.shares.items()},
-            "prediction": _packed(self.prediction),
+            "prediction": plan_json.packed(self.prediction),
             "cluster": self.cluster.to_dict(),
             "program": self.program.to_json(),
             "graph": self.graph.to_json(),
@@ -294,9 +336,11 @@ class Plan:
         optional = {
             "idle": list(self.idle),
             "left_out": list(self.left_out),
-            "recipe": _packed(self.recipe),
-            "unruled": _packed(self.unruled),
-            "inside": _pack_inside(self.inside) if self.inside else None,
+            "recipe": plan_json.packed(self.recipe),
+            "unruled": plan_json.packed(self.unruled),
+            "stopped": self.stopped,
+            "inside": plan_json.pack_inside(self.inside) if self.inside else None,
+            "stages": plan_json.pack_stages(self.stages) if self.stages else None,
         }
         return data | {key: value for key, value in optional.items() if value}
 
@@ -315,7 +359,7 @@ class Plan:
         where = str(path)
         infinite: list[str] = []
         try:
-            data = json.loads(Path(path).read_text(), parse_constant=_noted(infinite))
+            data = json.loads(Path(path).read_text(), parse_constant=plan_json.noted(infinite))
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except OSError as error:
@@ -370,6 +414,8 @@ class Plan:
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
         p, kind = data["prediction"], data["optimizer"]
+        recipe = Recipe(**data.get("recipe", {}))
+        check_precision(recipe.float32_matmul_precision)
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
@@ -381,54 +427,20 @@ class Plan:
         )
         plan = Plan(
             source=Source(**data["source"]),
-            graph=graph,
+            graph=replace(graph, products=recipe.products),
             cluster=cluster,
             optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
             program=Program.from_json(data["program"]),
-            shares=_read_shares(data["shares"]),
+            shares=plan_json.read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),
             left_out=tuple(data.get("left_out", ())),
             prediction=prediction,
-            recipe=Recipe(**data.get("recipe", {})),
+            recipe=recipe,
             unruled=tuple(OperatorCost(**o) for o in data.get("unruled", ())),
-            inside=_unpack_inside(data["inside"]) if "inside" in data else None,
+            inside=plan_json.unpack_inside(data["inside"]) if "inside" in data else None,
+            stages=plan_json.unpack_stages(data["stages"]) if "stages" in data else None,
+            stopped=read_text(data.get("stopped", ""), "`stopped`"),
         )
         check_entries(graph, cluster, prediction)
-        check_programs(graph, plan.program, plan.shares, plan.inside, cluster)
+        check_programs(graph, plan.program, plan.shares, plan.inside, plan.stages, cluster)
         return plan
-
-
-def _packed(record: Any) -> Any:
-    """Return a dataclass, including nested ones, as plain data without default values."""
-    if isinstance(record, tuple):
-        return [_packed(entry) for entry in record]
-    if not is_dataclass(record):
-        return record
-    kept = ((f, getattr(record, f.name)) for f in fields(record))
-    return {f.name: _packed(value) for f, value in kept if value != f.default}
-
-
-def _noted(found: list[str]) -> Callable[[str], float]:
-    """Return a parser of ``Infinity`` and ``NaN``, which JSON lacks, that notes them."""
-
-    def read(text: str) -> float:
-        found.append(text)
-        return float(text)
-
-    return read
-
-
-def _pack_inside(inside: Inside) -> dict[str, Any]:
-    shares = {name: list(units) for name, units in inside.shares.items()}
-    return {"program": inside.program.to_json(), "shares": shares}
-
-
-def _unpack_inside(data: Mapping[str, Any]) -> Inside:
-    return Inside(program=Program.from_json(data["program"]), shares=_read_shares(data["shares"]))
-
-
-def _read_shares(data: Any) -> Shares:
-    return {
-        name: tuple(read_list(units, f"the shares of axis {name}"))
-        for name, units in read_map(data, "the shares").items()
-    }

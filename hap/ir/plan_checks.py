@@ -6,24 +6,50 @@ from collections.abc import Mapping
 
 from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.topology import Cluster
+from hap.cluster.work import PRECISIONS
+from hap.errors import PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, divide
 from hap.ir.placement import conversion
 from hap.ir.program import Convert, Program
+from hap.ir.stages import PipelineStages, cut_stages
 
 
 def check_programs(
-    graph: Graph, program: Program, shares: Shares, inside: Inside | None, cluster: Cluster
-) -> None:
+    graph: Graph, program: Program, shares: Shares, inside: Inside | None, stages: PipelineStages | None,
+    cluster: Cluster,
+) -> None:  # fmt: skip
     """Raise ``ValueError`` unless the ranks of a cluster could run the programs of a plan."""
     world, machines = cluster.world_size, len(cluster.nodes)
+    if stages is not None:
+        _check_stages(graph, program, shares, stages)
+        return
     if inside is None:
         _check_program(graph, program, shares, world)
         return
     _check_program(graph, program, shares, machines)
     inner = divide(graph, program, shares)
     _check_program(inner, inside.program, inside.shares, world, machines)
+
+
+def _check_stages(graph: Graph, program: Program, shares: Shares, stages: PipelineStages) -> None:
+    parts = {len(given) for given in shares.values()}
+    if len(parts) != 1:
+        raise ValueError(f"a plan with stages has one number of microbatches, not {sorted(parts)}")
+    _check_program(graph, program, shares, *parts)
+    if any(len(set(given)) > 1 for given in shares.values()):
+        raise ValueError("the microbatches are not equally large")
+    if len(stages.cuts) + 1 != len(stages.stages):
+        raise ValueError(f"{len(stages.cuts)} cuts, but {len(stages.stages)} stages")
+    ahead = [stage.in_flight for stage in stages.stages]
+    if ahead != sorted(ahead, reverse=True):
+        raise ValueError(f"with {ahead} microbatches in flight, the stages wait for each other")
+    graphs, _ = cut_stages(divide(graph, program, shares, 0), stages.cuts)
+    for number, (part, stage) in enumerate(zip(graphs, stages.stages, strict=True)):
+        if not stage.ranks or stage.in_flight < 1:
+            raise ValueError(f"stage {number} has no ranks, or no microbatch in flight")
+        _check_program(part, stage.program, stage.shares, len(stage.ranks))
 
 
 def _check_program(
@@ -74,3 +100,12 @@ def _check_units(
 def _whole(value: object) -> bool:
     """Is this a whole number, 0 or more?"""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_precision(name: object) -> None:
+    """Raise ``PlanError`` unless a plan's ``float32_matmul_precision`` is empty or known."""
+    if name and name not in PRECISIONS:
+        raise PlanError(
+            f"the plan's float32_matmul_precision is {name!r}",
+            hint=f"use one of {', '.join(PRECISIONS)}, or plan anew",
+        )

@@ -233,8 +233,11 @@ class Program:
             raise ValueError(f"the program never computes {sorted(missing)}")
         for output, p in zip(graph.outputs, self.outputs, strict=True):
             need(Value(output.tensor, p), f"the output {output.target}")
-        if self.outputs[[o.role for o in graph.outputs].index("loss")] != R:
-            raise ValueError("the loss must end replicated")
+        for output, p in zip(graph.outputs, self.outputs, strict=True):
+            if output.role == "loss" and p != R:
+                raise ValueError("the loss must end replicated")
+            if output.role == "sent" and Value(output.tensor, p) in made_late:
+                raise ValueError(f"the forward sends {output.tensor}, which the backward makes")
 
     def lines(self, graph: Graph) -> Iterator[str]:
         for i in graph.inputs:

@@ -104,7 +104,7 @@ def written_by(plan: Plan, tensors: Iterable[str], rank: int) -> set[str]:
     Every element of an input is written by exactly one rank. Replicas are distributed so that
     ranks write about equally many elements. The result is the same in all processes.
     """
-    machines = plan.mesh.machines if plan.mesh else (tuple(range(plan.world_size)),)
+    machines = plan.groups
     load = [0] * plan.world_size
     mine = set()
     graph = plan.graph.tensors

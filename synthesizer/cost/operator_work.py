@@ -51,6 +51,9 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
 }
 """Op -> (kind of work, floating-point operations of the whole call)."""
 
+LOWERED = ("matmul", "attention", "attention_backward")
+"""Kinds of work that :func:`torch.set_float32_matmul_precision` makes faster; not convolutions."""
+
 ELEMENTS: dict[str, str] = {
     f"{'' if op.startswith('hap.') else 'aten.'}{op}": kind
     for kind, ops in {
@@ -92,9 +95,12 @@ def node_work(node: Node, graph: Graph) -> Work:
     traffic = float(sum(t.nbytes for t in tensors))
     if node.op in FLOPS:
         kind, flops = FLOPS[node.op]
+        if dtype == "float32" and kind in LOWERED:
+            dtype = graph.products
         return Work(kind, dtype, flops(call), traffic)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
+        dtype = graph.products if dtype == "float32" else dtype
         return Work("matmul", dtype, said, traffic)
     kind = ELEMENTS.get(node.op, "memory")
     count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)

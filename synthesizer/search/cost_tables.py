@@ -30,7 +30,7 @@ from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise
 from hap.synthesizer.search.lowering import Choices, write_program
-from hap.synthesizer.search.program_space import Holding, Space
+from hap.synthesizer.search.program_space import Holding, Space, final_placements
 from hap.synthesizer.search.search_result import Engine, SearchResult
 
 PICOSECONDS = 1e12
@@ -106,7 +106,8 @@ class Problem:
             self._add_backward_alias(parameter, graph.producer[twin])
         for o in graph.outputs:
             if o.role != "gradient":
-                self._require(self._add([0]), o.tensor, [R])
+                ends = final_placements(self.space, o)
+                self._require(self._add([0] * len(ends)), o.tensor, ends)
 
     def solve(self) -> Labelling | None:
         """Return the optimal labelling, or ``None`` if the placements admit no program."""

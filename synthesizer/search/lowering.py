@@ -18,7 +18,7 @@ from hap.ir.placement import Placement, R
 from hap.ir.program import Compute, Convert, Instruction, Program
 from hap.ir.regather import backward_alias_of
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.search.program_space import Holding, Space
+from hap.synthesizer.search.program_space import Holding, Space, final_placements
 
 Conversions = Callable[[str, Placement, Holding], tuple[float, tuple[Convert, ...]]]
 """(tensor, placement as made, holding) -> seconds and conversions that produce the holding."""
@@ -43,7 +43,11 @@ def write_program(
     writer = _Writer(space, choices, conversions)
     graph, stored = space.graph, choices.stored
     parameters = {i.target: i.tensor for i in graph.role("parameter")}
-    finals = [stored[parameters[o.target]] if o.role == "gradient" else R for o in graph.outputs]
+    finals = [
+        stored[parameters[o.target]] if o.role == "gradient"
+        else next((p for p in final_placements(space, o) if p in choices.held[o.tensor]), R)
+        for o in graph.outputs
+    ]  # fmt: skip
     final = {o.tensor: p for o, p in zip(graph.outputs, finals, strict=True)}
     again = {  # parameters whose stored placement the backward reads
         name for name, twin in backward_alias_of(graph).items()
@@ -59,7 +63,11 @@ def write_program(
         made = str(node.outputs[0])
         writer.need(made, choices.held[made][0], False)
     start = writer.taken()
+    sent = [(o.tensor, p) for o, p in zip(graph.outputs, finals, strict=True) if o.role == "sent"]
     for node in middle:
+        if node.name in graph.backward:
+            while sent:  # by the forward, before the backward makes the same value
+                writer.need(*sent.pop(), False)
         for out, p in writer.compute(node):
             if at_once(out, p, choices.held[out]):
                 writer.need(out, final[out], True)
@@ -67,7 +75,7 @@ def write_program(
     for node in last:
         writer.compute(node)
     for o, p in zip(graph.outputs, finals, strict=True):
-        writer.need(o.tensor, p, o.role == "gradient")
+        writer.need(o.tensor, p, o.role in ("gradient", "returned"))
     steps = [*_neighbours(start, graph), *body, *_neighbours(writer.taken(), graph)]
     program = Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from hap.errors import UnsupportedOpError
 from hap.ir.axes import Axes, Dim, Ties
-from hap.ir.graph import FREE, Graph, Node
+from hap.ir.graph import FREE, Graph, Node, Output
 from hap.ir.placement import P, Placement, R, S
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
@@ -75,6 +75,15 @@ class Space:
         return found
 
 
+def final_placements(space: Space, output: Output) -> tuple[Placement, ...]:
+    """Return the placements in which an output other than a gradient may end.
+
+    Tensors for another stage may end in shards by rows; all others end replicated.
+    """
+    rows = output.role in ("sent", "returned") and space.axes.axis(output.tensor, 0)
+    return (S(0), R) if rows else (R,)
+
+
 NARROW = (
     "everything free",
     "the weights that many layers share held whole",
@@ -119,6 +128,8 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     for i in graph.role("parameter"):
         shards = _shards(i.tensor, graph, axes)
         stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
+    for i in graph.role("received"):
+        stored[i.tensor] = (S(0), R) if axes.axis(i.tensor, 0) else (R,)
     for i in graph.role("input"):  # a rank reads all of the batch, or its rows
         stored[i.tensor] = (R, S(0)) if axes.axis(i.tensor, 0) else (R,)
     holdings = _holdings(graph, axes, rows, constant)

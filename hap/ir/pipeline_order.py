@@ -1,0 +1,27 @@
+"""The order in which a pipeline stage runs its microbatches, shared by runtime and simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Turn(NamedTuple):
+    """The forward or the backward of one microbatch."""
+
+    microbatch: int
+    backward: bool
+
+
+def turns(microbatches: int, in_flight: int) -> Iterator[Turn]:
+    """Yield a stage's turns: forwards until ``in_flight`` microbatches wait, then one by one.
+
+    1F1B (PipeDream-Flush, Narayanan et al., ICML 2021) is the case in which ``in_flight`` is the number of
+    stages from this one to the last; GPipe is the case in which it is the number of microbatches.
+    """
+    ahead = min(in_flight, microbatches)
+    yield from (Turn(k, False) for k in range(ahead))
+    for k in range(microbatches):
+        yield Turn(k, True)
+        if ahead + k < microbatches:
+            yield Turn(ahead + k, False)

@@ -1,0 +1,338 @@
+"""Run one rank's stage: forwards and backwards in turns, sums over microbatches, transfers.
+
+The forward of the module runs the whole step, since forwards and backwards of microbatches alternate;
+its backward returns the gradients that the forward computed, times the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hap.ir.graph_builder import RANDOM
+from hap.ir.mesh import offsets
+from hap.ir.pipeline_order import Turn, turns
+from hap.ir.plan import Plan
+from hap.ir.program import Value
+from hap.ir.stages import Transfer, cut_stages
+from hap.runtime.collectives import Comm, Waiting
+from hap.runtime.compiled import Library, Runnable
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+from hap.runtime.pipeline.boundary import Arrival, Boundary
+from hap.runtime.pipeline.segments import (
+    PER_PART,
+    Run,
+    SegmentLayout,
+    StageSegment,
+    emitted,
+    executables,
+)
+from hap.runtime.pipeline.segments import layout as layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The place on the mesh axis over time: the microbatch that runs."""
+
+    rank: int
+    world_size: int
+
+
+def pipeline(
+    plan: Plan, comm: Comm, device: torch.device, *, widen: bool, backend: str
+) -> Runnable:
+    """Return the functions of a rank of a plan with stages."""
+    stage = _Stage(plan, comm, device, widen, backend)
+    buffers = tuple(o.target for o in plan.graph.outputs if o.role == "buffer")
+    return Runnable(
+        forward=stage.forward, backward=_scaled, buffers=buffers, gradient_of=stage.gradient_of
+    )
+
+
+def _scaled(ctx: Context, given: list[Any]) -> Sequence[Tensor]:
+    """Return the gradients that the forward computed, times the gradient of the loss."""
+    *gradients, tangent = given
+    given.clear()
+    if not gradients:
+        raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
+    return [g * tangent.to(g.dtype) for g in gradients]
+
+
+Env = dict[Value, Tensor]
+
+
+class _Stage:
+    def __init__(
+        self, plan: Plan, comm: Comm, device: torch.device, widen: bool, backend: str
+    ) -> None:
+        assert plan.stages is not None
+        self._plan, self._comm, self._device, self._widen = plan, comm, device, widen
+        self._number, self.place = plan.stages.place(comm.rank)
+        graphs, transfers = plan.cut
+        self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
+        self._layout = layout_of(self._graph, self._stage.program)
+        self._boundaries = [
+            Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
+        ]
+        self._runs = self._emit(self.place, backend)
+        parameters = {i.target for i in self._graph.role("parameter")}
+        own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
+        self._gradients = {o.target: k for k, o in enumerate(own)}
+        targets = {i.tensor: i.target for i in plan.graph.role("parameter")}
+        inputs = [i.tensor for i in plan.graph.inputs if i.role != "tangent"]
+        self._inputs = tuple(inputs)
+        trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
+        self._trained = {t: k for k, t in enumerate(trained) if t is not None}
+        self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
+        late = (StageSegment.END, StageSegment.GRADIENTS, StageSegment.LAST)
+        after = {value for segment in late for value in self._layout.given[segment]}
+        ends = zip(self._graph.outputs, self._stage.program.outputs, strict=True)
+        self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
+        """Values of a microbatch that are read after all of them; each makes the same."""
+        self._count = plan.microbatches
+
+    def _emit(self, place: int, backend: str) -> list[dict[StageSegment, Run]]:
+        """Return the functions of the segments per microbatch; equal microbatches share them."""
+        plan, library = self._plan, Library()
+        alike = not any(n.op in RANDOM for n in self._graph.nodes)
+        found: list[dict[StageSegment, Run]] = []
+        for number in range(1 if alike else plan.microbatches):
+            divided = plan.microbatch(number)
+            assert plan.stages is not None
+            graph = cut_stages(divided, plan.stages.cuts)[0][self._number]
+            emitter = Emitter(
+                graph=graph, program=self._stage.program, shares=self._stage.shares, rank=place,
+                device=self._device, widen=self._widen, alone=len(self._stage.ranks) == 1,
+                offsets=offsets(plan.graph, plan.program, plan.shares, number, divided),
+            )  # fmt: skip
+            graphs = emitted(emitter, self._layout)
+            found.append(executables(graphs, backend, self._device, library))
+        return found * (plan.microbatches if alike else 1)
+
+    def forward(self, ctx: Context, tensors: list[Any]) -> Sequence[Tensor]:
+        """Run a step; return the loss, the buffers and, if they are wanted, the gradients."""
+        step = _Step(self, ctx, dict(zip(self._inputs, tensors, strict=True)))
+        tensors.clear()
+        return step.run()
+
+
+class _Step:
+    """One step of a stage on one rank."""
+
+    def __init__(self, stage: _Stage, ctx: Context, given: dict[str, Tensor]) -> None:
+        self._s, self._ctx, self._given = stage, ctx, given
+        self._layout: SegmentLayout = stage._layout
+        self._env: Env = {}
+        self._parts: list[Env] = [{} for _ in range(stage._count)]
+        self._sums: dict[Value, Tensor] = {}
+        self._sending: list[tuple[Tensor, Waiting]] = []
+        self._sent: set[Transfer] = set()
+        self._kept: Env = {}
+
+    def run(self) -> Sequence[Tensor]:
+        s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
+        try:
+            self._take_inputs()
+            before = self._post_once(backward=False)
+            coming = {False: self._post(backward=False)}
+            after: list[tuple[Boundary, Arrival]] = []
+            if wanted:
+                coming[True] = self._post(backward=True)
+                after = self._post_once(backward=True)
+            self._arrived(before)
+            self._run(StageSegment.ONCE, self._env)
+            self._send_once(backward=False)
+            for number, part in enumerate(self._parts):
+                self._run(StageSegment.COUNT, part, number)
+            self._finish_sums()
+            self._run(StageSegment.COUNTED, self._env)
+            for turn in turns(s._count, s._stage.in_flight):
+                if wanted or not turn.backward:
+                    self._take_turn(turn, coming[turn.backward])
+            self._env |= self._kept
+            self._finish_sums()
+            self._run(StageSegment.END, self._env)
+            gradients = self._end(after) if wanted else []
+            for _, wait in self._sending:
+                wait()
+            return [self._loss(), *gradients]
+        finally:
+            self._ctx.across, self._ctx.microbatch = across, None
+
+    def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
+        """Run the forward or the backward of a microbatch."""
+        number, part = turn.microbatch, self._parts[turn.microbatch]
+        for value, arrivals in coming.items():
+            part[value] = arrivals.pop(number).wait()
+        self._run(StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD, part, number)
+        for b in self._crossing(turn.backward, once=False, sending=True):
+            self._sending += b.send(self._value(b.sends, part), self._s._comm)
+        if turn.backward or not self._ctx.wanted:
+            self._parts[number] = {}
+            self._kept = {v: part[v] for v in self._s.kept if v in part}
+
+    def _end(self, after: list[tuple[Boundary, Arrival]]) -> list[Tensor]:
+        """Run what makes the gradients of the sums over the microbatches; return them."""
+        self._send_once(backward=True)
+        self._arrived(after)
+        self._run(StageSegment.GRADIENTS, self._env)
+        self._finish_sums()
+        self._send_once(backward=True)
+        self._run(StageSegment.LAST, self._env)
+        return self._own_gradients()
+
+    def _crossing(self, backward: bool, *, once: bool, sending: bool) -> list[Boundary]:
+        """Return the boundaries of one direction that this stage sends to, or receives from."""
+        mine = self._s._number
+        return [
+            b for b in self._s._boundaries
+            if (b.transfer.backward, b.transfer.once) == (backward, once)
+            and (b.transfer.src if sending else b.transfer.dst) == mine
+        ]  # fmt: skip
+
+    def _post_once(self, *, backward: bool) -> list[tuple[Boundary, Arrival]]:
+        found = self._crossing(backward, once=True, sending=False)
+        return [(b, b.receive(self._s._comm, self._dtype(b), self._s._device)) for b in found]
+
+    def _arrived(self, arrivals: list[tuple[Boundary, Arrival]]) -> None:
+        for b, arrival in arrivals:
+            self._env[b.arrives] = arrival.wait()
+
+    def _send_once(self, *, backward: bool) -> None:
+        """Send the values that exist by now and were not sent before."""
+        for b in self._crossing(backward, once=True, sending=True):
+            if b.sends in self._env and b.transfer not in self._sent:
+                self._sent.add(b.transfer)
+                self._sending += b.send(self._env[b.sends], self._s._comm)
+
+    def _value(self, value: Value, part: Env) -> Tensor:
+        return part[value] if value in part else self._env[value]
+
+    def _dtype(self, b: Boundary) -> torch.dtype:
+        tensor = b.transfer.tensor
+        if self._s._widen and "float" in self._s._graph.tensors[tensor].dtype:
+            return torch.float64
+        return _dtype(self._s._graph, tensor)
+
+    def _take_inputs(self) -> None:
+        """Give the inputs to the step, and to each microbatch its rows."""
+        s, program = self._s, self._s._stage.program
+        for i in s._graph.inputs:
+            value = Value(i.tensor, program.inputs[i.tensor])
+            if i.role == "tangent":
+                shape = s._graph.tensors[i.tensor].shape
+                dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
+                self._env[value] = torch.ones(shape, dtype=dtype, device=s._device)
+            elif i.role == "input":
+                self._cut_input(i.tensor, value, s.place)
+            elif i.role != "received":
+                self._env[value] = self._given[_whole_name(s._plan, i.target, i.role)]
+
+    def _cut_input(self, tensor: str, value: Value, place: int) -> None:
+        s = self._s
+        plan, entry = s._plan, _origin_entry(s._plan, s._graph, tensor)
+        whole = self._given[entry]
+        over_time = Value(entry, plan.program.inputs[entry])
+        for number, part in enumerate(self._parts):
+            rows = whole
+            if over_time.placement.sharded:
+                sizes = plan.program.sizes(plan.graph, over_time, plan.shares)
+                start = sum(sizes[:number])
+                rows = rows.narrow(over_time.placement.dim, start, sizes[number])
+            if value.placement.sharded:
+                sizes = s._stage.program.sizes(s._graph, value, s._stage.shares)
+                start = sum(sizes[:place])
+                rows = rows.narrow(value.placement.dim, start, sizes[place])
+            part[value] = rows
+
+    def _post(self, *, backward: bool) -> dict[Value, dict[int, Arrival]]:
+        """Start all receives of the microbatches, in the order in which the tensors are sent."""
+        arriving = self._crossing(backward, once=False, sending=False)
+        found: dict[Value, dict[int, Arrival]] = {b.arrives: {} for b in arriving}
+        for number in range(self._s._count):
+            for b in arriving:
+                found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
+        return found
+
+    def _run(self, segment: StageSegment, part: Env, number: int = 0) -> None:
+        """Run a segment; its results go to ``part``, and terms to the sums."""
+        layout, run = self._layout, self._s._runs[number].get(segment)
+        if run is not None:
+            self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
+            self._ctx.microbatch = number
+            given = [self._value(v, part) for v in layout.given[segment]]
+            part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
+        if segment in PER_PART:
+            self._add({term: part[term] for term in layout.added[segment]})
+
+    def _add(self, terms: Env) -> None:
+        """Add a microbatch's terms to the sums; the first ones become the sums."""
+        known = [term for term in terms if term in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[t] for t in known], [terms[t] for t in known])
+        for term in terms.keys() - known:
+            # A tensor that a message still reads must not change.
+            sent = any(b.sends == term for b in self._s._boundaries)
+            self._sums[term] = terms[term].clone() if sent else terms[term]
+
+    def _finish_sums(self) -> None:
+        """Make the sums over the microbatches available to what follows."""
+        self._env |= self._sums
+        for each in self._layout.sums:
+            if each.term in self._env and (
+                each.term in self._sums or each.segment >= StageSegment.GRADIENTS
+            ):
+                self._env[each.total] = self._env[each.term]
+        self._sums = {}
+
+    def _own_gradients(self) -> list[Tensor]:
+        s = self._s
+        ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
+        own = {o.target: Value(o.tensor, p) for o, p in ends.items() if o.role == "gradient"}
+        found, seen = [], set[int]()
+        for target in s._trained:
+            if target in own:
+                gradient = self._env[own[target]].contiguous()
+                # Two parameters with one gradient: either may be scaled in place later.
+                found.append(gradient.clone() if gradient.data_ptr() in seen else gradient)
+                seen.add(gradient.data_ptr())
+            else:  # of another stage: this rank holds no rows of it
+                tensor = next(
+                    i.tensor for i in s._plan.graph.role("parameter") if i.target == target
+                )
+                found.append(torch.zeros_like(self._given[tensor]))
+        return found
+
+    def _loss(self) -> Tensor:
+        """Return the loss, which the first rank of the last stage sends to all ranks."""
+        s = self._s
+        assert s._plan.stages is not None
+        last = s._plan.stages.stages[-1]
+        tensor = s._plan.graph.loss
+        dtype = torch.float64 if s._widen else _dtype(s._plan.graph, tensor)
+        mine = torch.empty(0, dtype=dtype, device=s._device)
+        if s._comm.rank == last.ranks[0]:
+            ends = zip(s._graph.outputs, last.program.outputs, strict=True)
+            value = next(Value(o.tensor, p) for o, p in ends if o.role == "loss")
+            mine = self._env[value].reshape(1)
+        sizes = [int(r == last.ranks[0]) for r in range(s._comm.world_size)]
+        return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
+
+
+def _dtype(graph: Any, tensor: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, graph.tensors[tensor].dtype)
+    return found
+
+
+def _whole_name(plan: Plan, target: str, role: str) -> str:
+    return next(i.tensor for i in plan.graph.inputs if (i.target, i.role) == (target, role))
+
+
+def _origin_entry(plan: Plan, graph: Any, tensor: str) -> str:
+    target = next(i.target for i in graph.inputs if i.tensor == tensor)
+    return _whole_name(plan, target, "input")

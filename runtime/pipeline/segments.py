@@ -1,0 +1,191 @@
+"""Segments of a stage's program: the instructions of each phase, and of each side of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hap.ir.graph import Graph
+from hap.ir.mesh import origin
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.placement import P
+from hap.ir.program import Compute, Convert, Program, Value
+from hap.runtime.compiled import Library, executable
+from hap.runtime.context import Context
+from hap.runtime.emit import Emitter
+
+
+class StageSegment(IntEnum):
+    """The segments in the order of a step; :class:`hap.ir.microbatch.Phase` with two sides."""
+
+    ONCE = 0
+    COUNT = 1
+    COUNTED = 2
+    FORWARD = 3
+    BACKWARD = 4
+    END = 5
+    """The loss, of the sums over the microbatches."""
+    GRADIENTS = 6
+    LAST = 7
+    """Of sums whose terms other stages have summed."""
+
+
+PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """A sum over the microbatches: ``term`` of each of them adds up to ``total``."""
+
+    term: Value
+    total: Value
+    segment: StageSegment
+    """The segment that makes the terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentLayout:
+    """A stage's program in segments; the same for all microbatches and ranks."""
+
+    numbers: Mapping[StageSegment, tuple[int, ...]]
+    sums: tuple[Sum, ...]
+    given: Mapping[StageSegment, tuple[Value, ...]]
+    results: Mapping[StageSegment, tuple[Value, ...]]
+    added: Mapping[StageSegment, tuple[Value, ...]]
+    """Per segment, the values that are added up over the microbatches."""
+
+
+def layout(graph: Graph, program: Program) -> SegmentLayout:
+    """Return the segments of a stage's program."""
+    of_node = phases(graph)
+    inputs = {i.tensor: i.role for i in graph.inputs}
+    arrival = {i.tensor: i.target for i in graph.inputs}
+    segment_of: dict[Value, StageSegment] = {}
+    for name, role in inputs.items():
+        value = Value(name, program.inputs[name])
+        segment_of[value] = _of_input(role, arrival[name])
+    numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
+    sums = []
+    counts = {
+        name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
+    }
+    for k, step in enumerate(program.instructions):
+        if isinstance(step, Compute) and is_sum(graph.by_name[step.node]):
+            (term,), (total,) = step.reads(graph), step.writes(graph)
+            if term.placement != total.placement:
+                raise AssertionError(f"{step.node} changes the placement of its terms")
+            sums.append(Sum(term=term, total=total, segment=segment_of[term]))
+            segment_of[total] = _of_sum(of_node[step.node], segment_of[term], step.backward)
+            continue
+        if isinstance(step, Compute):
+            segment = _segment(of_node[step.node], step.backward)
+            if segment >= StageSegment.END:
+                segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
+        else:
+            segment = _of_conversion(step, inputs, counts, segment_of)
+        numbers[segment].append(k)
+        segment_of.update(dict.fromkeys(step.writes(graph), segment))
+    return _connected(graph, program, numbers, sums, segment_of)
+
+
+def _of_input(role: str, arrival: str) -> StageSegment:
+    if role == "received":
+        return {
+            EACH: StageSegment.FORWARD,
+            BEFORE: StageSegment.ONCE,
+            SUMMED: StageSegment.GRADIENTS,
+        }[arrival]
+    return StageSegment.FORWARD if role in ("input", "tangent") else StageSegment.ONCE
+
+
+def _of_sum(phase: Phase, terms: StageSegment, backward: bool) -> StageSegment:
+    """Return the segment that reads the total of a sum."""
+    if phase is Phase.COUNTED:
+        return StageSegment.COUNTED
+    if terms >= StageSegment.GRADIENTS:
+        return StageSegment.LAST
+    return StageSegment.GRADIENTS if backward else StageSegment.END
+
+
+def _segment(phase: Phase, backward: bool) -> StageSegment:
+    if phase is Phase.PART:
+        return StageSegment.BACKWARD if backward else StageSegment.FORWARD
+    if phase is Phase.END:
+        return StageSegment.GRADIENTS if backward else StageSegment.END
+    return StageSegment[phase.name]
+
+
+def _of_conversion(
+    step: Convert,
+    inputs: Mapping[str, str],
+    counts: set[str],
+    segment_of: Mapping[Value, StageSegment],
+) -> StageSegment:
+    source = segment_of[Value(step.tensor, step.src)]
+    if inputs.get(step.tensor) == "input" and step.tensor in counts:
+        return StageSegment.COUNT
+    if source >= StageSegment.END:
+        return max(source, StageSegment.GRADIENTS) if step.backward else source
+    if step.backward and source not in (StageSegment.COUNT, StageSegment.COUNTED):
+        return StageSegment.BACKWARD
+    return source
+
+
+def _connected(
+    graph: Graph, program: Program, numbers: Mapping[StageSegment, list[int]], sums: Sequence[Sum],
+    segment_of: Mapping[Value, StageSegment],
+) -> SegmentLayout:  # fmt: skip
+    """Return the layout with what every segment reads and makes for others."""
+    made: dict[StageSegment, set[Value]] = {}
+    read: dict[StageSegment, list[Value]] = {}
+    for segment, steps in numbers.items():
+        chosen = [program.instructions[k] for k in steps]
+        made[segment] = {v for s in chosen for v in s.writes(graph)}
+        wanted = dict.fromkeys(v for s in chosen for v in s.reads(graph))
+        read[segment] = [v for v in wanted if v not in made[segment]]
+    ends = [Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)]
+    later = {*ends, *(s.term for s in sums)}
+    later.update(v for wanted in read.values() for v in wanted)
+    # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
+    after = {
+        *read[StageSegment.END],
+        *read[StageSegment.GRADIENTS],
+        *read[StageSegment.LAST],
+        *ends,
+    }
+    terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
+    return SegmentLayout(
+        added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in StageSegment},
+        numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
+        given={s: tuple(read[s]) for s in StageSegment},
+        results={s: tuple(v for v in sorted(made[s]) if v in later) for s in StageSegment},
+    )  # fmt: skip
+
+
+Run = Callable[[Context, list[Any]], Sequence[Tensor]]
+
+
+def emitted(emitter: Emitter, layout: SegmentLayout) -> dict[StageSegment, fx.GraphModule]:
+    """Return the graph of each segment that has instructions."""
+    return {
+        segment: emitter.segment(
+            layout.numbers[segment], layout.given[segment], layout.results[segment],
+            segment.name.capitalize(),
+        )
+        for segment in StageSegment if layout.numbers[segment]
+    }  # fmt: skip
+
+
+def executables(
+    graphs: Mapping[StageSegment, fx.GraphModule],
+    backend: str,
+    device: torch.device,
+    library: Library,
+) -> dict[StageSegment, Run]:
+    """Return the function of each segment; the graphs are modified."""
+    return {s: executable(graph, backend, device, library) for s, graph in graphs.items()}

@@ -1,0 +1,90 @@
+"""Simulate a pipeline: forwards and backwards of microbatches on stages, transfers between them.
+
+Each stage computes one turn at a time, in the order of :func:`hap.ir.pipeline_order.turns`. Each
+direction of a boundary carries one transfer at a time, beside computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hap.ir.pipeline_order import Turn, turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one stage.
+
+    Attributes:
+        forward_s, backward_s: of one microbatch.
+        send_s: of its activations to the next stage; 0 for the last one.
+        return_s: of their gradients from the next stage; 0 for the last one.
+        before_s, after_s: once per step, before and after the microbatches.
+        in_flight: microbatches whose activations it may hold.
+    """
+
+    forward_s: float
+    backward_s: float
+    send_s: float = 0.0
+    return_s: float = 0.0
+    before_s: float = 0.0
+    after_s: float = 0.0
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """A simulated step: its seconds, and per stage the seconds of computing and the end."""
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+
+
+def simulate_pipeline(
+    stages: Sequence[StageSeconds], microbatches: int, *, blocking: bool = False
+) -> PipelineTimes:
+    """Return the times of a step.
+
+    Args:
+        blocking: a transfer occupies its sender, as with synchronous sends.
+
+    Raises:
+        ValueError: the stages wait for each other: some stage has fewer microbatches in flight than
+            the one after it.
+    """
+    count = len(stages)
+    todo = [list(turns(microbatches, s.in_flight)) for s in stages]
+    at = [0] * count
+    free = [s.before_s for s in stages]
+    busy = [s.before_s + s.after_s for s in stages]
+    sending, returning = [0.0] * count, [0.0] * count  # when each boundary's directions are free
+    there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
+    while any(a < len(t) for a, t in zip(at, todo, strict=True)):
+        moved = False
+        for k, stage in enumerate(stages):
+            while at[k] < len(todo[k]):
+                turn = todo[k][at[k]]
+                first = k == 0 if not turn.backward else k == count - 1
+                if not first and (k, turn) not in there:
+                    break
+                start = max(free[k], 0.0 if first else there[k, turn])
+                seconds = stage.backward_s if turn.backward else stage.forward_s
+                free[k] = start + seconds
+                busy[k] += seconds
+                at[k] += 1
+                moved = True
+                if not turn.backward and k + 1 < count:
+                    sending[k] = max(sending[k], free[k]) + stage.send_s
+                    there[k + 1, turn] = sending[k]
+                    free[k] = sending[k] if blocking else free[k]
+                elif turn.backward and k:
+                    before = stages[k - 1]
+                    returning[k - 1] = max(returning[k - 1], free[k]) + before.return_s
+                    there[k - 1, turn] = returning[k - 1]
+                    free[k] = returning[k - 1] if blocking else free[k]
+        if not moved:
+            raise ValueError("the stages wait for each other")
+    ends = tuple(f + s.after_s for f, s in zip(free, stages, strict=True))
+    return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)

@@ -1,0 +1,1 @@
+"""Pipeline stages: microbatches, cuts, groups of devices, and the search over them."""

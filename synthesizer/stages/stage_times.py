@@ -1,0 +1,160 @@
+"""Seconds and bytes of a stage: its program on its devices, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hap.cluster.work import Work
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph, Node
+from hap.ir.microbatch import Phase, is_sum, phases
+from hap.ir.program import Compute, Convert, Instruction, Program, Value
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.rules.rule_table import Row
+from hap.synthesizer.schedule.event_simulator import group_seconds
+from hap.synthesizer.shares.share_solver import proportional
+
+
+class SumsOverTime:
+    """Prices of sums over microbatches in a search of a stage: they do not depend on the program."""
+
+    def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
+        return (0.0, 0) if is_sum(group[0][0]) else None
+
+    def searched_s(self, node: Node, row: Row) -> float | None:
+        return 0.0 if is_sum(node) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """Figures of a stage's program; vectors have an entry per rank of the stage.
+
+    Attributes:
+        before_s, forward_s, backward_s, after_s: as in
+            :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
+            ``after_s``.
+        compute_s: computing in all of a step's microbatches, without collectives.
+        communicate_s: collectives inside the stage in all of a step.
+        stored_bytes, peak_bytes: with ``in_flight`` microbatches.
+    """
+
+    before_s: float
+    forward_s: float
+    backward_s: float
+    after_s: float
+    compute_s: PerRank
+    communicate_s: float
+    stored_bytes: PerRank
+    peak_bytes: PerRank
+
+
+def in_parts(
+    graph: Graph, part: Graph, program: Program, shares: Shares
+) -> tuple[Program, Shares] | None:
+    """Return a program over a stage of the whole batch as one over a microbatch, with its shares.
+
+    ``None`` if an axis has too few units in a microbatch.
+    """
+    axes, units_of = {}, dict[str, int]()
+    for dim, (name, units) in program.axes.items():
+        tensor, _, at = dim.rpartition(":")
+        whole, own = graph.tensors[tensor].shape[int(at)], part.tensors[tensor].shape[int(at)]
+        if (units * own) % max(whole, 1):
+            return None
+        axes[dim] = name, units * own // whole
+        if units_of.setdefault(name, axes[dim][1]) != axes[dim][1] or not axes[dim][1]:
+            return None
+    scaled = {
+        name: proportional(units, np.array(shares[name], dtype=np.float64))
+        for name, units in units_of.items()
+    }
+    return replace(program, axes=axes), scaled
+
+
+def figures(
+    part: Graph, program: Program, shares: Shares, machine: Machine, states: int,
+    microbatches: int, in_flight: int,
+) -> StageFigures:  # fmt: skip
+    """Return the figures of a stage's program."""
+    cost = CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
+    world = machine.cluster.world_size
+    compute = {phase: np.zeros(world) for phase in ("before", "forward", "backward", "after")}
+    slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
+    of_node = phases(part)
+    made = {Value(i.tensor, program.inputs[i.tensor]): _start(i.role) for i in part.inputs}
+    for group in program.groups(part):
+        for step in group:
+            name = _phase(part, step, of_node, made)
+            made.update(dict.fromkeys(step.writes(part), name))
+        seconds, messages = group_seconds(part, group, cost)
+        if messages:
+            moved[name] += float(seconds.max())
+        else:
+            compute[name] += seconds
+    compute["backward"] += _adding(part, program, cost)
+    for i in part.role("parameter"):
+        if i.target in part.gradients:
+            compute["after"] += cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
+    for name, each in compute.items():
+        slowest[name] = float(each.max()) + moved[name]
+    stored, peak = memory(part, program, cost)
+    ahead = min(in_flight, microbatches) - 1
+    saved = sum(
+        (cost.local_bytes(part.tensors[v.tensor], v.placement) for v in _saved(part, program)),
+        np.zeros(world),
+    )
+    times = {"forward": microbatches, "backward": microbatches}
+    return StageFigures(
+        before_s=slowest["before"], forward_s=slowest["forward"],
+        backward_s=slowest["backward"], after_s=slowest["after"],
+        compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
+        communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
+        stored_bytes=stored, peak_bytes=peak + ahead * saved,
+    )  # fmt: skip
+
+
+def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
+    """Return the seconds of adding a microbatch's terms to the sums: two reads and a write."""
+    machine = cost.machine
+    seconds: PerRank = np.zeros(machine.cluster.world_size)
+    for step in program.instructions:
+        if isinstance(step, Compute) and is_sum(part.by_name[step.node]):
+            (term,) = step.reads(part)
+            tensor = part.tensors[term.tensor]
+            held = cost.local_bytes(tensor, term.placement)
+            work = Work("memory", tensor.dtype, tensor.numel, 0.0)
+            seconds = seconds + machine.seconds(work, np.zeros_like(held), 3 * held)
+    return seconds
+
+
+def _start(role: str) -> str:
+    return "forward" if role in ("input", "received", "tangent") else "before"
+
+
+def _phase(
+    part: Graph, step: Instruction, of_node: Mapping[str, Phase], made: dict[Value, str]
+) -> str:
+    side = "backward" if step.backward else "forward"
+    if isinstance(step, Compute):
+        phase = of_node[step.node]
+        return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
+    source = made[Value(step.tensor, step.src)]
+    return source if source == "after" or not step.backward else side
+
+
+def _saved(part: Graph, program: Program) -> list[Value]:
+    """Return the values of a microbatch's forward that its backward reads."""
+    of_node, made, found = phases(part), set[Value](), dict[Value, None]()
+    for step in program.instructions:
+        if not step.backward:
+            ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
+            if ours and not step.aliases(part):
+                made.update(step.writes(part))
+        else:
+            found.update(dict.fromkeys(v for v in step.reads(part) if v in made))
+    return list(found)

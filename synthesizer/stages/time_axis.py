@@ -1,0 +1,70 @@
+"""The batch split over time: the program of a step in microbatches, and its shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hap.cluster.link import Link
+from hap.cluster.topology import Cluster
+from hap.errors import HapError
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph
+from hap.ir.mesh import divide
+from hap.ir.microbatch import phases
+from hap.ir.program import Program
+from hap.synthesizer.baselines import data_parallel
+from hap.synthesizer.search.program_space import Space
+from hap.synthesizer.synthesize import Synthesizer
+
+PLACES = 2
+"""Microbatches for which the program is searched; it is the same for any number."""
+
+_SUMMED_S = 1000.0
+"""Seconds that a link over time takes for all parameters: the program sums only what it must."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverTime:
+    """The program over the axis of time; a place of it is a microbatch."""
+
+    graph: Graph
+    program: Program
+
+    def shares(self, microbatches: int) -> Shares | None:
+        """Return equal shares of every axis; ``None`` if there are none."""
+        units = self.program.used_axes()
+        if any(n % microbatches for n in units.values()):
+            return None
+        return {name: (n // microbatches,) * microbatches for name, n in units.items()}
+
+    def part(self, microbatches: int) -> Graph:
+        """Return the step of one microbatch."""
+        shares = self.shares(microbatches)
+        assert shares is not None
+        return divide(self.graph, self.program, shares, 0)
+
+    def whole(self) -> Graph:
+        """Return the step of a microbatch with the sizes of the whole batch."""
+        shares = {name: (n, 0) for name, n in self.program.used_axes().items()}
+        return divide(self.graph, self.program, shares)
+
+
+def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime:
+    """Return the program that runs a step in microbatches.
+
+    Raises:
+        HapError: the step can't be run in parts; the message says why.
+    """
+    device = replace(cluster.devices[0], memory_bytes=2**60)
+    places = tuple(replace(device, name=f"time:{k}", node="time") for k in range(PLACES))
+    graph = space.graph
+    nbytes = sum(graph.tensors[i.tensor].nbytes for i in graph.role("parameter"))
+    slow = Link(max(nbytes, 1) / _SUMMED_S, 1e-3)
+    clock = Cluster(name="time", devices=places, intra={"time": slow}, inter=slow)
+    search = Synthesizer(space, clock, optimizer_states, data_parallel(space))
+    pair = search.cheapest(next(search.starts()))
+    found = OverTime(graph=space.graph, program=pair.program)
+    if not found.program.used_axes():
+        raise HapError("no operator of the step can be split along the batch")
+    phases(found.whole())
+    return found

@@ -1,0 +1,47 @@
+"""Random pipelines: random cuts, groups of ranks, microbatches, and a random program per stage."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hap.ir.plan import Plan
+from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
+from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.stages.time_axis import OverTime, over_time
+from tests.random_plans import Case, random_plan, random_program, two_machines
+
+
+def divided(case: Case) -> OverTime:
+    """Return the program over time of a case."""
+    return over_time(case.space, two_machines(2), 2)
+
+
+def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
+    """Return a random valid plan with a stage for each number of ranks in ``groups``.
+
+    Ranks are dealt to the stages at random; equal arguments give equal plans.
+    """
+    rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
+    time = divided(case)
+    counts = [m for m in range(1, 7) if time.shares(m)]
+    microbatches = rng.choice(counts[1:])
+    shares = time.shares(microbatches)
+    assert shares is not None
+    micro = time.part(microbatches)
+    places = list(crossing(micro))
+    cuts = tuple(places[k] for k in sorted(rng.sample(range(len(places)), len(groups) - 1)))
+    graphs, _ = cut_stages(micro, cuts)
+    dealt = rng.sample(range(world), world)
+    stages, more = [], rng.choice((1, 2))
+    for number, (graph, count) in enumerate(zip(graphs, groups, strict=True)):
+        ranks = tuple(sorted(dealt[:count]))
+        dealt = dealt[count:]
+        program, own = random_program(build_space(graph), two_machines(count), rng)
+        ahead = (len(groups) - number) * more
+        stages.append(Stage(ranks=ranks, program=program, shares=own, in_flight=ahead))
+    plan = random_plan(case, world, 0)
+    return replace(
+        plan, program=time.program, shares=shares, idle=(),
+        stages=PipelineStages(cuts=cuts, stages=tuple(stages)),
+    )  # fmt: skip

@@ -1,0 +1,274 @@
+"""Pipelines of stages: what they compute, what they send, how long they take."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hap
+from hap.errors import HapError, PlanError
+from hap.ir.microbatch import Phase, phases
+from hap.ir.pipeline_order import Turn, turns
+from hap.ir.plan import Plan
+from hap.ir.stages import cut_stages
+from hap.runtime.emulate import run_ranks
+from hap.runtime.hap_module import HapModule
+from hap.runtime.pipeline.boundary import messages
+from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages.time_axis import over_time
+from tests.random_plans import Case, adamw, benchmark_case, make_case, two_machines, verdict
+from tests.random_stages import divided, random_staged_plan
+from tests.test_verify import on_gloo, story
+
+FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
+GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
+
+
+# --- what they compute -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_pipelines_compute_what_one_device_does(family: str, seed: int) -> None:
+    case = benchmark_case(family, "tiny")
+    groups = GROUPS[(FAMILIES.index(family) + 3 * seed) % len(GROUPS)]
+    plan = random_staged_plan(case, groups, seed)
+    found = verdict(case, plan)
+    assert found.ok, story(found)
+    assert len(found.rows) > len(plan.graph.gradients)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_masks_of_microbatches_are_those_of_one_device(family: str) -> None:
+    case = benchmark_case(family, "tiny_dropout")
+    found = verdict(case, random_staged_plan(case, (2, 1), 1))
+    assert found.ok, story(found)
+    assert "drawn" in {row.what for row in found.rows}, found.random
+
+
+@pytest.mark.gloo
+def test_real_processes_compute_what_one_device_does() -> None:
+    case = benchmark_case("gpt2", "tiny")
+    found = verdict(case, random_staged_plan(case, (2, 1, 1), 4), run=on_gloo)
+    assert found.ok, story(found)
+
+
+def test_the_loss_needs_no_gradients() -> None:
+    case = benchmark_case("vit", "tiny")
+    plan = random_staged_plan(case, (2, 1), 3)
+
+    def step(comm: hap.Comm) -> tuple[float, float]:
+        module = HapModule(plan, case.model, comm, torch.device("cpu"))
+        batch = plan.local_batch(case.batch, comm.rank)
+        with torch.no_grad():
+            alone = module(*batch).item()
+        return alone, module(*batch).item()
+
+    for alone, trained in run_ranks(plan.world_size, step):
+        assert alone == trained == pytest.approx(case.loss_of(case.model).item(), rel=1e-5)
+
+
+def test_whole_state_dict_of_a_pipeline() -> None:
+    case = benchmark_case("bert", "tiny")
+    plan = random_staged_plan(case, (2, 2), 1)
+
+    def gathered(comm: hap.Comm) -> dict[str, torch.Tensor]:
+        return HapModule(plan, case.model, comm, torch.device("cpu")).full_state_dict()
+
+    expected = case.model.state_dict()
+    for found in run_ranks(plan.world_size, gathered):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], whole) for name, whole in expected.items())
+
+
+# --- microbatches ------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_statistics_of_the_whole_batch_forbid_microbatches() -> None:
+    case = make_case(Normed(), (torch.randn(8, 6),), optimizer=adamw)
+    with pytest.raises(HapError, match=r"whole in the middle of the step|whole batch"):
+        over_time(case.space, two_machines(2), 2)
+
+
+def test_a_count_of_labels_is_known_before_the_microbatches() -> None:
+    graph = divided(benchmark_case("bert", "tiny")).part(2)
+    found = Counter(phases(graph).values())
+    assert found[Phase.COUNT]
+    assert found[Phase.COUNTED]
+    assert found[Phase.END] >= len(graph.gradients)
+
+
+def test_stages_cover_every_operator_once() -> None:
+    for family in FAMILIES:
+        graph = divided(benchmark_case(family, "tiny")).part(2)
+        plan = random_staged_plan(benchmark_case(family, "tiny"), (1, 1, 1), 5)
+        graphs, transfers = plan.cut
+        names = [n.name for g in graphs for n in g.nodes]
+        twice = {name for name, count in Counter(names).items() if count > 1}
+        reads = {i.tensor for i in graph.role("parameter")}
+        for name in twice:
+            assert not reads & set(graph.by_name[name].inputs)
+        assert {n.name for n in graph.nodes} >= set(names)
+        assert {o.target for g in graphs for o in g.outputs if o.role == "gradient"} == set(
+            plan.graph.gradients
+        )
+        assert all(t.src != t.dst for t in transfers)
+
+
+# --- what they send ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_is_sent_once(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = rng.randrange(1, 9)
+
+    def parts(first: int, split: bool) -> dict[int, tuple[int, int]]:
+        count = rng.randrange(1, 4)
+        if not split:
+            return {first + k: (0, rows) for k in range(count)}
+        ends = sorted(rng.randrange(rows + 1) for _ in range(count - 1))
+        return {first + k: span for k, span in enumerate(itertools.pairwise([0, *ends, rows]))}
+
+    split = rng.random() < 0.5
+    held, needed = parts(0, split), parts(10, rng.random() < 0.5)
+    found = messages(held, needed, split=split)
+    for rank, (start, stop) in needed.items():
+        arrived = Counter(row for m in found if m.dst == rank for row in range(m.start, m.stop))
+        assert arrived == Counter(range(start, stop))
+    for m in found:
+        assert held[m.src][0] <= m.start < m.stop <= held[m.src][1]
+
+
+# --- how long they take ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(1, 1), (4, 2), (5, 9), (6, 6)])
+def test_turns_run_each_microbatch_forward_then_backward(count: int, ahead: int) -> None:
+    order = list(turns(count, ahead))
+    assert sorted(order) == sorted(Turn(k, b) for k in range(count) for b in (False, True))
+    held = 0
+    for turn in order:
+        held += -1 if turn.backward else 1
+        assert 0 <= held <= ahead
+        assert not turn.backward or order.index(Turn(turn.microbatch, False)) < order.index(turn)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_even_stages_take_the_time_of_the_closed_form(stages: int, parts: int) -> None:
+    each = [
+        StageSeconds(forward_s=1.0, backward_s=2.0, in_flight=stages - k) for k in range(stages)
+    ]
+    assert simulate_pipeline(each, parts).step_s == pytest.approx(3.0 * (parts + stages - 1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_uneven_stages_take_the_longest_chain_of_dependences(seed: int) -> None:
+    rng = random.Random(seed)
+    count, parts = rng.randrange(2, 5), rng.randrange(1, 6)
+    stages = [
+        StageSeconds(
+            forward_s=rng.random(), backward_s=rng.random(), send_s=rng.random(),
+            return_s=rng.random(), before_s=rng.random(), after_s=rng.random(),
+            in_flight=(count - k) * rng.choice([1, 2]) if k == 0 else count - k,
+        )
+        for k in range(count)
+    ]  # fmt: skip
+    orders = [list(turns(parts, s.in_flight)) for s in stages]
+
+    @cache
+    def done(k: int, turn: Turn) -> float:
+        at = orders[k].index(turn)
+        ready = done(k, orders[k][at - 1]) if at else stages[k].before_s
+        ready = max(ready, arrived(k, turn))
+        return ready + (stages[k].backward_s if turn.backward else stages[k].forward_s)
+
+    @cache
+    def arrived(k: int, turn: Turn) -> float:
+        src = k + 1 if turn.backward else k - 1
+        if not 0 <= src < count:
+            return 0.0
+        own = [t for t in orders[src] if t.backward == turn.backward]
+        at = own.index(turn)
+        free = arrived(k, own[at - 1]) if at else 0.0
+        seconds = stages[k].return_s if turn.backward else stages[src].send_s
+        return max(free, done(src, turn)) + seconds
+
+    ends = [done(k, orders[k][-1]) + stages[k].after_s for k in range(count)]
+    assert simulate_pipeline(stages, parts).step_s == pytest.approx(max(ends))
+
+
+def test_too_few_microbatches_in_flight_are_no_deadlock_of_the_simulator() -> None:
+    stages = [
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1),
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=2),
+    ]
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate_pipeline(stages, 4)
+
+
+# --- plans -------------------------------------------------------------------------------------------
+
+
+def slow_pair(case: Case) -> Plan:
+    """Return a plan for two devices behind a link on which data parallelism does not pay."""
+    cluster = two_machines(3).keep((0, 2))
+    rates = {"flops_per_s": {"float32": 1e7}, "memory_bytes_per_s": 1e8}
+    cluster = replace(
+        cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=4e4),
+        devices=tuple(replace(d, **rates) for d in cluster.devices),
+    )  # fmt: skip
+    return hap.plan(
+        case.model, case.batch, cluster, loss=case.loss,
+        optimizer=case.optimizer, options=hap.PlanOptions(stages=True),
+    )  # fmt: skip
+
+
+def test_slow_links_are_worth_stages(tmp_path: Path) -> None:
+    case = benchmark_case("vit", "tiny")
+    plan = slow_pair(case)
+    assert plan.stages is not None
+    without = next(a for a in plan.prediction.alternatives if a.name == "without stages")
+    assert plan.prediction.step_s < without.step_s
+    assert sorted(r for s in plan.stages.stages for r in s.ranks) == [0, 1]
+    assert verdict(case, plan).ok
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.cut == plan.cut
+
+
+def test_damaged_stages_are_refused(tmp_path: Path) -> None:
+    plan = random_staged_plan(benchmark_case("vit", "tiny"), (1, 1), 0)
+    data = plan.to_json()
+    for damage in (
+        {"cuts": ["nothing"]}, {"cuts": []}, {"stages": data["stages"]["stages"][:1]},
+        {"stages": [data["stages"]["stages"][0]] * 2}, {"stages": 7},
+    ):  # fmt: skip
+        with pytest.raises((PlanError, ValueError)):
+            Plan.from_json(data | {"stages": data["stages"] | damage})
+
+
+def test_cuts_must_follow_the_model() -> None:
+    graph = divided(benchmark_case("vit", "tiny")).part(2)
+    forward = [n.name for n in graph.nodes if n.name not in graph.backward]
+    with pytest.raises(PlanError, match="order"):
+        cut_stages(graph, (forward[-2], forward[9]))
