@@ -417,7 +417,7 @@ def train(
     """
     trainer = Trainer(plan, file, backend=backend)
     done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
-    logger = RunLogger(log, trainer.module) if log else None
+    logger = RunLogger(log, trainer.module, done) if log else None
     losses = []
     for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
         start = time.perf_counter()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from hap.runtime.timed_lane import TimedLane
 class RunLogger:
     """Measures a module's steps from now on. Make one on every rank, before the first step.
 
+    Args:
+        done: steps of the checkpoint that training resumes from; their lines stay in the file.
+
     On CUDA only the peak of the memory is measured, on CPUs only the times. A step's line is in the
     file when :meth:`step` returns.
 
@@ -23,7 +29,7 @@ class RunLogger:
         InputError: rank 0 cannot write the file.
     """
 
-    def __init__(self, path: str, module: HapModule) -> None:
+    def __init__(self, path: str, module: HapModule, done: int = 0) -> None:
         self._path = path
         self._device = module._device
         self._lane = None
@@ -33,7 +39,23 @@ class RunLogger:
             context: Any = module._ctx
             self._lane = context._lane = TimedLane(context._lane)
         if _rank() == 0:
-            self._write("", "w")
+            self._write("".join(self._kept(done)), "w")
+
+    def _kept(self, done: int) -> list[str]:
+        """Return the lines of earlier steps, without those that will be trained again."""
+        try:
+            lines = Path(self._path).read_text().splitlines(keepends=True) if done else []
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"the log cannot be read ({error})", where=self._path, hint="change --log"
+            ) from error
+        kept = []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off by a crash
+                kept += [line] if json.loads(line)["step"] <= done else []
+        return kept
 
     def step(self, number: int, loss: float, seconds: float) -> None:
         """Write the step that has just ended; call it on every rank."""

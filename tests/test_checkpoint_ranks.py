@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -171,7 +172,7 @@ def test_the_command_resumes_on_other_ranks(
     command("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     command("plan", "model.py", "--cluster", "local:1", "-o", "one.json")
     whole = losses_of(command("run", "one.json", "--nproc", "1", "--steps", "8"))
-    words = ("--checkpoint", "saved", "--every", "2", "--keep", "2")
+    words = ("--checkpoint", "saved", "--every", "2", "--keep", "2", "--log", "run.jsonl")
     seen = losses_of(command("run", "plan.json", "--nproc", "4", "--steps", "3", *words))
     assert CheckpointFolder("saved").steps() == [2, 3]
     message = command("run", "one.json", "--nproc", "1", *words, code=2)
@@ -179,6 +180,8 @@ def test_the_command_resumes_on_other_ranks(
     again = ("run", "one.json", "--nproc", "1", "--steps", "8", *words)
     seen |= losses_of(command(*again, "--resume", "auto"))
     assert seen == pytest.approx(whole, rel=1e-4)
+    lines = Path("run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 9)]
     assert CheckpointFolder("saved").steps() == [6, 8]
     older = ("--resume", "saved/step-6")
     assert "a checkpoint of the later step 8" in command(*again, *older, code=2)

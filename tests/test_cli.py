@@ -80,6 +80,7 @@ HELP = {
         "--pin",
         "--prove",
         "--recompute",
+        "--stages",
         "--strict-rules",
         "--time-limit",
         "--verbose",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.contenders import CONTENDERS, EVEN, OURS, PAPER, PROPORTIONAL, make
+from benchmarks.contenders import CONTENDERS, EVEN, FASTEST, ONE, OURS, PAPER, PROPORTIONAL, make
 from benchmarks.contenders.base import Setting, even, proportional, rows_of, terms
 from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
@@ -65,7 +65,8 @@ def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
     file = load_model_file(f"{MODELS / model}.py:race_tiny")
     want = reference(file, STEPS)
     assert want[0] != pytest.approx(want[-1], rel=1e-4)  # the model learns
-    for name, got in on_two_ranks(file, tmp_path, list(CONTENDERS)).items():
+    names = [name for name in CONTENDERS if name != FASTEST]
+    for name, got in on_two_ranks(file, tmp_path, names).items():
         assert got == pytest.approx(want, rel=1e-4), name
 
 
@@ -77,6 +78,19 @@ def test_means_are_weighted_by_their_numbers_of_terms(tmp_path: Path) -> None:
     got = on_two_ranks(file, tmp_path, [EVEN, PROPORTIONAL])
     assert got[PROPORTIONAL] == pytest.approx(want, rel=1e-5)
     assert got[EVEN] != pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.gloo
+def test_contenders_on_the_fastest_devices_leave_the_others_out() -> None:
+    file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")
+    want = reference(file, STEPS)
+    setting = Setting(file=file, speeds=(2.0, 1.0, 2.05))
+    ranks = spawn(losses, 3, args=((ONE, FASTEST), setting, {}))
+    assert [[len(found[name]) for found in ranks] for name in (ONE, FASTEST)] == [
+        [0, 0, STEPS], [STEPS, 0, STEPS],
+    ]  # fmt: skip
+    assert ranks[2][ONE] == pytest.approx(want, rel=1e-5)
+    assert ranks[0][FASTEST] == ranks[2][FASTEST] == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.gloo

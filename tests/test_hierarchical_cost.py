@@ -17,7 +17,7 @@ from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Axis
 from hap.ir.hierarchical import cheaper, even, exists, regular
-from hap.runtime.collectives import Comm, Sizes
+from hap.runtime.collectives import Comm, Sizes, Waiting
 from hap.runtime.emulate import run_ranks
 from hap.runtime.two_level_comm import NAME, Levels, TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
@@ -220,6 +220,12 @@ class Counted(Comm):
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
         raise AssertionError("exchanges in stages are not counted here")
+
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        raise AssertionError("no collective here sends to one rank")
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        raise AssertionError("no collective here receives from one rank")
 
     def agree(self, text: str) -> bool:
         return self._comm.agree(text)

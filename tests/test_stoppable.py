@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import hap
 from hap.cli.commands import main
 from hap.cli.stoppable import STAGES, part_done, planned, remaining_s
-from hap.errors import PlanError, PlanningStopped, UnfinishedError
+from hap.errors import PlanningStopped, UnfinishedError
 from hap.ir.plan import Plan
 from tests.small_plan import small_plan
 from tests.test_cli import CLUSTER, MODEL
@@ -109,7 +109,7 @@ def test_the_limit_interrupts_a_long_search() -> None:
 
 def test_the_record_of_a_stop_is_text() -> None:
     data = small_plan().to_json()
-    with pytest.raises(PlanError, match="`stopped`"):
+    with pytest.raises(ValueError, match="`stopped`"):
         Plan.from_json({**data, "stopped": 3})
 
 

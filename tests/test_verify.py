@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hap.ir.placement import L, P, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Value
-from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
+from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm, Waiting
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
@@ -257,6 +257,12 @@ class Faulty(Comm):
 
     def all_to_all(self, x: Tensor, *rest: Any) -> Tensor:
         return self._comm.all_to_all(self._spoilt(x), *rest)
+
+    def send(self, x: Tensor, rank: int) -> Waiting:
+        return self._comm.send(self._spoilt(x), rank)
+
+    def receive(self, into: Tensor, rank: int) -> Waiting:
+        return self._comm.receive(into, rank)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         return self._comm.subgroup(parts)

@@ -14,6 +14,8 @@ OURS: Final = "ours"
 PAPER: Final = "hap-paper"
 EVEN: Final = "ddp-even"
 PROPORTIONAL: Final = "ddp-proportional"
+ONE: Final = "one-device"
+FASTEST: Final = "ddp-fastest"
 ZERO: Final = "zero"
 FSDP: Final = "fsdp2"
 TENSOR_PARALLEL: Final = "tensor-parallel"
@@ -21,6 +23,8 @@ TENSOR_PARALLEL: Final = "tensor-parallel"
 CONTENDERS: Final[dict[str, tuple[str, str]]] = {
     EVEN: ("even_ddp", "EvenDDP"),
     PROPORTIONAL: ("proportional_ddp", "ProportionalDDP"),
+    ONE: ("on_fastest", "OneDevice"),
+    FASTEST: ("on_fastest", "FastestDDP"),
     ZERO: ("zero", "Zero"),
     FSDP: ("fsdp", "FSDP"),
     TENSOR_PARALLEL: ("tensor_parallel", "TensorParallel"),

@@ -34,7 +34,7 @@ from hap.ir.prediction import (
     RankPrediction,
 )
 from hap.ir.program import Program
-from hap.ir.stages import PipelineStages, Transfer, cut_stages
+from hap.ir.stages import PipelineStages, Transfer, check_one_program, cut_stages
 from hap.ir.storage_levels import TensorCut, storage_levels
 
 FORMAT = 4
@@ -192,17 +192,18 @@ class Plan:
         Raises:
             PlanError: the ranks of different stages run different programs.
         """
-        if self.stages is not None:
-            raise PlanError(
-                "the plan has pipeline stages, each with a program of its own",
-                hint="hap show lists them; this command needs a plan without stages",
-            )
+        check_one_program(self.stages)
         if self.inside is None:
             return self.graph, self.program
         return divide(self.graph, self.program, self.shares), self.inside.program
 
     def part(self, rank: int) -> Part:
-        """Return the program of a rank, with the sizes of its own machine."""
+        """Return the program of a rank, with the sizes of its own machine.
+
+        Raises:
+            PlanError: as :attr:`whole`.
+        """
+        check_one_program(self.stages)
         if self.mesh is None:
             return Part(self.graph, self.program, self.shares, rank, {})
         machine, column = self.mesh.place(rank)

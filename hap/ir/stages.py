@@ -50,6 +50,15 @@ class PipelineStages:
         raise ValueError(f"rank {rank} belongs to no stage")
 
 
+def check_one_program(stages: PipelineStages | None) -> None:
+    """Raise ``PlanError`` for a plan with stages, whose ranks run different programs."""
+    if stages is not None:
+        raise PlanError(
+            "the plan has pipeline stages, each with a program of its own",
+            hint="hap show lists them; this command needs a plan without stages",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """A tensor that goes from one stage to another, of the forward or of the backward.
