@@ -377,7 +377,8 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     file.write_text(UNLIKE)
     script.write_text(OWNER)
     environment = os.environ | {"PYTHONPATH": str(Path(hap.__file__).parents[1])}
-    command = [sys.executable, str(script), str(file)]
+    # A background job inherits an ignored SIGINT; the owner must not.
+    command = ["env", "--default-signal=INT", sys.executable, str(script), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(4)} == {f"[{r}] up\n" for r in range(4)}

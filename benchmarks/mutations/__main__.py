@@ -3,9 +3,10 @@
     python -m benchmarks.mutations --count 2000
     python -m benchmarks.mutations --count 200 --seed 7 --out mutations.json
 
-Mutates plans of four models over one mesh axis and two. Every mutated file must be refused at load,
-fail verification, or compute what one device computes by a comparison that shares no code with
-verification. Prints the outcomes by kind of mutation, and exits with 1 on any other.
+Mutates plans of four models over one mesh axis and two, and plans of two of them with pipeline
+stages. Every mutated file must be refused at load, fail verification, or compute what one device
+computes by a comparison that shares no code with verification. Prints the outcomes by kind of
+mutation, and exits with 1 on any other.
 """
 
 from __future__ import annotations

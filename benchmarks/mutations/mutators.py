@@ -54,15 +54,18 @@ def _digested(data: Data) -> Data:
 
 
 def _program(data: Data, rng: random.Random) -> Any:
-    """Return one of the plan's programs: between the machines, or inside."""
+    """Return one of the plan's programs: between the machines, inside, or a stage's."""
     programs = [data["program"]]
     if "inside" in data:
         programs.append(data["inside"]["program"])
+    if "stages" in data and rng.random() < 0.8:
+        programs = [stage["program"] for stage in data["stages"]["stages"]]
     return rng.choice(programs)
 
 
 def _shares(data: Data, rng: random.Random) -> Any:
-    found = [s for s in (data["shares"], data.get("inside", {}).get("shares")) if s]
+    stages = [stage["shares"] for stage in data.get("stages", {}).get("stages", ())]
+    found = [s for s in (data["shares"], data.get("inside", {}).get("shares"), *stages) if s]
     return rng.choice(found) if found else None
 
 
@@ -153,6 +156,8 @@ def _share(data: Data, rng: random.Random) -> bool:
         return False
     name = rng.choice(list(shares))
     units = shares[name]
+    if len(units) < 2:
+        return False
     one, other = rng.sample(range(len(units)), 2)
     match rng.randrange(9):
         case 0 | 1 | 2:
@@ -335,6 +340,35 @@ def _swapped_entries(data: Data, rng: random.Random) -> bool:
     return True
 
 
+def _stage(data: Data, rng: random.Random) -> bool:
+    """Change a cut, the ranks of stages, the microbatches in flight, or the order of stages."""
+    if "stages" not in data:
+        return False
+    cuts, stages = data["stages"]["cuts"], data["stages"]["stages"]
+    one, other = rng.sample(stages, 2)
+    match rng.randrange(9):
+        case 0:
+            cuts[rng.randrange(len(cuts))] = rng.choice(data["graph"]["nodes"])[0]
+        case 1:
+            one["ranks"], other["ranks"] = other["ranks"], one["ranks"]
+        case 2:
+            one["ranks"].append(one["ranks"].pop(0))
+        case 3:
+            one["ranks"] = rng.choice(([], [0], [*one["ranks"], *other["ranks"]], [-1], [10**9]))
+        case 4:
+            one["in_flight"] = rng.choice((0, 1, 2, 100, -1, 10**12))
+        case 5:
+            for key in ("program", "shares"):
+                one[key], other[key] = other[key], one[key]
+        case 6:
+            stages.remove(one)
+        case 7:
+            stages.insert(0, copy.deepcopy(one))
+        case _:
+            del cuts[rng.randrange(len(cuts))]
+    return True
+
+
 MUTATORS: dict[str, Mutator] = {
     "placement": _placement,
     "rows swapped": _rows,
@@ -352,4 +386,5 @@ MUTATORS: dict[str, Mutator] = {
     "type": _type,
     "name": _name,
     "field": _key,
+    "stage": _stage,
 }

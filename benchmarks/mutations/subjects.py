@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from benchmarks.mutations.independent import Expected, expect
 from hap.ir.plan import Plan
 from tests.random_plans import Case, benchmark_case, make_case, random_plan
+from tests.random_stages import random_staged_plan
 from tests.test_two_axes import random_mesh_plan
 
 
@@ -48,10 +49,13 @@ class Subject(NamedTuple):
 
 
 MODELS = ("mlp", "vgg19", "vit", "normed")
+STAGED = ("mlp", "vit")
+"""Models whose step can be run in microbatches, without dropout."""
+GROUPS = ((1, 1), (2, 1), (1, 2, 1))
 
 
 def subjects(seeds: int = 3) -> Iterator[Subject]:
-    """Yield random plans of four models over one mesh axis and over two."""
+    """Yield random plans of four models over one mesh axis and over two, and with stages."""
     for model in MODELS:
         case, expected = _case(model)
         for seed in range(seeds):
@@ -59,6 +63,8 @@ def subjects(seeds: int = 3) -> Iterator[Subject]:
                 "one axis": random_plan(case, 2 + seed % 3, 40 + seed),
                 "two axes": random_mesh_plan(case, 2, 2, 40 + seed),
             }
+            if model in STAGED:
+                plans["stages"] = random_staged_plan(case, GROUPS[seed % len(GROUPS)], 40 + seed)
             for axes, plan in plans.items():
                 yield Subject(f"{model}, {axes}, {seed}", plan.to_json(), case, expected)
 

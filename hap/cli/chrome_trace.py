@@ -10,18 +10,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from hap.cli.plan_screen import tensor_label
 from hap.ir.graph import Input
+from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Value, reads, writes
-from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Schedule, Span
+from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, RETURNS, Schedule, Span
 from hap.synthesizer.schedule.memory_timeline import Curve
 
-THREADS = {COMPUTE: 0, COMMUNICATION: 1}
+THREADS = {COMPUTE: 0, COMMUNICATION: 1, RETURNS: 2}
 
 COLOURS = {
     "forward": "thread_state_running",
@@ -50,6 +52,8 @@ def trace_events(plan: Plan, run: Schedule, memory: Iterable[Curve]) -> Iterator
         yield _meta(rank, 0, "process_name", name=f"rank {rank}: {device.kind} {device.name}")
         yield _meta(rank, 0, "process_sort_index", sort_index=rank)
         for stream, thread in THREADS.items():
+            if stream == RETURNS and not plan.stages:
+                continue
             yield _meta(rank, thread, "thread_name", name=stream)
             yield _meta(rank, thread, "thread_sort_index", sort_index=thread)
     for span in run.spans:
@@ -64,6 +68,14 @@ def _meta(rank: int, thread: int, key: str, **args: Any) -> Event:
 
 def _span_events(plan: Plan, span: Span) -> Iterator[Event]:
     starts, stops, ready = (microseconds(t) for t in (span.start_s, span.end_s, span.ready_s))
+    if isinstance(span.what, StageWork):
+        for rank in np.flatnonzero(span.end_s > span.start_s).tolist():
+            yield {
+                "ph": "X", "pid": rank, "tid": THREADS[span.stream], "name": str(span.what),
+                "cat": span.part, "cname": COLOURS[span.part], "ts": float(starts[rank]),
+                "dur": float(stops[rank] - starts[rank]), "args": asdict(span.what),
+            }  # fmt: skip
+        return
     values, common = _describe(plan, span)
     tensors = [plan.whole[0].tensors[v.tensor] for v in values]
     for rank in range(plan.world_size):
@@ -88,6 +100,7 @@ def _span_events(plan: Plan, span: Span) -> Iterator[Event]:
 
 def _describe(plan: Plan, span: Span) -> tuple[list[Value], Event]:
     """Return a span's values and the part of its description that all ranks share."""
+    assert not isinstance(span.what, StageWork)
     if isinstance(span.what, Input):
         value = Value(span.what.tensor, plan.whole[1].inputs[span.what.tensor])
         return [value], {"op": "update", "module": span.what.target}

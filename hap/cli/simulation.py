@@ -16,10 +16,12 @@ from rich.text import Text
 
 from hap.cli.chrome_trace import trace_text
 from hap.cli.plan_screen import tensor_label
+from hap.cli.stage_simulation import pipeline_schedule
 from hap.cli.terminal import MANY_RANKS, alike, pattern, spans, table
 from hap.errors import InputError, PlanError
 from hap.files import write_whole
 from hap.ir.graph import Input
+from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
 from hap.plan_rows import check_rows
@@ -53,6 +55,14 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
         PlanError: the plan lacks the number of optimizer states, or has an unknown implementation.
     """
     check_rows(plan)
+    if plan.stages:
+        if not overlap:
+            raise PlanError(
+                "transfers between pipeline stages are never in turn with computing",
+                hint="leave --in-turn out",
+            )
+        run, seconds, memory = pipeline_schedule(plan)
+        return Simulation(plan=plan, run=run, usage=seconds, memory=memory)
     cost = plan_costs(plan)
     try:
         run = schedule(*plan.whole, cost, overlap=overlap)
@@ -137,7 +147,7 @@ def rank_uses(made: Simulation) -> list[RankUse]:
                 communicate_s=float(used.communicate_s[rank]),
                 overlapped_s=float(used.overlapped_s[rank]), idle_s=float(used.idle_s[rank]),
                 peak_bytes=round(float(curve.bytes[k])), memory_bytes=device.memory_bytes,
-                peak_s=float(curve.times_s[k]), peak_at=_instruction(made.plan, int(curve.at[k])),
+                peak_s=float(curve.times_s[k]), peak_at=_instruction(made, int(curve.at[k])),
             )
         )  # fmt: skip
     return found
@@ -149,19 +159,23 @@ def longest(made: Simulation) -> list[Longest]:
     for span in made.run.spans:
         of, op = _who(made.plan, span.what)
         seconds = float((span.end_s - span.start_s).max())
-        found.setdefault((pattern(of), op, span.part), []).append((of, seconds))
+        group = of if isinstance(span.what, StageWork) else pattern(of)
+        found.setdefault((group, op, span.part), []).append((of, seconds))
     rows = [
         Longest(
-            of=alike([of for of, _ in members])[0], op=op, part=part, times=len(members),
+            of=group if made.plan.stages else alike([of for of, _ in members])[0], op=op, part=part, times=len(members),
             total_s=sum(seconds for _, seconds in members),
         )
-        for (_, op, part), members in found.items()
+        for (group, op, part), members in found.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: -row.total_s)[:_LONGEST]
 
 
-def _who(plan: Plan, what: Sequence[Instruction] | Input) -> tuple[str, str]:
-    """Return (module, parameter or tensor; operator) for people."""
+def _who(plan: Plan, what: Sequence[Instruction] | Input | StageWork) -> tuple[str, str]:
+    """Return (module, parameter, tensor or stage; operator) for people."""
+    if isinstance(what, StageWork):
+        turn = "turn" if what.microbatch >= 0 else "once per step"
+        return f"stage {what.stage}", f"to stage {what.to}" if what.to >= 0 else turn
     if isinstance(what, Input):
         return what.target, "update"
     step = what[0]
@@ -172,9 +186,12 @@ def _who(plan: Plan, what: Sequence[Instruction] | Input) -> tuple[str, str]:
     return node.module or node.name, node.op.removeprefix("aten.")
 
 
-def _instruction(plan: Plan, at: int) -> str:
+def _instruction(made: Simulation, at: int) -> str:
+    plan = made.plan
     if at < 0:
         return "nothing: at the start"
+    if plan.stages:
+        return str(made.run.spans[at].what)
     step = plan.whole[1].instructions[at]
     of, op = _who(plan, (step,))
     return f"{op}, {of}, {'backward' if step.backward else 'forward'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -25,3 +26,26 @@ def turns(microbatches: int, in_flight: int) -> Iterator[Turn]:
         yield Turn(k, True)
         if ahead + k < microbatches:
             yield Turn(ahead + k, False)
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """Work of a stage in a simulated step.
+
+    ``part`` is ``forward``, ``backward``, or ``update`` for what runs once per step: the sums of
+    gradients over the stage's ranks and the optimizer. ``microbatch`` is -1 for that. ``to`` is the
+    stage that gets the result if the work is a transfer, else -1.
+    """
+
+    stage: int
+    microbatch: int
+    part: str
+    to: int = -1
+
+    def __str__(self) -> str:
+        if self.to >= 0:
+            what = "activations" if self.part == "forward" else "gradients"
+            return f"{what} of microbatch {self.microbatch} to stage {self.to}"
+        if self.microbatch < 0:
+            return f"{self.part} of stage {self.stage}"
+        return f"{self.part} of microbatch {self.microbatch}, stage {self.stage}"

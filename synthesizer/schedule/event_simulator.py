@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.ir.graph import Graph, Input
+from hap.ir.pipeline_order import StageWork
 from hap.ir.program import Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Job, Streams
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
@@ -30,10 +31,13 @@ from hap.synthesizer.cost.serial_cost import convert_seconds
 COMPUTE, COMMUNICATION = "compute", "communication"
 """The streams of a rank."""
 
+RETURNS = "communication to the stage before"
+"""A third stream of ranks with pipeline stages: each direction of a boundary has its own."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """One operator, fused collective, or update of a parameter, on all ranks.
+    """One operator, fused collective, update of a parameter, or turn of a stage, on all ranks.
 
     ``ready_s``: the time at which a rank's inputs exist and its stream is free; a collective starts
     with the last rank. On ranks where nothing runs, the span is empty.
@@ -42,7 +46,7 @@ class Span:
     stream: str
     at: int
     """Index of the (first) instruction; for an update, the number of instructions."""
-    what: tuple[Instruction, ...] | Input
+    what: tuple[Instruction, ...] | Input | StageWork
     ready_s: PerRank
     start_s: PerRank
     end_s: PerRank
@@ -52,6 +56,8 @@ class Span:
         """``forward``, ``backward`` or ``update``."""
         if isinstance(self.what, Input):
             return "update"
+        if isinstance(self.what, StageWork):
+            return self.what.part
         return "backward" if self.what[0].backward else "forward"
 
 
@@ -162,7 +168,7 @@ def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> t
 
 def usage(run: Schedule) -> Usage:
     """Return each rank's seconds of the step, by use."""
-    collectives = [s for s in run.spans if s.stream == COMMUNICATION]
+    collectives = [s for s in run.spans if s.stream != COMPUTE]
     ready, start, end = (
         np.array([getattr(s, at) for s in collectives]).reshape(-1, run.world_size)
         for at in ("ready_s", "start_s", "end_s")

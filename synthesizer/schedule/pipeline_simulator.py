@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hap.ir.pipeline_order import Turn, turns
 
@@ -42,13 +43,25 @@ class PipelineTimes:
     end_s: tuple[float, ...]
 
 
+class TurnTimes(NamedTuple):
+    """A turn of a stage, or the transfer of its result to the next stage that needs it."""
+
+    stage: int
+    turn: Turn
+    transfer: bool
+    start_s: float
+    end_s: float
+
+
 def simulate_pipeline(
-    stages: Sequence[StageSeconds], microbatches: int, *, blocking: bool = False
-) -> PipelineTimes:
+    stages: Sequence[StageSeconds], microbatches: int, *, blocking: bool = False,
+    record: list[TurnTimes] | None = None,
+) -> PipelineTimes:  # fmt: skip
     """Return the times of a step.
 
     Args:
         blocking: a transfer occupies its sender, as with synchronous sends.
+        record: gets the times of all turns and transfers.
 
     Raises:
         ValueError: the stages wait for each other: some stage has fewer microbatches in flight than
@@ -75,14 +88,23 @@ def simulate_pipeline(
                 busy[k] += seconds
                 at[k] += 1
                 moved = True
+                if record is not None:
+                    record.append(TurnTimes(k, turn, False, start, free[k]))
                 if not turn.backward and k + 1 < count:
                     sending[k] = max(sending[k], free[k]) + stage.send_s
                     there[k + 1, turn] = sending[k]
+                    if record is not None:
+                        record.append(
+                            TurnTimes(k, turn, True, sending[k] - stage.send_s, sending[k])
+                        )
                     free[k] = sending[k] if blocking else free[k]
                 elif turn.backward and k:
                     before = stages[k - 1]
                     returning[k - 1] = max(returning[k - 1], free[k]) + before.return_s
                     there[k - 1, turn] = returning[k - 1]
+                    if record is not None:
+                        end = returning[k - 1]
+                        record.append(TurnTimes(k, turn, True, end - before.return_s, end))
                     free[k] = returning[k - 1] if blocking else free[k]
         if not moved:
             raise ValueError("the stages wait for each other")

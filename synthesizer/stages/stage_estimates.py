@@ -19,6 +19,7 @@ from hap.ir.stages import crossing, repeatable
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages.stage_transfers import Ranks, send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
 MICROBATCHES = (2, 4, 8, 16, 32)
@@ -28,8 +29,6 @@ MOST_STAGES = 4
 
 CUTS = 24
 """Places of a cut that are tried: those where the fewest bytes cross."""
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +207,3 @@ class StageEstimates:
 def in_flight(stages: int, number: int, count: int) -> int:
     """Return microbatches in flight: twice those of 1F1B, so that transfers are hidden."""
     return min(count, 2 * (stages - number) - 1)
-
-
-def send_s(cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float) -> float:
-    """Return the seconds of a message between stage ``number`` and the next one."""
-    devices = cluster.devices
-    here, there = groups[number][0], groups[number + 1][0]
-    node = devices[here].node
-    link = cluster.intra[node] if node == devices[there].node else cluster.inter
-    return link.latency_s + nbytes / link.bandwidth_bytes_per_s

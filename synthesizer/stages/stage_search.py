@@ -6,7 +6,7 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
@@ -24,8 +24,9 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import program_axes
-from hap.synthesizer.stages.stage_estimates import Ranks, Sketch, StageEstimates, in_flight, send_s
+from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, in_flight
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
+from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -147,7 +148,7 @@ class StageSearch:
             )  # fmt: skip
             found.append(each)
             seconds.append((each, flight))
-        times = self._timed(sketch, parts, transfers, seconds)
+        times = stage_seconds(self._cluster, sketch.groups, parts, transfers, seconds)
         return Pipeline(
             cluster=self._cluster.keep(kept),
             left=tuple(r for r in range(self._cluster.world_size) if r not in kept),
@@ -156,48 +157,6 @@ class StageSearch:
             seconds=tuple(times), times=simulate_pipeline(times, sketch.microbatches),
             transfers=transfers, parts=parts,
         )  # fmt: skip
-
-    def _timed(
-        self, sketch: Sketch, parts: Sequence[Graph], transfers: Sequence[Transfer],
-        found: Sequence[tuple[StageFigures, int]],
-    ) -> list[StageSeconds]:  # fmt: skip
-        def moved(src: int, dst: int, once: bool) -> float:
-            return float(
-                sum(
-                    parts[t.src].tensors[t.tensor].nbytes for t in transfers
-                    if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
-                    and t.backward == (src > dst) and t.once == once
-                )
-            )  # fmt: skip
-
-        stages = []
-        for number, (each, flight) in enumerate(found):
-            last = number == len(found) - 1
-            send = back = 0.0
-            before, after = each.before_s, each.after_s
-            if not last:
-                send = send_s(
-                    self._cluster, sketch.groups, number, moved(number, number + 1, False)
-                )
-                back = send_s(
-                    self._cluster, sketch.groups, number, moved(number + 1, number, False)
-                )
-                if late := moved(number + 1, number, True):
-                    after += send_s(self._cluster, sketch.groups, number, late)
-            if number and (early := moved(number - 1, number, True)):
-                before += send_s(self._cluster, sketch.groups, number - 1, early)
-            stages.append(
-                StageSeconds(
-                    forward_s=each.forward_s,
-                    backward_s=each.backward_s,
-                    send_s=send,
-                    return_s=back,
-                    before_s=before,
-                    after_s=after,
-                    in_flight=flight,
-                )
-            )
-        return stages
 
     def _searched(
         self, whole: Graph, ranks: Ranks, cuts: tuple[str, ...], number: int

@@ -40,7 +40,9 @@ class StageFigures:
             ``after_s``.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
-        stored_bytes, peak_bytes: with ``in_flight`` microbatches.
+        stored_bytes: outside the microbatches.
+        saved_bytes: what the forward of a microbatch keeps for its backward.
+        peak_bytes: with ``in_flight`` microbatches.
     """
 
     before_s: float
@@ -50,6 +52,7 @@ class StageFigures:
     compute_s: PerRank
     communicate_s: float
     stored_bytes: PerRank
+    saved_bytes: PerRank
     peak_bytes: PerRank
 
 
@@ -114,7 +117,7 @@ def figures(
         backward_s=slowest["backward"], after_s=slowest["after"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
-        stored_bytes=stored, peak_bytes=peak + ahead * saved,
+        stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved,
     )  # fmt: skip
 
 

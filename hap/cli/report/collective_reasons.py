@@ -32,7 +32,9 @@ class CollectiveRow:
 
 
 def collective_rows(plan: Plan) -> list[CollectiveRow]:
-    """A row for each collective of the prediction, in its order."""
+    """A row for each collective of the prediction, in its order; of stages, for each transfer."""
+    if plan.stages:
+        return _transfer_rows(plan)
     graph, program = plan.whole
     readers = _readers(graph, program.instructions)
     groups: dict[tuple[str, int], deque[tuple[Instruction, ...]]] = defaultdict(deque)
@@ -51,6 +53,19 @@ def collective_rows(plan: Plan) -> list[CollectiveRow]:
             fused = tuple(tensor_label(plan, _crossing(graph, s) or "") for s in group[1:])
             reason = _reason(plan, group[0], readers)
         rows.append(CollectiveRow(label=tensor_label(plan, c.tensor), fused=fused, reason=reason))
+    return rows
+
+
+def _transfer_rows(plan: Plan) -> list[CollectiveRow]:
+    transfers = {(t.tensor, f"stage {t.src} to stage {t.dst}"): t for t in plan.cut[1]}
+    rows = []
+    for c in plan.prediction.collectives:
+        transfer = transfers.get((c.tensor, c.kind))
+        reason = "the plan's program, changed since its prediction, lacks it"
+        if transfer:
+            often = "once per step" if transfer.once else "for each microbatch"
+            reason = f"stage {transfer.src} makes it and stage {transfer.dst} reads it, {often}"
+        rows.append(CollectiveRow(label=tensor_label(plan, c.tensor), fused=(), reason=reason))
     return rows
 
 

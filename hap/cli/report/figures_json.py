@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hap.cli.plan_screen import plan_json
 from hap.cli.simulation import Simulation, plan_costs, simulate_plan
+from hap.cli.stage_simulation import stage_costs, stage_figures
 from hap.ir.plan import Plan
+from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import at_peak
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION
 
@@ -28,12 +31,28 @@ def memory_parts(made: Simulation) -> list[dict[str, int]]:
 
     They sum to ``peak_bytes`` of the rank's prediction, up to rounding, in plans of this version.
     """
+    if made.plan.stages:
+        return _memory_of_stages(made.plan)
     graph, program = made.plan.whole
     parts = at_peak(graph, program, plan_costs(made.plan), _until(made))
-    return [
-        {kind: nbytes for kind, each in parts.items() if (nbytes := round(float(each[rank])))}
-        for rank in range(made.plan.world_size)
-    ]
+    return [_of_rank(parts, rank) for rank in range(made.plan.world_size)]
+
+
+def _of_rank(parts: Mapping[str, PerRank], rank: int) -> dict[str, int]:
+    return {kind: nbytes for kind, each in parts.items() if (nbytes := round(float(each[rank])))}
+
+
+def _memory_of_stages(plan: Plan) -> list[dict[str, int]]:
+    """The parts of each rank's peak: in a turn, with the other microbatches in flight."""
+    found: dict[int, dict[str, int]] = {}
+    each = zip(stage_costs(plan), stage_figures(plan), strict=True)
+    for (graph, stage, cost), figures in each:
+        parts = at_peak(graph, stage.program, cost)
+        others = min(stage.in_flight, plan.microbatches) - 1
+        parts["saved activations"] = parts["saved activations"] + others * figures.saved_bytes
+        for place, rank in enumerate(stage.ranks):
+            found[rank] = _of_rank(parts, place)
+    return [found[rank] for rank in range(plan.world_size)]
 
 
 def _until(made: Simulation) -> list[int]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hap.cli.plan_screen import tensor_label
 from hap.cli.simulation import Simulation
+from hap.cli.stage_simulation import stage_costs
 from hap.cli.terminal import runs
-from hap.ir.graph import FREE, Input
+from hap.ir.graph import FREE, Graph, Input
 from hap.ir.mesh import origin
+from hap.ir.microbatch import Phase, phases
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
-from hap.ir.program import Compute, Convert, Instruction
+from hap.ir.program import Compute, Convert, Instruction, Program
+from hap.synthesizer.schedule.event_simulator import group_seconds
 
 
 @dataclass(slots=True)
@@ -27,11 +30,16 @@ class TreeModule:
     parameters: list[tuple[str, str, str, str]] = field(default_factory=list)
     """(name, shape, placement, elements per rank of the split dim)"""
     instructions: list[tuple[str, str]] = field(default_factory=list)
-    """(forward or backward, what is computed or converted in which placements)"""
+    """(stage and forward or backward, what is computed or converted in which placements)"""
     children: dict[str, TreeModule] = field(default_factory=dict)
     numel: int = 0
     seconds: float = 0.0
     placements: set[str] = field(default_factory=set)
+
+    @property
+    def sides(self) -> list[str]:
+        """The first entries of the instructions, each once: forward, backward, per stage."""
+        return list(dict.fromkeys(side for side, _ in self.instructions))
 
     @property
     def count(self) -> int:
@@ -47,12 +55,23 @@ def module_tree(made: Simulation) -> TreeModule:
     for at, i in enumerate(plan.graph.inputs):
         if i.role == "parameter":
             _add_parameter(plan, root, at, i)
-    for number, step in enumerate(plan.whole[1].instructions):
-        for module in _path(root, _module_of(plan, step, owners)):
-            module.seconds += seconds.get(number, 0.0)
-        side = "backward" if step.backward else "forward"
-        module.instructions.append((side, _line(plan, step)))
+    for graph, program, stage in _programs(plan):
+        for number, step in enumerate(program.instructions):
+            for module in _path(root, _module_of(graph, step, owners)):
+                module.seconds += seconds.get((stage, number), 0.0)
+            side = "backward" if step.backward else "forward"
+            where = f"stage {stage}, {side}" if plan.stages else side
+            module.instructions.append((where, _line(plan, graph, step)))
     return root
+
+
+def _programs(plan: Plan) -> Iterator[tuple[Graph, Program, int]]:
+    """The graphs and programs with the number of their stage; without stages one, of number 0."""
+    if plan.stages is None:
+        yield *plan.whole, 0
+        return
+    for number, (graph, stage) in enumerate(zip(plan.cut[0], plan.stages.stages, strict=True)):
+        yield graph, stage.program, number
 
 
 def _add_parameter(plan: Plan, root: TreeModule, at: int, i: Input) -> None:
@@ -68,7 +87,11 @@ def _add_parameter(plan: Plan, root: TreeModule, at: int, i: Input) -> None:
 
 def _placement(plan: Plan, at: int) -> str:
     """The placement of an input as it is stored; of both mesh axes where there are two."""
-    outer = str(plan.program.inputs[plan.graph.inputs[at].tensor])
+    tensor = plan.graph.inputs[at].tensor
+    if plan.stages:
+        owner = plan.owners[tensor]
+        return f"{plan.stages.stages[owner].program.inputs[tensor]} on stage {owner}"
+    outer = str(plan.program.inputs[tensor])
     if plan.inside is None:
         return outer
     graph, program = plan.whole
@@ -77,7 +100,8 @@ def _placement(plan: Plan, at: int) -> str:
 
 def _sizes(plan: Plan, tensor: str) -> str:
     """Elements per rank of the dim that is split; empty if none is."""
-    cuts = [plan.levels(tensor, rank) for rank in range(plan.world_size)]
+    ranks = plan.groups[plan.owners[tensor]] if plan.stages else range(plan.world_size)
+    cuts = [plan.levels(tensor, rank)[1 if plan.stages else 0 :] for rank in ranks]
     level = next((k for k, cut in reversed(list(enumerate(cuts[0]))) if cut), None)
     if level is None:
         return ""
@@ -94,18 +118,26 @@ def _path(root: TreeModule, path: str) -> list[TreeModule]:
     return found
 
 
-def _seconds(made: Simulation) -> dict[int, float]:
-    """Seconds of computing by instruction, on the rank that takes longest."""
-    found: dict[int, float] = defaultdict(float)
+def _seconds(made: Simulation) -> dict[tuple[int, int], float]:
+    """(stage, instruction) -> seconds of computing on the rank that takes longest."""
+    found: dict[tuple[int, int], float] = defaultdict(float)
+    if made.plan.stages:
+        for number, (graph, stage, cost) in enumerate(stage_costs(made.plan)):
+            of_node = phases(graph)
+            for at, step in enumerate(stage.program.instructions):
+                if isinstance(step, Compute):
+                    seconds, _ = group_seconds(graph, (step,), cost)
+                    times = made.plan.microbatches if of_node[step.node] is Phase.PART else 1
+                    found[number, at] = times * float(seconds.max())
+        return found
     for span in made.run.spans:
-        if not isinstance(span.what, Input) and isinstance(span.what[0], Compute):
-            found[span.at] += float((span.end_s - span.start_s).max())
+        if isinstance(span.what, tuple) and isinstance(span.what[0], Compute):
+            found[0, span.at] += float((span.end_s - span.start_s).max())
     return found
 
 
-def _module_of(plan: Plan, step: Instruction, owners: Mapping[str, str]) -> str:
+def _module_of(graph: Graph, step: Instruction, owners: Mapping[str, str]) -> str:
     """The module of an instruction; views of a parameter belong to the parameter's."""
-    graph = plan.whole[0]
     tensor = step.tensor if isinstance(step, Convert) else ""
     node = graph.by_name[step.node] if isinstance(step, Compute) else graph.producer.get(tensor)
     while node is not None and not node.module:
@@ -123,8 +155,7 @@ def _owners(plan: Plan) -> dict[str, str]:
     return {tensor: target.rpartition(".")[0] for tensor, target in targets.items()}
 
 
-def _line(plan: Plan, step: Instruction) -> str:
-    graph = plan.whole[0]
+def _line(plan: Plan, graph: Graph, step: Instruction) -> str:
     if isinstance(step, Convert):
         by = f" by {step.implementation}" if step.implementation else ""
         return f"{step.kind}  {step.src} -> {step.dst}  {tensor_label(plan, step.tensor)}{by}"

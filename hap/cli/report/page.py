@@ -107,6 +107,12 @@ def breakable(name: str) -> Markup:
 
 def _axes(plan: Plan) -> list[tuple[str, int, str]]:
     """(axis, units, units per place) of all axes in use; those inside the machines come last."""
+    if plan.stages:
+        return [
+            (f"{name}, stage {number}", units, runs(stage.shares[name], len(stage.shares[name])))
+            for number, stage in enumerate(plan.stages.stages)
+            for name, units in stage.program.used_axes().items()
+        ]
     found = [
         (name, units, runs(plan.shares[name], len(plan.shares[name])))
         for name, units in plan.program.used_axes().items()

@@ -17,6 +17,7 @@ from hap.cli.plan_screen import tensor_label
 from hap.cli.simulation import Simulation
 from hap.cli.terminal import spans
 from hap.ir.graph import Input
+from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Convert
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Span
@@ -69,7 +70,7 @@ def timeline_data(made: Simulation) -> dict[str, Any]:
         first, device = ranks[0], made.plan.cluster.devices[ranks[0]]
         lanes = {}
         for stream in (COMPUTE, COMMUNICATION):
-            of_rank = [s for s in made.run.spans if s.stream == stream]
+            of_rank = [s for s in made.run.spans if (s.stream == COMPUTE) == (stream == COMPUTE)]
             blocks = list(_blocks(of_rank, first, labels, step_s / resolution))
             lanes[stream] = list(_packed_blocks(blocks, step_s, names))
         rows.append(
@@ -105,6 +106,8 @@ def _equal_ranks(made: Simulation) -> list[list[int]]:
 def _label(plan: Plan, span: Span) -> str:
     if isinstance(span.what, Input):
         return f"update {span.what.target}"
+    if isinstance(span.what, StageWork):
+        return str(span.what)
     step = span.what[0]
     if isinstance(step, Convert):
         more = f" and {len(span.what) - 1} more" if len(span.what) > 1 else ""

@@ -1,0 +1,62 @@
+"""Seconds of the transfers between pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hap.cluster.topology import Cluster
+from hap.ir.graph import Graph
+from hap.ir.stages import Transfer
+from hap.synthesizer.schedule.pipeline_simulator import StageSeconds
+from hap.synthesizer.stages.stage_times import StageFigures
+
+Ranks = tuple[int, ...]
+
+
+def send_s(cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float) -> float:
+    """Return the seconds of a message between stage ``number`` and the next one."""
+    devices = cluster.devices
+    here, there = groups[number][0], groups[number + 1][0]
+    node = devices[here].node
+    link = cluster.intra[node] if node == devices[there].node else cluster.inter
+    return link.latency_s + nbytes / link.bandwidth_bytes_per_s
+
+
+def stage_seconds(
+    cluster: Cluster, groups: Sequence[Ranks], parts: Sequence[Graph],
+    transfers: Sequence[Transfer], found: Sequence[tuple[StageFigures, int]],
+) -> list[StageSeconds]:  # fmt: skip
+    """Return the seconds of each stage with its transfers.
+
+    Args:
+        groups: the ranks of each stage.
+        parts: the graph of each stage for one microbatch.
+        found: each stage's figures, and its microbatches in flight.
+    """
+
+    def moved(src: int, dst: int, once: bool) -> float:
+        return float(
+            sum(
+                parts[t.src].tensors[t.tensor].nbytes for t in transfers
+                if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
+                and t.backward == (src > dst) and t.once == once
+            )
+        )  # fmt: skip
+
+    def sent(src: int, dst: int, once: bool) -> float:
+        nbytes = moved(src, dst, once)
+        return send_s(cluster, groups, min(src, dst), nbytes) if nbytes or not once else 0.0
+
+    stages, last = [], len(found) - 1
+    for k, (each, flight) in enumerate(found):
+        stages.append(
+            StageSeconds(
+                forward_s=each.forward_s, backward_s=each.backward_s,
+                send_s=sent(k, k + 1, False) if k < last else 0.0,
+                return_s=sent(k + 1, k, False) if k < last else 0.0,
+                before_s=each.before_s + (sent(k - 1, k, True) if k else 0.0),
+                after_s=each.after_s + (sent(k + 1, k, True) if k < last else 0.0),
+                in_flight=flight,
+            )
+        )  # fmt: skip
+    return stages

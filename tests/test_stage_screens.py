@@ -1,0 +1,114 @@
+"""``hap simulate``, ``hap show`` and ``hap report`` of plans with pipeline stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+from hap.cli.chrome_trace import trace_text
+from hap.cli.report.figures_json import shown_with
+from hap.cli.report.page import report_page
+from hap.cli.simulation import rank_uses, simulate_plan, simulation_json
+from hap.errors import PlanError
+from hap.ir.pipeline_order import StageWork
+from hap.ir.plan import Plan
+from hap.synthesizer.schedule.event_simulator import COMPUTE
+from tests.random_plans import benchmark_case
+from tests.random_stages import random_staged_plan
+from tests.test_stages import slow_pair
+
+
+@cache
+def planned() -> Plan:
+    return slow_pair(benchmark_case("vit", "tiny"))
+
+
+def test_a_planned_pipeline_is_simulated_as_it_was_predicted() -> None:
+    plan = planned()
+    made = simulate_plan(plan)
+    assert made.run.step_s == plan.prediction.step_s
+    for rank, curve in zip(plan.prediction.ranks, made.memory, strict=True):
+        assert round(float(curve.bytes.max())) == rank.peak_bytes
+    for rank, parts in zip(plan.prediction.ranks, shown_with(made)["memory_parts"], strict=True):
+        assert sum(parts.values()) == pytest.approx(rank.peak_bytes, abs=len(parts))
+
+
+@pytest.mark.parametrize("family", ["vit", "gpt2", "bert_moe"])
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 2, 1)])
+def test_turns_and_uses_of_random_pipelines(family: str, groups: tuple[int, ...]) -> None:
+    plan = random_staged_plan(benchmark_case(family, "tiny"), groups, 3)
+    made = simulate_plan(plan)
+    ended: dict[tuple[int, int, str], float] = {}
+    arrived: dict[tuple[int, int, str], float] = {}
+    turns = defaultdict(list)
+    for span in made.run.spans:
+        work = span.what
+        assert isinstance(work, StageWork)
+        first = plan.groups[work.stage][0]
+        start, end = float(span.start_s[first]), float(span.end_s[first])
+        assert not span.end_s[
+            [r for r in range(plan.world_size) if r not in plan.groups[work.stage]]
+        ].any()
+        if work.to >= 0:
+            assert start >= ended[work.stage, work.microbatch, work.part]
+            arrived[work.to, work.microbatch, work.part] = end
+        elif work.microbatch >= 0:
+            ended[work.stage, work.microbatch, work.part] = end
+            turns[work.stage].append((start, end))
+            source = arrived.get((work.stage, work.microbatch, work.part), 0.0)
+            assert start >= source
+    count = plan.microbatches
+    assert {stage: len(each) for stage, each in turns.items()} == dict.fromkeys(
+        range(len(groups)), 2 * count
+    )
+    for each in turns.values():
+        assert all(a[1] <= b[0] for a, b in zip(sorted(each), sorted(each)[1:], strict=False))
+    for use in rank_uses(made):
+        used = use.compute_s + use.waiting_s + use.communicate_s - use.overlapped_s + use.idle_s
+        assert used == pytest.approx(made.run.step_s, rel=1e-9)
+        assert use.peak_bytes > 0
+
+
+def test_no_slices_of_a_thread_overlap_in_a_trace() -> None:
+    plan = random_staged_plan(benchmark_case("vit", "tiny"), (1, 2, 1), 5)
+    made = simulate_plan(plan)
+    events = json.loads("".join(trace_text(plan, made.run, made.memory)))["traceEvents"]
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert {rank for rank, _ in slices} == set(range(plan.world_size))
+    for each in slices.values():
+        each.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(each))
+    assert any(event["ph"] == "C" for event in events)
+
+
+def test_the_page_has_stages_transfers_and_modules() -> None:
+    plan = planned()
+    page = report_page(plan, name="plan.json")
+    assert plan.stages is not None
+    for number in range(len(plan.stages.stages)):
+        assert f"stage {number}, forward" in page
+        assert f"on stage {number}" in page
+    for transfer in plan.cut[1]:
+        assert f"stage {transfer.src} makes it and stage {transfer.dst} reads it" in page
+    assert page.count("<canvas ") == plan.world_size
+    turns = [s for s in simulate_plan(plan).run.spans if s.stream == COMPUTE]
+    assert all(str(s.what) in page for s in turns)
+
+
+def test_the_longest_work_names_stages() -> None:
+    data = simulation_json(simulate_plan(planned()))
+    assert {row["of"] for row in data["longest"]} <= {"stage 0", "stage 1"}
+    assert np.isclose(data["step_s"], planned().prediction.step_s)
+
+
+def test_in_turn_is_refused() -> None:
+    with pytest.raises(PlanError, match="never in turn"):
+        simulate_plan(planned(), overlap=False)
