@@ -82,7 +82,7 @@ def _vgg(m: ModuleType) -> nn.Module:
 
 
 CONVOLUTIONAL = (
-    row("vgg11", "plain convolutions, a large head", 224, rows=3, small=_vgg),
+    row("vgg11", "plain convolutions, a large head", 224, rows=5, small=_vgg),
     row("resnet18", "batch norm, shortcuts", **_RESNET),
     row("seresnet50", "squeeze and excitation", **_RESNET),
     row("ecaresnet26t", "a convolution over channels as a gate", **_RESNET, stem_width=8),
