@@ -12,8 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.contenders import CONTENDERS, EVEN, FASTEST, ONE, OURS, PAPER, PROPORTIONAL, make
+from benchmarks.contenders import (
+    CONTENDERS,
+    EVEN,
+    ON_FASTEST,
+    ONE,
+    OURS,
+    PAPER,
+    PIPELINE_BY_HAND,
+    PIPELINE_EVEN,
+    PIPELINE_FASTEST,
+    PIPELINE_SPEED,
+    PROPORTIONAL,
+    make,
+)
 from benchmarks.contenders.base import Setting, even, proportional, rows_of, terms
+from benchmarks.contenders.chains import chain, cut
 from benchmarks.racing import plans
 from benchmarks.racing.cell import global_batches
 from benchmarks.racing.run import reference
@@ -25,6 +39,7 @@ from hap.synthesizer.plan_options import PlanOptions
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 STEPS = 4
+PIPELINES = (PIPELINE_EVEN, PIPELINE_SPEED, PIPELINE_FASTEST, PIPELINE_BY_HAND)
 UNLIKE = load_cluster("""
 links: {between: 10 Gbit/s}
 nodes:
@@ -65,7 +80,7 @@ def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
     file = load_model_file(f"{MODELS / model}.py:race_tiny")
     want = reference(file, STEPS)
     assert want[0] != pytest.approx(want[-1], rel=1e-4)  # the model learns
-    names = [name for name in CONTENDERS if name != FASTEST]
+    names = [name for name in CONTENDERS if name not in (*ON_FASTEST, *PIPELINES)]
     for name, got in on_two_ranks(file, tmp_path, names).items():
         assert got == pytest.approx(want, rel=1e-4), name
 
@@ -85,12 +100,41 @@ def test_contenders_on_the_fastest_devices_leave_the_others_out() -> None:
     file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")
     want = reference(file, STEPS)
     setting = Setting(file=file, speeds=(2.0, 1.0, 2.05))
-    ranks = spawn(losses, 3, args=((ONE, FASTEST), setting, {}))
-    assert [[len(found[name]) for found in ranks] for name in (ONE, FASTEST)] == [
-        [0, 0, STEPS], [STEPS, 0, STEPS],
-    ]  # fmt: skip
-    assert ranks[2][ONE] == pytest.approx(want, rel=1e-5)
-    assert ranks[0][FASTEST] == ranks[2][FASTEST] == pytest.approx(want, rel=1e-4)
+    ranks = spawn(losses, 3, args=((ONE, *ON_FASTEST), setting, {}))
+    assert [found[ONE] for found in ranks] == [[], [], pytest.approx(want, rel=1e-5)]
+    for name in ON_FASTEST:
+        like = pytest.approx(want, rel=1e-4)
+        assert [found[name] for found in ranks] == [like, [], like], name
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("model", ["vgg19", "vit", "bert", "gpt2", "wide_mlp"])
+def test_pipelines_have_the_losses_of_one_device(model: str) -> None:
+    """``bert`` and ``gpt2`` have a tied weight in the first stage and the last."""
+    file = load_model_file(f"{MODELS / model}.py:race_tiny")
+    want = reference(file, STEPS)
+    setting = Setting(file=file, speeds=(2.0, 1.0, 2.05))
+    ranks = spawn(losses, 3, args=(PIPELINES, setting, {}))
+    for name in PIPELINES:
+        left_out = [1] if name in ON_FASTEST else []
+        for rank, found in enumerate(ranks):
+            got = [] if rank in left_out else pytest.approx(want, rel=1e-4)
+            assert found[name] == got, (name, rank)
+
+
+def test_a_mixture_of_experts_is_no_chain() -> None:
+    file = load_model_file(f"{MODELS / 'bert_moe'}.py:race_tiny")
+    with pytest.raises(ValueError, match="no chain"):
+        chain(file.model())
+
+
+def test_cuts_follow_the_speeds() -> None:
+    assert cut([1.0] * 6, (1.0, 1.0)) == (3,)
+    assert cut([1.0] * 6, (2.0, 1.0)) == (4,)
+    assert cut([1.0, 0.0, 5.0, 1.0, 1.0], (1.0, 1.0, 1.0)) == (1, 3)
+    with pytest.raises(ValueError, match="fewer than 3"):
+        cut([1.0, 1.0], (1.0, 1.0, 1.0))
 
 
 @pytest.mark.gloo

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,32 @@ def test_ctrl_c_stops_planning_and_a_second_one_ends_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         planned(lambda: interrupt(2), None)
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Python drops a second Ctrl-C that arrives in a callback of the collector: none runs here."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_stop_in_a_finalizer_is_raised_again() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.001)
+
+    def drop() -> Plan:
+        it = Finalized()
+        del it
+        time.sleep(10)
+        raise AssertionError("the stop was lost")
+
+    hook = sys.unraisablehook
+    with pytest.raises(UnfinishedError, match="Ctrl-C"):
+        planned(drop, None)
+    assert sys.unraisablehook is hook
 
 
 def test_the_limit_interrupts_a_long_search() -> None:

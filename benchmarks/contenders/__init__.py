@@ -6,9 +6,11 @@ A contender's module is imported only when the contender is made, because import
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Final
 
 from benchmarks.contenders.base import Contender, Setting
+from benchmarks.contenders.on_fastest import OnFastest
 
 OURS: Final = "ours"
 PAPER: Final = "hap-paper"
@@ -16,22 +18,41 @@ EVEN: Final = "ddp-even"
 PROPORTIONAL: Final = "ddp-proportional"
 ONE: Final = "one-device"
 FASTEST: Final = "ddp-fastest"
+PIPELINE_EVEN: Final = "pipeline-even"
+PIPELINE_SPEED: Final = "pipeline-by-speed"
+PIPELINE_FASTEST: Final = "pipeline-fastest"
+PIPELINE_BY_HAND: Final = "pipeline-by-hand"
 ZERO: Final = "zero"
+ZERO_FASTEST: Final = "zero-fastest"
 FSDP: Final = "fsdp2"
+FSDP_FASTEST: Final = "fsdp2-fastest"
 TENSOR_PARALLEL: Final = "tensor-parallel"
+TENSOR_PARALLEL_FASTEST: Final = "tensor-parallel-fastest"
 
 CONTENDERS: Final[dict[str, tuple[str, str]]] = {
     EVEN: ("even_ddp", "EvenDDP"),
     PROPORTIONAL: ("proportional_ddp", "ProportionalDDP"),
     ONE: ("on_fastest", "OneDevice"),
-    FASTEST: ("on_fastest", "FastestDDP"),
+    FASTEST: ("even_ddp", "EvenDDP"),
+    PIPELINE_EVEN: ("pipelined", "EvenPipeline"),
+    PIPELINE_SPEED: ("pipelined", "SpeedPipeline"),
+    PIPELINE_FASTEST: ("pipelined", "EvenPipeline"),
+    PIPELINE_BY_HAND: ("pipelined", "HandPipeline"),
     ZERO: ("zero", "Zero"),
+    ZERO_FASTEST: ("zero", "Zero"),
     FSDP: ("fsdp", "FSDP"),
+    FSDP_FASTEST: ("fsdp", "FSDP"),
     TENSOR_PARALLEL: ("tensor_parallel", "TensorParallel"),
+    TENSOR_PARALLEL_FASTEST: ("tensor_parallel", "TensorParallel"),
     PAPER: ("planned", "Planned"),
     OURS: ("planned", "Planned"),
 }
 """Name -> (module, class), in the order of the tables."""
+
+ON_FASTEST: Final = (
+    FASTEST, PIPELINE_FASTEST, PIPELINE_BY_HAND, ZERO_FASTEST, FSDP_FASTEST, TENSOR_PARALLEL_FASTEST
+)  # fmt: skip
+"""Those that the devices of the fastest kind run, without the others."""
 
 IN_TURN: Final = "plan: nothing overlapped"
 UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
@@ -47,5 +68,5 @@ def make(name: str, setting: Setting) -> Contender:
     """Return this rank's instance of a contender; any name not listed above is a plan's."""
     module, kind = (CONTENDERS | UNUSUAL).get(name, ("planned", "Planned"))
     found = importlib.import_module(f"benchmarks.contenders.{module}")
-    contender: Contender = getattr(found, kind)(setting)
-    return contender
+    method: Callable[[Setting], Contender] = getattr(found, kind)
+    return OnFastest(setting, method) if name in ON_FASTEST else method(setting)

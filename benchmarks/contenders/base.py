@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hap.capture.model_file import ModelFile
 from hap.capture.tracing import Step
@@ -30,12 +31,24 @@ class Setting:
         speeds: Measured speed of each rank, in any unit.
         devices: Names of the devices of all ranks.
         plan: The plan file, for contenders that run one.
+        group: The ranks that take part; all if ``None``. ``speeds`` are those of its ranks.
     """
 
     file: ModelFile
     speeds: tuple[float, ...] = ()
     devices: tuple[str, ...] = ()
     plan: Path | None = None
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that take part."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(self.group)
 
 
 class Contender(ABC):
@@ -84,20 +97,26 @@ def train(
 class EqualRows(Contender):
     """Each rank takes the same number of rows; the loss is the mean of the ranks' means."""
 
+    _setting: Setting
     _step: nn.Module
     _optimizer: torch.optim.Optimizer
 
     def step(self, batch: Any) -> float:
-        counts = even(size_of(batch), dist.get_world_size())
-        mine = rows_of(batch, counts, dist.get_rank())
-        return mean_over_ranks(train(self._step, self._optimizer, mine))
+        counts = even(size_of(batch), self._setting.world)
+        mine = rows_of(batch, counts, self._setting.rank)
+        return mean_over_ranks(train(self._step, self._optimizer, mine), self._setting)
 
 
-def mean_over_ranks(loss: Tensor) -> float:
-    """Return the mean of a scalar over all ranks."""
+def mean_over_ranks(loss: Tensor, setting: Setting) -> float:
+    """Return the mean of a scalar over all ranks that take part."""
     total = loss.clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    dist.all_reduce(total, group=setting.group)
+    return total.item() / setting.world
+
+
+def mesh_of(setting: Setting) -> DeviceMesh:
+    """Return the mesh of one axis of all ranks that take part."""
+    return DeviceMesh.from_group(setting.group or dist.group.WORLD, "cpu")
 
 
 def rows_of(batch: Any, counts: Sequence[int], rank: int) -> Any:

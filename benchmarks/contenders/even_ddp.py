@@ -11,6 +11,7 @@ class EvenDDP(EqualRows):
     """``DistributedDataParallel`` with default options."""
 
     def __init__(self, setting: Setting) -> None:
-        file = setting.file
-        self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
+        file, self._setting = setting.file, setting
+        step = as_step(file, built(file), file.batch())
+        self._step = DistributedDataParallel(step, process_group=setting.group)
         self._optimizer = optimizer(file, list(self._step.parameters()))

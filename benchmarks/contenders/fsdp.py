@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.contenders.base import EqualRows, Setting, as_step, built, optimizer
+from benchmarks.contenders.base import EqualRows, Setting, as_step, built, mesh_of, optimizer
 
 
 class FSDP(EqualRows):
     """``fully_shard`` on each block, then on the rest; equal rows."""
 
     def __init__(self, setting: Setting) -> None:
-        file = setting.file
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        file, self._setting = setting.file, setting
+        mesh = mesh_of(setting)
         self._step = as_step(file, built(file), file.batch())
         for module in [*blocks(self._step), self._step]:
             sharded = fully_shard(module, mesh=mesh)

@@ -1,24 +1,14 @@
-"""What a person tries first on unlike devices: the fastest one alone, or DDP on the fastest kind."""
+"""What a person tries first on unlike devices: the fastest one alone, or those of the fastest kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contenders.base import (
-    Contender,
-    Setting,
-    as_step,
-    built,
-    even,
-    optimizer,
-    rows_of,
-    size_of,
-    train,
-)  # fmt: skip
+from benchmarks.contenders.base import Contender, Setting, as_step, built, optimizer, train
 
 ALIKE = 0.9
 """Measured speed over the fastest device's, above which a device counts as of its kind."""
@@ -38,33 +28,23 @@ class OneDevice(Contender):
         return train(self._step, self._optimizer, batch).item() if self._mine else None
 
 
-class FastestDDP(Contender):
-    """``DistributedDataParallel``, equal rows, on the devices of the fastest kind.
+class OnFastest(Contender):
+    """A method on the devices of the fastest kind; the other ranks take no part.
 
     Raises:
         ValueError: these are all devices, or one.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, method: Callable[[Setting], Contender]) -> None:
         fastest = max(setting.speeds)
-        self._ranks = [r for r, speed in enumerate(setting.speeds) if speed >= ALIKE * fastest]
-        if len(self._ranks) in (1, len(setting.speeds)):
-            raise ValueError(
-                f"{len(self._ranks)} of {len(setting.speeds)} devices are of that kind"
-            )
-        self._group = dist.new_group(self._ranks)
-        self._mine = dist.get_rank() in self._ranks
-        if self._mine:
-            file = setting.file
-            step = as_step(file, built(file), file.batch())
-            self._step = DistributedDataParallel(step, process_group=self._group)
-            self._optimizer = optimizer(file, list(self._step.parameters()))
+        ranks = [r for r, speed in enumerate(setting.speeds) if speed >= ALIKE * fastest]
+        if len(ranks) in (1, len(setting.speeds)):
+            raise ValueError(f"{len(ranks)} of {len(setting.speeds)} devices are of that kind")
+        group = dist.new_group(ranks)
+        self._method = None
+        if dist.get_rank() in ranks:
+            speeds = tuple(setting.speeds[rank] for rank in ranks)
+            self._method = method(replace(setting, speeds=speeds, group=group))
 
     def step(self, batch: Any) -> float | None:
-        if not self._mine:
-            return None
-        counts = even(size_of(batch), len(self._ranks))
-        mine = rows_of(batch, counts, self._ranks.index(dist.get_rank()))
-        loss: Tensor = train(self._step, self._optimizer, mine).clone()
-        dist.all_reduce(loss, group=self._group)
-        return loss.item() / len(self._ranks)
+        return self._method.step(batch) if self._method else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders.base import (
@@ -31,13 +30,14 @@ class ProportionalDDP(Contender):
     """Rows in proportion to speed; the loss is weighted by each rank's number of terms."""
 
     def __init__(self, setting: Setting) -> None:
-        file = setting.file
-        self._speeds = setting.speeds
-        self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
+        file, self._setting = setting.file, setting
+        step = as_step(file, built(file), file.batch())
+        self._step = DistributedDataParallel(step, process_group=setting.group)
         self._optimizer = optimizer(file, list(self._step.parameters()))
 
     def step(self, batch: Any) -> float:
-        counts = proportional(size_of(batch), self._speeds)
-        mine = rows_of(batch, counts, dist.get_rank())
-        weight = terms(mine) * dist.get_world_size() / terms(batch)
-        return mean_over_ranks(train(self._step, self._optimizer, mine, weight))
+        counts = proportional(size_of(batch), self._setting.speeds)
+        mine = rows_of(batch, counts, self._setting.rank)
+        weight = terms(mine) * self._setting.world / terms(batch)
+        loss = train(self._step, self._optimizer, mine, weight)
+        return mean_over_ranks(loss, self._setting)

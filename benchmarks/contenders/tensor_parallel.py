@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )  # fmt: skip
 
-from benchmarks.contenders.base import Contender, Setting, as_step, built, optimizer, train
+from benchmarks.contenders.base import Contender, Setting, as_step, built, mesh_of, optimizer, train
 
 
 class TensorParallel(Contender):
@@ -44,7 +42,7 @@ class TensorParallel(Contender):
         if kind not in RECIPES:
             raise ValueError(f"no tensor-parallel recipe for {kind}")
         recipe = RECIPES[kind]
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of(setting)
         recipe.prepare(model, mesh.size())
         names = _names(model)
         styles = {name: style() for name, style in recipe.styles.items()}

@@ -14,10 +14,13 @@ class Zero(EqualRows):
     """Equal rows; each rank updates its part of the parameters and broadcasts it."""
 
     def __init__(self, setting: Setting) -> None:
-        file = setting.file
-        self._step = DistributedDataParallel(as_step(file, built(file), file.batch()))
+        file, self._setting = setting.file, setting
+        step = as_step(file, built(file), file.batch())
+        self._step = DistributedDataParallel(step, process_group=setting.group)
         parameters = [p for p in self._step.parameters() if p.requires_grad]
         like = optimizer(file, parameters)
         accepted = inspect.signature(type(like)).parameters
         options = {k: v for k, v in like.defaults.items() if k in accepted}
-        self._optimizer = ZeroRedundancyOptimizer(parameters, type(like), **options)
+        self._optimizer = ZeroRedundancyOptimizer(
+            parameters, type(like), process_group=setting.group, **options
+        )

@@ -39,6 +39,8 @@ STAGES: Final = {
 }
 """Beginning of a message -> part of planning's time that has passed then, for models such as BERT.
 Larger clusters and tight memory need more searches: their remaining time is underestimated."""
+RAISED_AGAIN_S = 0.01
+"""Seconds until a stop that was raised where Python drops exceptions is raised again."""
 
 
 @contextlib.contextmanager
@@ -46,7 +48,8 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
     """Raise ``PlanningStopped`` in the body after ``limit_s`` or at Ctrl-C, once.
 
     A second Ctrl-C raises ``KeyboardInterrupt``. Without effect outside the main thread, which alone
-    receives signals.
+    receives signals. An exception that a signal raises in a finalizer or in a callback of the garbage
+    collector is only reported by Python: such a stop is raised again, outside.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -65,15 +68,30 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
         print("stopping with the best plan so far; Ctrl-C again ends it", file=sys.stderr)
         raise PlanningStopped("Ctrl-C")
 
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, PlanningStopped):
+            reported(lost)
+            return
+        reason = str(lost.exc_value)
+
+        def repeat(number: int, frame: FrameType | None) -> None:
+            raise PlanningStopped(reason)
+
+        signal.signal(signal.SIGALRM, repeat)
+        signal.setitimer(signal.ITIMER_REAL, RAISED_AGAIN_S)
+
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
     for number in before:
         signal.signal(number, stop)
+    reported = sys.unraisablehook
+    sys.unraisablehook = again
     if limit_s is not None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:
         disarm()
+        sys.unraisablehook = reported
         for number, handler in before.items():
             signal.signal(number, handler)
 
