@@ -210,7 +210,7 @@ def test_a_buffer_that_the_forward_writes_into_is_captured(kind: str) -> None:
 
 
 class Remembered(nn.Module):
-    """Replaces a buffer that is not saved, by one of the size that its first batch needs."""
+    """Replaces a buffer that is not saved before it reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,8 +219,7 @@ class Remembered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.out(x)
-        if self.places.shape[0] != h.shape[1]:
-            self.places = torch.arange(h.shape[1]).to(h)
+        self.places = torch.arange(h.shape[1]).to(h)
         return (h * self.places).square().mean()
 
 
