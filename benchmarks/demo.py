@@ -26,6 +26,7 @@ from hap.cli.terminal import console, emit
 from hap.ir.plan import Plan
 from hap.runtime.launch import report, spawn
 from hap.runtime.testbed.quotas import cpu_quotas
+from hap.training import Trainer
 
 HERE = Path(__file__).parent
 FRACTIONS = (0.8, 0.8, 0.2, 0.2)
@@ -89,7 +90,7 @@ def race(plan: Path, steps: int, out: Console) -> tuple[list[float], list[float]
 def _rank(path: str, steps: int) -> None:
     plan = Plan.load(path)
     file = model_file_of(plan)
-    trainer = api.Trainer(plan, file)
+    trainer = Trainer(plan, file)
     ddp = EvenDDP(Setting(file=load_model_file(f"{file.path}:{file.function}")))
     batches = trainer.batches()
     for number in range(1, steps + 1):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,26 +16,23 @@ from hap.capture.fake_batch import fake_batch
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import Loss, capture, check_recipe
-from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine, make_optimizer
+from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
 from hap.errors import InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.ir.axes import Shares
-from hap.ir.batch import Batch, call, flatten, form_of
+from hap.ir.batch import Batch, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
-from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
-from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
-from hap.runtime.launch import init_from_env, rank_device, spawn
+from hap.runtime.launch import rank_device, spawn
 from hap.runtime.one_device import Observed
-from hap.runtime.run_logger import RunLogger
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
@@ -54,7 +48,6 @@ __all__ = [
     "model_file_of",
     "plan",
     "plan_file",
-    "train",
     "verify",
 ]
 
@@ -310,10 +303,10 @@ def _observe_rank(
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(seed)
-    return _with_weights(file.model(), file), file.batch()
+    return with_weights(file.model(), file), file.batch()
 
 
-def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
+def with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
     """Return the model, or a new one with weights if it is on the meta device."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
@@ -326,111 +319,6 @@ def _with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
 
 def _spec(file: ModelFile) -> str:
     return f"{file.path}:{file.function}"
-
-
-class Trainer:
-    """One rank's training of a planned model file: module, optimizer and data.
-
-    Create it on every rank, inside a process group, or under torchrun or srun.
-
-    Raises:
-        PlanError: the model file or the world size differs from the plan's.
-    """
-
-    def __init__(
-        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
-    ) -> None:
-        if plan.world_size > 1 and not dist.is_initialized():
-            init_from_env()
-        self._file = file or model_file_of(plan)
-        torch.manual_seed(self._file.seed)
-        self._plan = plan
-        self.batch_size = plan.batch_size
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        model = _with_weights(self._file.model(), self._file)
-        self.module = compile(
-            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
-        )
-        make = self._file.optimizer or default_optimizer
-        self._optimizer = make_optimizer(make, self.module)
-        half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
-        self._scaler = GradScaler(self.module, enabled=half)
-
-    @property
-    def seeks(self) -> bool:
-        """Can the model file begin with any batch: has its ``batches`` an argument ``start``?"""
-        make = self._file.batches
-        return make is not None and "start" in inspect.signature(make).parameters
-
-    def batches(self, start: int = 0) -> Iterator[Batch]:
-        """Global batches: the file's ``batches()``, over and over, or ``batch()`` each time.
-
-        Args:
-            start: the number of the first batch; other than 0 only if the file :attr:`seeks`.
-        """
-        while True:
-            made: Iterable[Batch]
-            if self._file.batches is None:
-                made = (self._file.batch(),)
-            else:
-                made = self._file.batches(*(start,) if self.seeks else ())
-            for batch in made:
-                yield batch
-                start += 1
-
-    def save(self, folder: str, step: int, keep: int | None = None) -> None:
-        """Save a checkpoint, as :func:`hap.save` does."""
-        save(self.module, self._optimizer, folder, step=step, scaler=self._scaler, keep=keep)
-
-    def load(self, folder: str) -> Saved:
-        """Load a checkpoint, as :func:`hap.load` does."""
-        return load(self.module, self._optimizer, folder, scaler=self._scaler)
-
-    def step(self, batch: Batch) -> float:
-        """Train on this rank's part of a global batch; return the global loss."""
-        self._optimizer.zero_grad()
-        loss = call(self.module, self._plan.local_batch(batch, self.rank))
-        self._scaler.scale(loss).backward()
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return loss.item()  # type: ignore[no-any-return]
-
-
-def train(
-    plan: Plan,
-    file: ModelFile | None = None,
-    *,
-    steps: int,
-    on_step: Callable[[int, float, float], None] = lambda step, loss, seconds: None,
-    backend: str = "eager",
-    checkpoints: Checkpoints | None = None,
-    log: str = "",
-) -> list[float]:
-    """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
-
-    Args:
-        steps: in all, with those of the checkpoint that training resumes from.
-        log: a file to write each step to, as :mod:`hap.run_log` describes.
-        backend: what runs the rank's graphs, as in :func:`compile`.
-        on_step: called with (step from 1, global loss, seconds of the step).
-        checkpoints: where and how often to save, and what to resume from.
-    """
-    trainer = Trainer(plan, file, backend=backend)
-    done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
-    logger = RunLogger(log, trainer.module, done) if log else None
-    losses = []
-    for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
-        start = time.perf_counter()
-        losses.append(trainer.step(batch))
-        seconds = time.perf_counter() - start
-        if logger:
-            logger.step(number, losses[-1], seconds)
-        on_step(number, losses[-1], seconds)
-        if checkpoints and (number % checkpoints.every == 0 or number == steps):
-            trainer.save(checkpoints.folder, number, checkpoints.keep)
-    if checkpoints:
-        wait_for_saves()
-    return losses
 
 
 def code(plan: Plan, rank: int) -> str:

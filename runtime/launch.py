@@ -15,7 +15,7 @@ running. Each rank talks to the parent over its own pipe:
     "result" or "error"     ->
 
 :func:`init_from_env` joins a process group without such a parent, for programs started by the
-lines that :func:`launch_lines` prints for several machines.
+lines of :mod:`hap.runtime.launch_lines`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import math
 import multiprocessing
 import os
 import pickle
-import shlex
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -79,15 +78,32 @@ def init_from_env(backend: str | None = None) -> World:
     """
     slurm = "RANK" not in os.environ  # inside both, the variables of torchrun take precedence
     names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    rank, size, local_rank = map(_env_int, names if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = map(env_int, names if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if "MASTER_ADDR" not in os.environ:
         hint = "export MASTER_ADDR with the name of the machine on which rank 0 runs"
         raise InputError("MASTER_ADDR is not set", hint=hint)
     os.environ.setdefault("MASTER_PORT", "29500")
+    return join_group(rank, size, local_rank, backend)
+
+
+def join_group(
+    rank: int, size: int, local_rank: int, backend: str | None, store: Any = None
+) -> World:
+    """Choose this rank's device, and join the process group.
+
+    Args:
+        local_rank: the place of this process on its machine.
+        backend: as in :func:`init_from_env`.
+        store: a store of torch.distributed, where the ranks meet; default: the one that MASTER_ADDR and MASTER_PORT name.
+
+    Raises:
+        InputError: the rank has no device.
+    """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if "nccl" in backend:
         count = torch.cuda.device_count()
+        slurm = "RANK" not in os.environ
         index = 0 if slurm and count == 1 else local_rank  # srun may bind one GPU to each task
         if index >= count:
             what = f"local rank {local_rank} has no CUDA device: this process sees {count}"
@@ -97,7 +113,7 @@ def init_from_env(backend: str | None = None) -> World:
     if device.type == "cpu":
         keep_memory()
     on_cuda = device if device.type == "cuda" else None
-    dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda)
+    dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda, store=store)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
@@ -121,7 +137,12 @@ def keep_memory() -> None:
             mallopt(parameter, value)
 
 
-def _env_int(name: str) -> int:
+def env_int(name: str) -> int:
+    """Return a variable of the launcher.
+
+    Raises:
+        InputError: it is missing, or no number.
+    """
     value = os.environ.get(name, "")
     if not value.isdecimal():
         what = f"{name} is {value!r}, not a number" if value else f"{name} is not set"
@@ -136,43 +157,6 @@ def report(obj: object) -> None:
     """
     if _to_parent is not None:
         _send(_to_parent, "report", obj)
-
-
-def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -> str:
-    """Return shell lines that run a command on several machines, ``(host name, devices)`` each.
-
-    Ranks are numbered machine by machine in the given order, which must be the order of the
-    devices in the cluster file. Machines may differ in their number of devices. torchrun: the
-    static rendezvous sums the counts of earlier machines, so every machine needs its own line with
-    its own count (and TORCH_ELASTIC_WORKER_IDENTICAL unset). srun: --ntasks-per-node is one number
-    for all, and --nodelist is sorted, so a host file with a line per rank sets count and order.
-
-    Raises:
-        InputError: No machine, no command, or a machine without devices.
-    """
-    if not command or not cluster_nodes or any(count < 1 for _, count in cluster_nodes):
-        what = f"cannot launch {command!r} on {list(cluster_nodes)!r}"
-        raise InputError(what, hint="give a command and at least one device on each machine")
-    program, head = shlex.join(command), shlex.quote(cluster_nodes[0][0])
-    lines = ["# torchrun: each line on the machine that it names"]
-    for node, (host, count) in enumerate(cluster_nodes):
-        place = f"--nnodes={len(cluster_nodes)} --node-rank={node} --nproc-per-node={count}"
-        lines += [
-            f"# on {host}",
-            f"torchrun {place} --master-addr={head} --master-port=29500 --no-python {program}",
-        ]
-    hosts = shlex.join(host for host, count in cluster_nodes for _ in range(count))
-    sizes = f"--nodes={len(cluster_nodes)} --ntasks={sum(count for _, count in cluster_nodes)}"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "# srun: inside an allocation that owns these machines and their GPUs",
-            f"printf '%s\\n' {hosts} > hap.hosts",
-            f"MASTER_ADDR={head} MASTER_PORT=29500 SLURM_HOSTFILE=hap.hosts \\",
-            f"  srun --distribution=arbitrary {sizes} --kill-on-bad-exit=1 {program}",
-        ]
-    )
 
 
 class Where:
@@ -340,7 +324,16 @@ class RankError(HapError):
 
     def __init__(self, text: str, rank: int, exit_code: int) -> None:
         super().__init__(text, where=f"rank {rank}")
+        self.rank = rank
         self.exit_code = exit_code  # type: ignore[misc]
+
+
+class RankDiedError(HapError):
+    """The process of one rank ended without a word."""
+
+    def __init__(self, what: str, rank: int, hint: str) -> None:
+        super().__init__(what, where=f"rank {rank}", hint=hint)
+        self.rank = rank
 
 
 def _failure(
@@ -353,10 +346,10 @@ def _failure(
     for n, code in died.items():
         if code >= 0:
             hint = "see its output above for the reason"
-            return HapError(f"exited with code {code} and no result", where=f"rank {n}", hint=hint)
+            return RankDiedError(f"exited with code {code} and no result", n, hint)
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         hint = "the kernel kills with SIGKILL when memory runs out" if name == "SIGKILL" else ""
-        return HapError(f"killed by {name}", where=f"rank {n}", hint=hint)
+        return RankDiedError(f"killed by {name}", n, hint)
     for n, (text, exit_code) in raised.items():
         return RankError(text, n, exit_code)
     what = f"no result from rank {', '.join(map(str, late))} after {timeout_s} s"

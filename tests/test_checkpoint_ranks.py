@@ -25,6 +25,7 @@ from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.launch import spawn
+from hap.training import train
 from tests.checkpoint_runs import Run, net
 from tests.random_plans import random_plan
 from tests.test_checkpoint import small_files, unchanged
@@ -225,16 +226,16 @@ def test_data_goes_on_from_its_position(argument: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL + text)
     file = load_model_file(str(tmp_path / "model.py"))
     plan = hap.api.plan_file(str(tmp_path / "model.py"), "local:1")
-    whole = hap.api.train(plan, file, steps=9)
+    whole = train(plan, file, steps=9)
     settings = {"folder": str(tmp_path / "saved"), "every": 3}
-    first = hap.api.train(plan, file, steps=6, checkpoints=Checkpoints(**settings))
+    first = train(plan, file, steps=6, checkpoints=Checkpoints(**settings))
     again = Checkpoints(**settings, resume="auto")
     again.check()
-    assert first + hap.api.train(plan, file, steps=9, checkpoints=again) == whole
+    assert first + train(plan, file, steps=9, checkpoints=again) == whole
     starts = file.batches.__wrapped__.__globals__["START"]
     assert starts[-2:] == ([6, 8] if argument else [0, 0])
-    assert hap.api.train(plan, file, steps=9, checkpoints=again) == []
+    assert train(plan, file, steps=9, checkpoints=again) == []
     (tmp_path / "model.py").write_text(MODEL.replace("randn(12", "randn(24"))
     larger = hap.api.plan_file(str(tmp_path / "model.py"), "local:1")
     with refused("trained with batches of 12 rows, this plan has 24"):
-        hap.api.train(larger, steps=9, checkpoints=again)
+        train(larger, steps=9, checkpoints=again)

@@ -89,10 +89,12 @@ HELP = {
     "run": [
         "--backend",
         "--checkpoint",
+        "--elastic",
         "--every",
         "--help",
         "--keep",
         "--log",
+        "--max-restarts",
         "--nproc",
         "--resume",
         "--steps",

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import HapError, InputError
-from hap.runtime.launch import init_from_env, launch_lines, report, spawn
+from hap.runtime.launch import init_from_env, report, spawn
+from hap.runtime.launch_lines import launch_lines
 
 gloo = pytest.mark.gloo
 

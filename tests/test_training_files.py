@@ -16,6 +16,7 @@ from hap.errors import ModelError
 from hap.ir.plan import Plan
 from hap.optim import Lamb
 from hap.runtime.launch import spawn
+from hap.training import Trainer
 from tests.random_plans import Case, make_case, two_machines, verdict
 from tests.test_two_axes import random_mesh_plan
 
@@ -93,7 +94,7 @@ def train(path: str) -> list[float]:
     plan = Plan.load(path)
     file = load_model_file(plan.source.path)
     batch = file.batch()
-    trainer = hap.api.Trainer(plan, file)
+    trainer = Trainer(plan, file)
     return [trainer.step(batch) for _ in range(10)]
 
 

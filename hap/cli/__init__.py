@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hap.cli import checkpoint_commands as checkpoint_commands
     from hap.cli import chrome_trace as chrome_trace
+    from hap.cli import elastic_run as elastic_run
     from hap.cli import explain_screen as explain_screen
+    from hap.cli import local_run as local_run
     from hap.cli import machine_devices as machine_devices
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen

@@ -213,10 +213,15 @@ def verify(
     "--resume", default="no", show_default=True, metavar="[auto|no|DIR/step-N]",
     help="auto: continue from the newest complete checkpoint, if there is one.",
 )  # fmt: skip
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Start lost ranks again this often, from the newest checkpoint.",
+)  # fmt: skip
+@click.option("--elastic", is_flag=True, help="Go on with the devices that are there.")
 @click.argument("extra", nargs=-1)
 def run(
     plan_file: str, log: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
-    every: int, keep: int, resume: str, extra: tuple[str, ...],
+    every: int, keep: int, resume: str, max_restarts: int, elastic: bool, extra: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train by PLAN; what follows `--` is sys.argv of the model file.
 
@@ -228,17 +233,25 @@ def run(
     report_command.check_log(log, plan_file)
     job = cli.worker.RunJob(
         path=plan_file, steps=steps, extra=extra, backend=backend, log=log,
+        max_restarts=max_restarts, elastic=elastic,
         checkpoints=cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume),
     )  # fmt: skip
+    if (max_restarts or elastic) and job.checkpoints is None:
+        raise InputError(
+            "--max-restarts and --elastic without --checkpoint",
+            hint="give --checkpoint DIR: what is started again resumes from there",
+        )
+    if elastic and resume != "auto":
+        raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
     if nproc is None and _started_as_rank():
-        cli.worker.run_as_rank(job)
+        (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)
         return
     made = hap.Plan.load(plan_file)
-    if nproc is None and len(made.cluster.nodes) > 1:
+    if nproc is None and (elastic or len(made.cluster.nodes) > 1):
         click.echo(cli.worker.machine_lines(made, job))
         return
     with cli.terminal.training_progress(steps) as on_step:
-        cli.worker.run_here(job, nproc or made.world_size, on_step)
+        cli.local_run.run_here(job, nproc or made.world_size, on_step)
 
 
 @_command

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from hap import api
 from hap.capture.model_file import model_file_of
 from hap.cli.terminal import OnStep, step_line
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
-from hap.runtime.launch import init_from_env, launch_lines, report, spawn
+from hap.runtime.elastic.notice import SavedAndEnded
+from hap.runtime.launch import init_from_env, report
+from hap.runtime.launch_lines import elastic_lines, launch_lines
+from hap.training import train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class RunJob:
         backend: runs the ranks' graphs, as in :func:`hap.compile`.
         checkpoints: where and how often to save, and what to resume from.
         log: a file for a line per step; empty for none.
+        max_restarts: how often lost ranks are started again.
+        elastic: go on with the devices that are there.
     """
 
     path: str
@@ -37,6 +39,8 @@ class RunJob:
     backend: str = "eager"
     checkpoints: Checkpoints | None = None
     log: str = ""
+    max_restarts: int = 0
+    elastic: bool = False
 
 
 def run_as_rank(job: RunJob) -> None:
@@ -45,38 +49,38 @@ def run_as_rank(job: RunJob) -> None:
     Raises:
         InputError: The environment is incomplete.
         PlanError: The plan is for another number of ranks.
+        SavedAndEnded: There was a SIGTERM.
     """
     plan = Plan.load(job.path)
     world = init_from_env()
     try:
         check_world_size(plan, world.size)
-        _train(plan, job, _print_step)
+        train_and_print(plan, job)
     finally:
         dist.destroy_process_group()
 
 
-def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
-    """Train with ``nproc`` ranks on this machine, on a GPU each if possible, else on CPUs.
+def train_and_print(plan: Plan, job: RunJob) -> None:
+    """Train on this rank of a process group; rank 0 prints the steps."""
+    try:
+        _train(plan, job, _print_step)
+    except SavedAndEnded as ending:
+        if dist.get_rank() == 0:
+            print(ending, file=sys.stderr, flush=True)
+        raise
 
-    Raises:
-        PlanError: The plan is for another number of ranks, or names no model file.
-        ModelError: The model file cannot be used.
-        HapError: A rank failed.
+
+def train_rank(job: RunJob) -> int | None:
+    """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent.
+
+    Returns:
+        The step that was saved if a notice ended the run, else ``None``.
     """
-    plan = Plan.load(job.path)
-    check_world_size(plan, nproc)
-    model_file_of(plan)  # reports a mistake in the file once, here, not once per rank
-    group = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
-
-    def heard(rank: int, step: Any) -> None:
-        on_step(*step)
-
-    spawn(train_rank, nproc, args=(job,), backend=group, on_report=heard)
-
-
-def train_rank(job: RunJob) -> None:
-    """A spawned rank's part; rank 0 reports ``(step, loss, seconds)`` to the parent."""
-    _train(Plan.load(job.path), job, lambda *step: report(step))
+    try:
+        _train(Plan.load(job.path), job, lambda *step: report(step))
+    except SavedAndEnded as ending:
+        return ending.step
+    return None
 
 
 def check_world_size(plan: Plan, size: int) -> None:
@@ -93,15 +97,18 @@ def machine_lines(plan: Plan, job: RunJob) -> str:
     command += ["--backend", job.backend] if job.backend != "eager" else []
     command += job.checkpoints.options() if job.checkpoints else []
     command += ["--log", job.log] if job.log else []
+    command += ["--elastic"] if job.elastic else []
     command += ["--", *job.extra] if job.extra else []
     nodes = [(node, len(plan.cluster.ranks(node))) for node in plan.cluster.nodes]
+    if job.elastic:
+        return elastic_lines(command, nodes, job.max_restarts)
     return launch_lines(command, nodes)
 
 
 def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
     sys.argv = [plan.source.path, *job.extra]  # what the model file may read
     first = dist.get_rank() == 0
-    api.train(
+    train(
         plan, model_file_of(plan), steps=job.steps, on_step=on_step if first else _ignore,
         backend=job.backend, checkpoints=job.checkpoints, log=job.log,
     )  # fmt: skip

@@ -1,0 +1,105 @@
+"""``hap run --elastic`` as one process of torchrun's: train with the devices that are there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import DistError
+
+from hap.cli.worker import RunJob, train_and_print
+from hap.errors import HapError, InputError
+from hap.ir.plan import Plan
+from hap.part_plans import PartPlans
+from hap.runtime.elastic.heartbeats import Heartbeats, end
+from hap.runtime.elastic.meeting import Meeting, meet
+from hap.runtime.elastic.notice import SavedAndEnded
+
+
+def run_elastic(job: RunJob) -> None:
+    """Meet the other processes, take the plan for these devices, and train.
+
+    A process whose device has no part in that plan waits for the end of the run.
+
+    Raises:
+        InputError: the environment names no device of the plan.
+        SavedAndEnded: there was a SIGTERM.
+    """
+    assert job.checkpoints is not None
+    sys.argv = [sys.argv[0], *job.extra]  # what the model file may read
+    plans = PartPlans(job.path, Path(job.checkpoints.folder) / "plans")
+    meeting = meet(plans.whole.cluster)
+    own, ending = meeting.names.index(meeting.own), None
+    with Heartbeats(meeting.connection(), meeting.names, own):
+        path = _agreed(meeting, plans)
+        try:
+            ending = _train(job, meeting, path, plans)
+        except RuntimeError as error:
+            if not _of_peer(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            end(f"{meeting.own}: another rank is lost ({reason})")
+    if ending is not None:  # all processes end: none waits for another
+        raise ending
+    meeting.leave()
+
+
+def _train(job: RunJob, meeting: Meeting, path: str, plans: PartPlans) -> SavedAndEnded | None:
+    """Train if this device has a part in the plan, else wait for the end; return a notice's end."""
+    plan = Plan.load(path)
+    names = tuple(device.name for device in plan.cluster.devices)
+    if meeting.own not in names:
+        meeting.hear("ended")
+        return None
+    if meeting.own == names[0]:
+        print(f"training on {', '.join(names)} by {path}", file=sys.stderr, flush=True)
+    ending = None
+    meeting.join(names)
+    try:
+        with _plans_for_losses(job, plans) if meeting.own == names[0] else nullcontext():
+            train_and_print(plan, job)
+    except SavedAndEnded as notice:
+        ending = notice
+    dist.destroy_process_group()
+    if meeting.own == names[0]:
+        meeting.tell("ended", "")
+    return ending
+
+
+def _of_peer(error: RuntimeError) -> bool:
+    """Did a peer cause the error? gloo raises plain errors with the place in their text."""
+    return isinstance(error, DistError) or "gloo" in str(error)
+
+
+def _agreed(meeting: Meeting, plans: PartPlans) -> str:
+    """Return the plan file that the first process chose; the others wait for it."""
+    if not meeting.first:
+        path = meeting.hear("plan")
+        if path.startswith("!"):
+            raise InputError(path[1:])
+        return path
+    try:
+        path = str(plans.file(meeting.names))
+    except HapError as error:
+        meeting.tell("plan", f"!{error}")
+        raise
+    meeting.tell("plan", path)
+    return path
+
+
+@contextmanager
+def _plans_for_losses(job: RunJob, plans: PartPlans) -> Iterator[None]:
+    """Make the plans for likely losses beside training, at the lowest priority."""
+    assert job.checkpoints is not None
+    folder = str(Path(job.checkpoints.folder) / "plans")
+    words = ["nice", "-n", "19", sys.executable, "-m", "hap.part_plans", str(plans.path), folder]
+    beside = subprocess.Popen([*words, *job.extra], stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        beside.kill()
+        beside.wait()

@@ -1,0 +1,309 @@
+"""Runs that outlive faults: SIGTERM, killed ranks, lost machines; losses equal those without faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from torch.distributed import HashStore
+
+import hap
+from hap.cli.commands import main
+from hap.cluster.cluster_file import load_cluster
+from hap.errors import InputError
+from hap.part_plans import PartPlans
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
+from hap.runtime.elastic import heartbeats
+from hap.runtime.elastic.heartbeats import Heartbeats
+from hap.runtime.elastic.meeting import NODE, own_device
+from hap.runtime.launch_lines import elastic_lines
+from hap.synthesizer.plan_options import PlanOptions
+
+MODEL = """
+import os, signal, time, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double()
+    def forward(self, x):
+        return ((self.layers(x) - x) ** 2).mean()
+
+def model():
+    if os.environ.get("BROKEN") == os.environ.get("RANK", "none") and os.environ["WORLD_SIZE"] == "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Net()
+
+def batch():
+    return {"x": torch.rand(24, 8, dtype=torch.float64)}
+
+def batches(start):
+    for number in range(start, 1 << 30):
+        torch.manual_seed(number)
+        time.sleep(float(os.environ.get("PAUSE", 0)))
+        yield batch()
+
+def optimizer(parameters):
+    return torch.optim.Adam(parameters, lr=1e-2)
+"""
+CLUSTER = """
+links: {between: 10 Gbit/s}
+nodes:
+  - {name: a, gpus: 2, type: A100-40}
+  - {name: b, gpus: 1, type: V100-16}
+"""
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "model.py").write_text(MODEL)
+    cluster = load_cluster(CLUSTER)
+    options = PlanOptions(all_devices=True)
+    hap.api.plan_file(f"{folder / 'model.py'}", cluster, options=options).save(folder / "plan.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(planned: Path) -> dict[int, float]:
+    """The losses of a run without faults, by step."""
+    log = planned / "undisturbed.jsonl"
+    done = _hap(planned, "--nproc", "3", "--log", str(log)).wait(120)
+    assert done == 0
+    return _losses(log)
+
+
+def _losses(log: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def _hap(planned: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "hap.cli", "run", str(planned / "plan.json"), *options]
+    return subprocess.Popen(
+        [*words, "--steps", str(STEPS)], env={**os.environ, **variables}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def _until(true: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)
+
+
+def _ranks(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()
+    ]  # fmt: skip
+
+
+def _steps(log: Path) -> int:
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_sigterm_saves_and_ends(
+    planned: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ["--nproc", "3", "--checkpoint", str(tmp_path / "c"), "--log", str(log)]
+    run = _hap(planned, *options, "--every", "1000000")
+    _until(lambda: _steps(log) > 3)
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    found = re.fullmatch(r"SIGTERM: step (\d+) is saved; --resume auto continues from it\n", errors)
+    assert found
+    assert CheckpointFolder(tmp_path / "c").steps() == [int(found[1])]
+    assert _hap(planned, *options, "--resume", "auto").wait(120) == 0
+    assert _losses(log) == pytest.approx(undisturbed, rel=1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again(
+    planned: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    run = _hap(
+        planned, "--nproc", "3", "--checkpoint", str(tmp_path / "c"), "--log", str(log),
+        "--every", "20", "--max-restarts", "1",
+    )  # fmt: skip
+    _until(lambda: _steps(log) > 25)
+    os.kill(_ranks(run.pid)[1], signal.SIGKILL)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert "a:1 was lost (killed by SIGKILL); starting all ranks again" in errors
+    assert "resumed from" in errors
+    assert _losses(log) == pytest.approx(undisturbed, rel=1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_device_whose_rank_is_lost_twice_is_left_out(planned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    options = ["--nproc", "3", "--checkpoint", str(folder), "--max-restarts", "2"]
+    run = _hap(planned, *options, BROKEN="1")
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert f"going on without it, by {folder}/plans/" in errors
+    assert CheckpointFolder(folder).steps()[-1] == STEPS
+    run = _hap(planned, *options, "--resume", "no", BROKEN="1")
+    assert run.wait(60) == 2  # there are checkpoints
+
+
+class _Agents:
+    """torchrun on each of several machines, all of which are this one."""
+
+    def __init__(self, planned: Path, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._planned, self._folder = planned, folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: str, nproc: int) -> None:
+        run = [
+            sys.executable,
+            "-m",
+            "hap.cli",
+            "run",
+            str(self._planned / "plan.json"),
+            "--elastic",
+            "--steps",
+            str(STEPS),
+        ]
+        run += ["--checkpoint", str(self._folder / "c"), "--every", "20", "--resume", "auto"]
+        run += ["--log", str(self._folder / "log.jsonl")]
+        lines = elastic_lines(run, [("127.0.0.1", 2), ("127.0.0.2", 1)], 3).splitlines()
+        line = next(x for x in lines if f"--nproc-per-node={nproc}" in x)
+        line = re.sub(r"HAP_NODE=\S+", f"HAP_NODE={node}", line).replace(":29400", f":{self._port}")
+        scripts = Path(sys.executable).parent
+        variables = {"PATH": f"{scripts}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+        variables["PAUSE"] = "0.05"
+        with open(self._folder / f"{node}.txt", "ab") as out:
+            self.running[node] = subprocess.Popen(
+                line, shell=True, env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, node: str) -> None:
+        """Kill the agent and its ranks, which have sessions of their own."""
+        wanted = f"HAP_NODE={node}".encode()
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (place / "environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if (
+                wanted in variables and str(self._port).encode() in (place / "cmdline").read_bytes()
+            ) or (wanted in variables and b"--elastic" in (place / "cmdline").read_bytes()):
+                os.kill(int(place.name), signal.SIGKILL)
+
+    def text(self, node: str) -> str:
+        return (self._folder / f"{node}.txt").read_text()
+
+
+@pytest.fixture
+def agents(planned: Path, tmp_path: Path) -> Iterator[_Agents]:
+    made = _Agents(planned, tmp_path)
+    yield made
+    for node in made.running:
+        made.kill(node)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
+    agents: _Agents, undisturbed: dict[int, float], planned: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    agents.start("a", 2)
+    agents.start("b", 1)
+    _until(lambda: _steps(log) > 25)
+    agents.kill("b")
+    _until(lambda: "resumed from" in agents.text("a"))
+    seen = _steps(log)
+    _until(lambda: _steps(log) > seen + 10)
+    agents.start("b", 1)
+    assert agents.running["a"].wait(120) == 0, agents.text("a")
+    starts = re.findall(r"training on (.*) by", agents.text("a"))
+    assert starts[0] == starts[2] == "a:0, a:1, b:0"
+    assert "b:0" not in starts[1]
+    assert "SIGTERM: step" in agents.text("a")  # torchrun's notice, when the machine came back
+    assert "Traceback" not in agents.text("a")
+    assert _losses(log) == pytest.approx(undisturbed, rel=1e-9)
+
+
+def test_heartbeats_that_stop_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "PERIOD_S", 0.05)
+    monkeypatch.setattr(heartbeats, "PATIENCE_S", 0.5)
+    store, lost = HashStore(), dict[int, str]()
+    both = [
+        Heartbeats(store, ("a:0", "b:0"), n, lambda text, n=n: lost.setdefault(n, text))
+        for n in (0, 1)
+    ]  # fmt: skip
+    with both[0]:
+        with both[1]:
+            time.sleep(1)
+            assert not lost
+        _until(lambda: bool(lost), 5)
+    assert lost == {0: "no heartbeat from b:0 for 0 s: it counts as lost"}
+
+
+def test_a_process_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = load_cluster(CLUSTER)
+    for place, node, name in ((0, "a", "a:0"), (1, "a", "a:1"), (0, "b", "b:0")):
+        monkeypatch.setenv("LOCAL_RANK", str(place))
+        monkeypatch.setenv(NODE, node)
+        assert own_device(cluster) == name
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(InputError, match="process 1 of 'b' has no device: the plan has 1 there"):
+        own_device(cluster)
+    monkeypatch.setenv(NODE, "c")
+    with pytest.raises(InputError, match="the plan has no machine 'c', only a, b"):
+        own_device(cluster)
+
+
+def test_plans_for_losses_are_made_once(planned: Path, tmp_path: Path) -> None:
+    plans = PartPlans(planned / "plan.json", tmp_path / "plans")
+    assert list(plans.likely()) == [
+        ("b:0",), ("a:0", "a:1"), ("a:1", "b:0"), ("a:0", "b:0"),
+    ]  # fmt: skip
+    assert plans.file(("a:0", "a:1", "b:0")) == planned / "plan.json"
+    file = plans.file(("a:1", "b:0"))
+    made = file.stat().st_mtime_ns
+    names = {d.name for d in hap.Plan.load(file).cluster.devices}
+    assert names and names <= {"a:1", "b:0"}
+    assert plans.file(("a:1", "b:0")) == file
+    assert file.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--elastic"], "without --checkpoint"),
+        (["--max-restarts", "2"], "without --checkpoint"),
+        (["--elastic", "--checkpoint", "c"], "--elastic without --resume auto"),
+    ],
+)
+def test_what_is_missing_is_said(planned: Path, options: list[str], text: str) -> None:
+    result = CliRunner().invoke(main, ["run", str(planned / "plan.json"), *options])
+    assert result.exit_code == 2
+    assert text in result.stderr
