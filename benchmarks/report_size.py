@@ -20,9 +20,9 @@ from pathlib import Path
 from hap import api
 from hap.cli.report.page import report_page
 from hap.cli.report.timeline_data import timeline_data
-from hap.cli.simulation import simulate_plan
 from hap.cli.terminal import emit, table
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.units import format_seconds
 

@@ -33,13 +33,13 @@ from benchmarks.racing.cell import global_batches
 from benchmarks.racing.profiled import profiled
 from hap import api
 from hap.capture.model_file import ModelFile, load_model_file
-from hap.cli.simulation import simulate_plan
 from hap.cli.terminal import emit, table
 from hap.cluster.cluster_file import load_cluster
 from hap.ir.batch import call
 from hap.ir.graph import Graph, Input
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction
+from hap.plan_simulation import simulate_plan
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
 from hap.runtime.testbed import Testbed

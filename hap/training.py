@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from hap.runtime.elastic.notice import Notice, SavedAndEnded
 from hap.runtime.hap_module import GradScaler
 from hap.runtime.launch import init_from_env
 from hap.runtime.run_logger import RunLogger
+from hap.slow_devices import Decision, SlowDevices
 
 
 class Trainer:
@@ -100,6 +103,7 @@ def train(
     backend: str = "eager",
     checkpoints: Checkpoints | None = None,
     log: str = "",
+    adapt: bool = False,
 ) -> list[float]:
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
@@ -110,36 +114,83 @@ def train(
         on_step: called with (step from 1, global loss, seconds of the step).
         checkpoints: where and how often to save, and what to resume from. With them, SIGTERM
             ends training after the current step, which is saved.
+        adapt: plan anew when a device becomes slower or faster, as :mod:`hap.slow_devices` decides;
+            needs ``checkpoints``.
 
     Raises:
         SavedAndEnded: there was a SIGTERM on some rank.
     """
-    trainer = Trainer(plan, file, backend=backend)
-    done, batches = checkpoints.resumed(trainer) if checkpoints else (0, trainer.batches())
-    logger = RunLogger(log, trainer.module, done) if log else None
+    begun = time.perf_counter()
+    run = _Run(plan, file, backend)
+    done, batches = checkpoints.resumed(run.trainer) if checkpoints else (0, run.trainer.batches())
+    run.measure(log, done, adapt)
+    run.switch_s = 2 * (time.perf_counter() - begun)
     losses: list[float] = []
-    numbered = enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1)
-
-    def step(number: int, batch: Batch) -> None:
-        start = time.perf_counter()
-        losses.append(trainer.step(batch))
-        seconds = time.perf_counter() - start
-        if logger:
-            logger.step(number, losses[-1], seconds)
-        on_step(number, losses[-1], seconds)
-
-    if checkpoints is None:
-        for number, batch in numbered:
-            step(number, batch)
-        return losses
-    with Notice() as notice:
-        for number, batch in numbered:
-            step(number, batch)
+    with Notice() if checkpoints else nullcontext() as notice:
+        for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
+            start = time.perf_counter()
+            losses.append(run.trainer.step(batch))
+            seconds = time.perf_counter() - start
+            on_step(number, losses[-1], seconds)
+            new = run.stepped(number, losses[-1], seconds, steps - number)
+            if checkpoints is None or notice is None:
+                continue
             ending = notice.given()
-            if ending or number % checkpoints.every == 0 or number == steps:
-                trainer.save(checkpoints.folder, number, checkpoints.keep)
+            if ending or new or number % checkpoints.every == 0 or number == steps:
+                run.trainer.save(checkpoints.folder, number, checkpoints.keep)
             if ending and number < steps:
                 wait_for_saves()
                 raise SavedAndEnded(number)
+            if new:
+                run.go_on(new, checkpoints.folder, number)
+    if checkpoints:
         wait_for_saves()
     return losses
+
+
+class _Run:
+    """One rank's run: its trainer and log, which a new plan replaces."""
+
+    def __init__(self, plan: Plan, file: ModelFile | None, backend: str) -> None:
+        self._file, self._backend = file or model_file_of(plan), backend
+        self._plan = plan
+        self.trainer = Trainer(plan, self._file, backend=backend)
+        self.switch_s = 0.0
+        self._logger: RunLogger | None = None
+        self._watch: SlowDevices | None = None
+        self._log = ""
+
+    def measure(self, log: str, done: int, adapt: bool) -> None:
+        """Measure the steps from now on, if there is a log or plans are adapted."""
+        self._log = log
+        if log or adapt:
+            self._logger = RunLogger(log, self.trainer.module, done)
+        if adapt:
+            self._watch = SlowDevices(self._plan)
+
+    def stepped(self, number: int, loss: float, seconds: float, left: int) -> Plan | None:
+        """Log a step; return the plan to go on with if speeds have changed and it pays."""
+        if self._logger is None:
+            return None
+        ranks = self._logger.step(number, loss, seconds)
+        slowness = self._watch.changed(ranks) if self._watch and left else None
+        if self._watch is None or slowness is None:
+            return None
+        told: list[Decision | None] = [None]
+        if self.trainer.rank == 0:
+            decision = self._watch.decide(slowness, left, self.switch_s)
+            print(f"after step {number}: {decision.text}", file=sys.stderr, flush=True)
+            told[0] = decision
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, 0)
+        assert told[0] is not None
+        self._watch.follow(slowness, told[0].plan)
+        return told[0].plan
+
+    def go_on(self, plan: Plan, folder: str, number: int) -> None:
+        """Go on by another plan, from the checkpoint that has just been saved."""
+        wait_for_saves()
+        self._plan = plan
+        self.trainer = Trainer(plan, self._file, backend=self._backend)
+        self.trainer.load(folder)
+        self._logger = RunLogger(self._log, self.trainer.module, number)

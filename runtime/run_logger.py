@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,17 @@ import torch.distributed as dist
 from hap.errors import InputError
 from hap.run_log import LoggedStep, RankFigures
 from hap.runtime.hap_module import HapModule
-from hap.runtime.timed_lane import TimedLane
+from hap.runtime.timed_lane import TimedLane, TimedStreamLane
 
 
 class RunLogger:
     """Measures a module's steps from now on. Make one on every rank, before the first step.
 
     Args:
+        path: of the log; empty to measure without one.
         done: steps of the checkpoint that training resumes from; their lines stay in the file.
 
-    On CUDA only the peak of the memory is measured, on CPUs only the times. A step's line is in the
+    Memory is measured on CUDA alone, times in collectives on CPUs alone. A step's line is in the
     file when :meth:`step` returns.
 
     Raises:
@@ -32,13 +35,15 @@ class RunLogger:
     def __init__(self, path: str, module: HapModule, done: int = 0) -> None:
         self._path = path
         self._device = module._device
-        self._lane = None
+        context: Any = module._ctx
+        self._lane: TimedLane | TimedStreamLane
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+            self._lane = TimedStreamLane(context._lane)
         else:
-            context: Any = module._ctx
-            self._lane = context._lane = TimedLane(context._lane)
-        if _rank() == 0:
+            self._lane = TimedLane(context._lane)
+        context._lane = self._lane
+        if path and _rank() == 0:
             self._write("".join(self._kept(done)), "w")
 
     def _kept(self, done: int) -> list[str]:
@@ -57,28 +62,28 @@ class RunLogger:
                 kept += [line] if json.loads(line)["step"] <= done else []
         return kept
 
-    def step(self, number: int, loss: float, seconds: float) -> None:
-        """Write the step that has just ended; call it on every rank."""
+    def step(self, number: int, loss: float, seconds: float) -> Sequence[RankFigures]:
+        """Write the step that has just ended, and return its figures by rank; call it on all."""
         own = self._figures(seconds)
         ranks = [own]
         if dist.is_initialized():
             ranks = [own] * dist.get_world_size()
             dist.all_gather_object(ranks, own)
-        if _rank() == 0:
+        if self._path and _rank() == 0:
             step = LoggedStep(step=number, loss=loss, seconds=seconds, ranks=tuple(ranks))
             self._write(step.line(), "a")
+        return ranks
 
     def _figures(self, seconds: float) -> RankFigures:
-        if self._lane is None:
+        waited_s = min(self._lane.waited_s, seconds)
+        figures = RankFigures(computing_s=seconds - waited_s, waiting_s=waited_s)
+        if isinstance(self._lane, TimedLane):
+            spans = self._lane.collectives
+            figures = replace(figures, communicating_s=sum(end - begin for begin, end in spans))
+        else:
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            return RankFigures(memory_bytes=peak)
-        waited_s = min(self._lane.waited_s, seconds)
-        figures = RankFigures(
-            computing_s=seconds - waited_s,
-            communicating_s=sum(end - begin for begin, end in self._lane.collectives),
-            waiting_s=waited_s,
-        )
+            figures = replace(figures, memory_bytes=peak)
         self._lane.clear()
         return figures
 

@@ -1,4 +1,4 @@
-"""A lane that times its collectives, and how long the program waits for their results."""
+"""Lanes that time their collectives, and how long the program waits for their results."""
 
 from __future__ import annotations
 
@@ -6,13 +6,45 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hap.runtime.lanes import Lane, Pending
 
 
+class TimedStreamLane(Lane):
+    """Wraps a lane of a CUDA stream: how long the computing stream waits for collectives.
+
+    The host does not see when collectives run, so only the stream's waits are timed, by events.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of all waits; call it when the stream has been synchronized."""
+        return float(sum(begin.elapsed_time(end) for begin, end in self._waits)) / 1e3
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self._waits.clear()
+
+    def issue(self, run: Callable[..., Any], *args: Any) -> Pending:
+        return self._lane.issue(run, *args)
+
+    def wait(self, pending: Pending) -> Tensor:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        tensor = self._lane.wait(pending)
+        end.record()
+        self._waits.append((begin, end))
+        return tensor
+
+
 class TimedLane(Lane):
-    """Wraps a lane that runs collectives on CPUs: on CUDA the host does not see when they run.
+    """Wraps a lane that runs collectives on CPUs, where the host sees when they run.
 
     Attributes:
         collectives: (begin, end) of each collective, in the order in which they ran.

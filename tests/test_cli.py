@@ -87,6 +87,7 @@ HELP = {
     ],
     "verify": ["--backend", "--device", "--dtype", "--help", "--processes", "--seed", "--verbose"],
     "run": [
+        "--adapt",
         "--backend",
         "--checkpoint",
         "--elastic",

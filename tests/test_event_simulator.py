@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hap.cli.simulation import plan_costs
 from hap.ir.axes import Axes, Axis
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import Placement, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Convert
+from hap.plan_simulation import plan_costs
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.contention import Streams
 from hap.synthesizer.cost.machine import Machine, PerRank

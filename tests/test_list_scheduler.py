@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import fx
 
-from hap.cli.simulation import plan_costs
 from hap.ir.graph import Graph
 from hap.ir.placement import S
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction, Program
+from hap.plan_simulation import plan_costs
 from hap.runtime.hap_module import emit
 from hap.runtime.lanes import InlineLane, Lane, ThreadLane
 from hap.synthesizer.cost.collective_cost import Quote

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hap.capture.tracing import capture
 from hap.cli.plan_screen import program_lines
-from hap.cli.simulation import simulate_plan
 from hap.errors import PlanError
 from hap.ir.graph import Graph, Ref
 from hap.ir.plan import FORMAT, OptimizerKind, Plan
 from hap.ir.program import Program
+from hap.plan_simulation import simulate_plan
 from tests.random_plans import Case, benchmark_case, make_case, random_plan
 from tests.small_plan import node, small_cluster, small_graph, small_plan
 

@@ -12,11 +12,12 @@ import pytest
 from benchmarks.hostile.cluster_files import changed, places
 from benchmarks.hostile.plan_files import VALUES
 from hap.cli.plan_screen import program_lines
-from hap.cli.simulation import simulate_plan, simulation_json
+from hap.cli.simulation import simulation_json
 from hap.cluster.topology import digest_of
 from hap.errors import HapError, PlanError
 from hap.ir.graph import Graph
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan
 from tests.small_plan import small_plan
 
 

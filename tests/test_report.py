@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 from hap.cli.commands import main
 from hap.cli.report import timeline_data as timeline_module
 from hap.cli.report.timeline_data import TICKS, timeline_data
-from hap.cli.simulation import simulate_plan
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan
 from hap.run_log import LoggedStep, RankFigures, read_log
 from tests.small_plan import small_cluster, small_plan
 from tests.test_cli import CLUSTER, MODEL

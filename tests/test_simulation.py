@@ -13,18 +13,11 @@ import pytest
 from rich.console import RenderableType
 
 from hap.cli.chrome_trace import COLOURS, THREADS, trace_text
-from hap.cli.simulation import (
-    Simulation,
-    longest,
-    rank_uses,
-    simulate_plan,
-    simulation_json,
-    simulation_screen,
-    write_trace,
-)
+from hap.cli.simulation import longest, rank_uses, simulation_json, simulation_screen, write_trace
 from hap.cli.terminal import emit
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert
+from hap.plan_simulation import Simulation, simulate_plan
 from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_plan
 

@@ -13,10 +13,11 @@ import pytest
 from hap.cli.chrome_trace import trace_text
 from hap.cli.report.figures_json import shown_with
 from hap.cli.report.page import report_page
-from hap.cli.simulation import rank_uses, simulate_plan, simulation_json
+from hap.cli.simulation import rank_uses, simulation_json
 from hap.errors import PlanError
 from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan
 from hap.synthesizer.schedule.event_simulator import COMPUTE
 from tests.random_plans import benchmark_case
 from tests.random_stages import random_staged_plan

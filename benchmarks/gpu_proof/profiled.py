@@ -12,8 +12,8 @@ from benchmarks.gpu_proof.models import PRECISIONS, Prepared, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from benchmarks.gpu_proof.single_rank import ON_CPU, measure
-from hap.cli.simulation import simulate_plan
 from hap.cluster.cluster_file import load_cluster
+from hap.plan_simulation import simulate_plan
 
 PART = "profile"
 MEDIAN, WORST = 0.06, 0.15

@@ -218,10 +218,12 @@ def verify(
     help="Start lost ranks again this often, from the newest checkpoint.",
 )  # fmt: skip
 @click.option("--elastic", is_flag=True, help="Go on with the devices that are there.")
+@click.option("--adapt", is_flag=True, help="Plan anew when a device becomes slower or faster.")
 @click.argument("extra", nargs=-1)
 def run(
     plan_file: str, log: str, nproc: int | None, steps: int, backend: str, checkpoint: str | None,
-    every: int, keep: int, resume: str, max_restarts: int, elastic: bool, extra: tuple[str, ...],
+    every: int, keep: int, resume: str, max_restarts: int, elastic: bool, adapt: bool,
+    extra: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train by PLAN; what follows `--` is sys.argv of the model file.
 
@@ -233,12 +235,12 @@ def run(
     report_command.check_log(log, plan_file)
     job = cli.worker.RunJob(
         path=plan_file, steps=steps, extra=extra, backend=backend, log=log,
-        max_restarts=max_restarts, elastic=elastic,
+        max_restarts=max_restarts, elastic=elastic, adapt=adapt,
         checkpoints=cli.checkpoint_commands.checkpoints(checkpoint, every, keep, resume),
     )  # fmt: skip
-    if (max_restarts or elastic) and job.checkpoints is None:
+    if (max_restarts or elastic or adapt) and job.checkpoints is None:
         raise InputError(
-            "--max-restarts and --elastic without --checkpoint",
+            "--max-restarts, --elastic and --adapt without --checkpoint",
             hint="give --checkpoint DIR: what is started again resumes from there",
         )
     if elastic and resume != "auto":
@@ -355,7 +357,7 @@ def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) ->
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
     if trace is not None:
         check_output(trace, plan_file, hint="change --trace")
-    made = cli.simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
+    made = hap.plan_simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
     if trace is not None:
         cli.simulation.write_trace(made, trace)
         _note(f"written to {trace}")

@@ -16,73 +16,17 @@ from rich.text import Text
 
 from hap.cli.chrome_trace import trace_text
 from hap.cli.plan_screen import tensor_label
-from hap.cli.stage_simulation import pipeline_schedule
 from hap.cli.terminal import MANY_RANKS, alike, pattern, spans, table
-from hap.errors import InputError, PlanError
+from hap.errors import InputError
 from hap.files import write_whole
 from hap.ir.graph import Input
 from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Convert, Instruction
-from hap.plan_rows import check_rows
-from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
-from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
-from hap.synthesizer.schedule.event_simulator import Schedule, Usage, schedule, usage
-from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
+from hap.plan_simulation import Simulation
 from hap.units import format_bytes, format_seconds
 
 _LONGEST = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Simulation:
-    """One step of a plan; ``memory`` has one curve per rank."""
-
-    plan: Plan
-    run: Schedule
-    usage: Usage
-    memory: tuple[Curve, ...]
-
-
-def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
-    """Simulate one training step.
-
-    Args:
-        overlap: collectives overlap computing, as in the runtime; else they run in turn.
-
-    Raises:
-        PlanError: the plan lacks the number of optimizer states, or has an unknown implementation.
-    """
-    check_rows(plan)
-    if plan.stages:
-        if not overlap:
-            raise PlanError(
-                "transfers between pipeline stages are never in turn with computing",
-                hint="leave --in-turn out",
-            )
-        run, seconds, memory = pipeline_schedule(plan)
-        return Simulation(plan=plan, run=run, usage=seconds, memory=memory)
-    cost = plan_costs(plan)
-    try:
-        run = schedule(*plan.whole, cost, overlap=overlap)
-    except ValueError as error:
-        raise PlanError(f"the plan cannot be simulated: {error}", hint="plan anew") from error
-    return Simulation(
-        plan=plan, run=run, usage=usage(run),
-        memory=memory_over_time(*plan.whole, cost, run),
-    )  # fmt: skip
-
-
-def plan_costs(plan: Plan) -> CostModel:
-    """Return the cost model under a plan's shares."""
-    machine, states = Machine(plan.cluster), plan.optimizer.states
-    if plan.mesh is None or plan.inside is None:
-        axes = plan.program.own_axes()
-        return CostModel(plan.graph, axes, machine, plan.shares, states)
-    between = Between(mesh=plan.mesh, graph=plan.graph, program=plan.program, shares=plan.shares)
-    graph, program = plan.whole
-    return mesh_cost(between, graph, program.own_axes(), machine, plan.inside.shares, states)
 
 
 def write_trace(made: Simulation, path: str) -> None:

@@ -31,6 +31,7 @@ class RunJob:
         log: a file for a line per step; empty for none.
         max_restarts: how often lost ranks are started again.
         elastic: go on with the devices that are there.
+        adapt: plan anew when a device becomes slower or faster.
     """
 
     path: str
@@ -41,6 +42,7 @@ class RunJob:
     log: str = ""
     max_restarts: int = 0
     elastic: bool = False
+    adapt: bool = False
 
 
 def run_as_rank(job: RunJob) -> None:
@@ -98,6 +100,7 @@ def machine_lines(plan: Plan, job: RunJob) -> str:
     command += job.checkpoints.options() if job.checkpoints else []
     command += ["--log", job.log] if job.log else []
     command += ["--elastic"] if job.elastic else []
+    command += ["--adapt"] if job.adapt else []
     command += ["--", *job.extra] if job.extra else []
     nodes = [(node, len(plan.cluster.ranks(node))) for node in plan.cluster.nodes]
     if job.elastic:
@@ -111,6 +114,7 @@ def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
     train(
         plan, model_file_of(plan), steps=job.steps, on_step=on_step if first else _ignore,
         backend=job.backend, checkpoints=job.checkpoints, log=job.log,
+        adapt=job.adapt,
     )  # fmt: skip
 
 

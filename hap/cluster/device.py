@@ -117,6 +117,18 @@ class Device:
         contention = replace(self.contention, **held.pop("contention", {}))
         return replace(self, contention=contention, **held.pop("", {}), **others)
 
+    def slower(self, factor: float, why: str) -> Self:
+        """Return the device with all rates divided by a factor; ``why`` goes to their sources."""
+        rates = {dtype: rate / factor for dtype, rate in self.flops_per_s.items()}
+        names = ["memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates)]
+        names += ["operand_bytes_per_s"] * (self.operand_bytes_per_s < math.inf)
+        notes = {name: f"{self.source.get(name, 'assumed')}; {why}" for name in names}
+        return replace(
+            self, flops_per_s=rates, memory_bytes_per_s=self.memory_bytes_per_s / factor,
+            operand_bytes_per_s=self.operand_bytes_per_s / factor, launch_s=self.launch_s * factor,
+            source={**self.source, **notes},
+        )  # fmt: skip
+
     @classmethod
     def together(cls, devices: Sequence[Self], name: str) -> Self:
         """Return one device as fast and as large as several; other fields are the first's."""

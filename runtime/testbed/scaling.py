@@ -8,13 +8,11 @@ are unchanged, so the best plan is the same for both.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from dataclasses import replace
 from typing import Literal
 
-from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.errors import InputError
@@ -65,35 +63,26 @@ def choose_scale(cluster: Cluster, cores: float | None, one_core_flops_per_s: fl
 def scaled(cluster: Cluster, scale: float, links: Links) -> Cluster:
     """Return the cluster with its emulated figures."""
 
-    def device(one: Device) -> Device:
-        rates = {dtype: rate * scale for dtype, rate in one.flops_per_s.items()}
-        changed = ["memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates)]
-        changed += ["operand_bytes_per_s"] * (one.operand_bytes_per_s < math.inf)
-        notes = {name: _note(one.source.get(name, "assumed"), scale) for name in changed}
-        return replace(
-            one,
-            flops_per_s=rates,
-            memory_bytes_per_s=one.memory_bytes_per_s * scale,
-            operand_bytes_per_s=one.operand_bytes_per_s * scale,
-            launch_s=one.launch_s / scale,
-            source={**one.source, **notes},
-        )
-
     def link(one: Link) -> Link:
         if links == "as written":
             return one
         source = _note(one.source, scale) + ("; not limited" if links == "unlimited" else "")
         return Link(one.bandwidth_bytes_per_s * scale, one.latency_s / scale, source)
 
-    if scale == 1 and links != "unlimited":
-        return cluster
+    devices = cluster.devices
+    if scale < 1:
+        devices = tuple(d.slower(1 / scale, _why(scale)) for d in devices)
     return replace(
         cluster,
-        devices=tuple(map(device, cluster.devices)),
+        devices=devices,
         intra={node: link(one) for node, one in cluster.intra.items()},
         inter=link(cluster.inter),
     )
 
 
 def _note(source: str, scale: float) -> str:
-    return f"{source}; emulated, slower by {1 / scale:.4g}" if scale < 1 else source
+    return f"{source}; {_why(scale)}" if scale < 1 else source
+
+
+def _why(scale: float) -> str:
+    return f"emulated, slower by {1 / scale:.4g}"

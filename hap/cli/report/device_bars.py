@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hap.cli.simulation import RankUse, Simulation, rank_uses
+from hap.cli.simulation import RankUse, rank_uses
 from hap.cli.terminal import MANY_RANKS, spans
+from hap.plan_simulation import Simulation
 from hap.synthesizer.cost.peak_memory import KINDS
 from hap.units import format_bytes, format_seconds
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hap.cli.plan_screen import tensor_label
-from hap.cli.simulation import Simulation
-from hap.cli.stage_simulation import stage_costs
 from hap.cli.terminal import runs
 from hap.ir.graph import FREE, Graph, Input
 from hap.ir.mesh import origin
@@ -16,6 +14,8 @@ from hap.ir.microbatch import Phase, phases
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction, Program
+from hap.plan_simulation import Simulation
+from hap.stage_simulation import stage_costs
 from hap.synthesizer.schedule.event_simulator import group_seconds
 
 

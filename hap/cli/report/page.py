@@ -16,10 +16,11 @@ from hap.cli.report.figures_json import shown_with
 from hap.cli.report.module_tree import module_tree
 from hap.cli.report.run_overlay import FIGURES, HEIGHT, WIDTH, bars, plot, run_json
 from hap.cli.report.timeline_data import timeline_data
-from hap.cli.simulation import simulate_plan, simulation_json
+from hap.cli.simulation import simulation_json
 from hap.cli.terminal import alike, runs
 from hap.errors import PlanError
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan
 from hap.run_log import LoggedStep, read_log
 from hap.synthesizer.cost.peak_memory import KINDS
 from hap.units import format_bytes, format_seconds

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hap.cli.simulation import Simulation, rank_uses
+from hap.cli.simulation import rank_uses
+from hap.plan_simulation import Simulation
 from hap.run_log import LoggedStep, RankFigures, counted, medians
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from hap.cli.plan_screen import tensor_label
-from hap.cli.simulation import Simulation
 from hap.cli.terminal import spans
 from hap.ir.graph import Input
 from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.program import Convert
+from hap.plan_simulation import Simulation
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION, COMPUTE, Span
 from hap.synthesizer.schedule.memory_timeline import Curve
 
