@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hap.api import plan_file
+from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.plan import Plan
 from hap.synthesizer.plan_options import PlanOptions
@@ -42,20 +43,28 @@ class PartPlans:
         Raises:
             InfeasibleError: they have too little memory.
         """
-        cluster = self.whole.cluster
-        if len(names) == cluster.world_size:
-            return self.path
-        kept = [rank for rank, device in enumerate(cluster.devices) if device.name in names]
-        part = cluster.keep(kept)
+        part, path = self._part(names)
         source = self.whole.source
-        what = f"{part.digest} {self.whole.graph.digest} {source.function}"
-        path = self._folder / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             options = PlanOptions(allow_idle=True, stages=self.whole.stages is not None)
             made = plan_file(f"{source.path}:{source.function}", part, options=options)
             made.save(path)
         return path
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Is the plan for these devices there?"""
+        return self._part(names)[1].exists()
+
+    def _part(self, names: Sequence[str]) -> tuple[Cluster, Path]:
+        """Return the cluster of some devices, and where its plan is kept."""
+        cluster = self.whole.cluster
+        if len(names) == cluster.world_size:
+            return cluster, self.path
+        part = cluster.keep([r for r, d in enumerate(cluster.devices) if d.name in names])
+        what = f"{part.digest} {self.whole.graph.digest} {self.whole.source.function}"
+        name = hashlib.sha256(what.encode()).hexdigest()[:16]
+        return part, self._folder / f"{name}.json"
 
     def likely(self) -> Iterator[tuple[str, ...]]:
         """Yield the devices that are left after the loss of each machine, then of each device."""

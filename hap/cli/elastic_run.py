@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from hap.part_plans import PartPlans
 from hap.runtime.elastic.heartbeats import Heartbeats, end
 from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
+from hap.units import format_seconds
 
 
 def run_elastic(job: RunJob) -> None:
@@ -35,9 +37,9 @@ def run_elastic(job: RunJob) -> None:
     meeting = meet(plans.whole.cluster)
     own, ending = meeting.names.index(meeting.own), None
     with Heartbeats(meeting.connection(), meeting.names, own):
-        path = _agreed(meeting, plans)
+        path, how = _agreed(meeting, plans)
         try:
-            ending = _train(job, meeting, path, plans)
+            ending = _train(job, meeting, path, how, plans)
         except RuntimeError as error:
             if not _of_peer(error):
                 raise
@@ -48,7 +50,9 @@ def run_elastic(job: RunJob) -> None:
     meeting.leave()
 
 
-def _train(job: RunJob, meeting: Meeting, path: str, plans: PartPlans) -> SavedAndEnded | None:
+def _train(
+    job: RunJob, meeting: Meeting, path: str, how: str, plans: PartPlans
+) -> SavedAndEnded | None:
     """Train if this device has a part in the plan, else wait for the end; return a notice's end."""
     plan = Plan.load(path)
     names = tuple(device.name for device in plan.cluster.devices)
@@ -56,7 +60,8 @@ def _train(job: RunJob, meeting: Meeting, path: str, plans: PartPlans) -> SavedA
         meeting.hear("ended")
         return None
     if meeting.own == names[0]:
-        print(f"training on {', '.join(names)} by {path}", file=sys.stderr, flush=True)
+        text = f"training on {', '.join(names)} by {path}, {how}"
+        print(text, file=sys.stderr, flush=True)
     ending = None
     meeting.join(names)
     try:
@@ -75,20 +80,23 @@ def _of_peer(error: RuntimeError) -> bool:
     return isinstance(error, DistError) or "gloo" in str(error)
 
 
-def _agreed(meeting: Meeting, plans: PartPlans) -> str:
-    """Return the plan file that the first process chose; the others wait for it."""
+def _agreed(meeting: Meeting, plans: PartPlans) -> tuple[str, str]:
+    """Return the plan file that the first process chose, and how it came by it; others wait."""
     if not meeting.first:
-        path = meeting.hear("plan")
-        if path.startswith("!"):
-            raise InputError(path[1:])
-        return path
+        path, _, how = meeting.hear("plan").partition("\n")
+        if not path:
+            raise InputError(how)
+        return path, how
+    begun = time.perf_counter()
+    ready = plans.has(meeting.names)
     try:
         path = str(plans.file(meeting.names))
     except HapError as error:
-        meeting.tell("plan", f"!{error}")
+        meeting.tell("plan", f"\n{error}")
         raise
-    meeting.tell("plan", path)
-    return path
+    how = "made before" if ready else f"made in {format_seconds(time.perf_counter() - begun)}"
+    meeting.tell("plan", f"{path}\n{how}")
+    return path, how
 
 
 @contextmanager

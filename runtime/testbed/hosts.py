@@ -206,6 +206,10 @@ class Testbed(Where):
         """
         self.pace = self._up().pace(slower)
 
+    def slow(self, rank: int, factor: float) -> None:
+        """Make one host slower by a factor from now on."""
+        self._up().slow(rank, factor)
+
     def run(self, command: Sequence[str], *, on_line: Callable[[str], None] = print) -> int:
         """Run a command on every host, with torchrun's variables; it is limited from its start.
 

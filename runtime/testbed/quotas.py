@@ -101,6 +101,19 @@ class Quotas:
             cgroups.write(group, settings)
         return factor
 
+    def slow(self, rank: int, factor: float) -> None:
+        """Divide one rank's fraction by a factor from now on.
+
+        Raises:
+            InputError: the kernel does not enforce fractions here.
+        """
+        if not self.enforced:
+            raise InputError("a rank cannot be slowed by a duty cycle", hint="run it with cgroups")
+        group, _ = self._cpu[rank]
+        settings = quota_settings(self._version, self.fractions[rank] / factor)
+        self._cpu[rank] = group, settings
+        cgroups.write(group, settings)
+
     def charge(self, rank: int, pid: int) -> None:
         """Limit the memory that a process allocates from now on to that of ``rank``.
 

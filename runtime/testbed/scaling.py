@@ -69,6 +69,8 @@ def scaled(cluster: Cluster, scale: float, links: Links) -> Cluster:
         source = _note(one.source, scale) + ("; not limited" if links == "unlimited" else "")
         return Link(one.bandwidth_bytes_per_s * scale, one.latency_s / scale, source)
 
+    if scale == 1 and links != "unlimited":
+        return cluster
     devices = cluster.devices
     if scale < 1:
         devices = tuple(d.slower(1 / scale, _why(scale)) for d in devices)
