@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Sequence
 
 from hap.errors import InputError
+
+NOTICE_S = 120
+"""Seconds before its time limit at which Slurm sends SIGTERM to a job of :func:`batch_script`."""
+
+ENDED = 128 + signal.SIGTERM
+"""Exit code of a run that SIGTERM ended, after its checkpoint."""
 
 _CONF = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
 """Of torch's rendezvous: seconds to wait for further machines, and until a lost one is left out."""
@@ -34,16 +41,47 @@ def launch_lines(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -
             f"# on {host}",
             f"torchrun {place} --master-addr={head} --master-port=29500 --no-python -- {program}",
         ]
-    hosts = shlex.join(host for host, count in cluster_nodes for _ in range(count))
-    sizes = f"--nodes={len(cluster_nodes)} --ntasks={sum(count for _, count in cluster_nodes)}"
     return "\n".join(
         [
             *lines,
             "",
             "# srun: inside an allocation that owns these machines and their GPUs",
-            f"printf '%s\\n' {hosts} > hap.hosts",
-            f"MASTER_ADDR={head} MASTER_PORT=29500 SLURM_HOSTFILE=hap.hosts \\",
-            f"  srun --distribution=arbitrary {sizes} --kill-on-bad-exit=1 {program}",
+            *_srun(command, cluster_nodes),
+        ]
+    )
+
+
+def _srun(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -> list[str]:
+    program, head = shlex.join(command), shlex.quote(cluster_nodes[0][0])
+    hosts = shlex.join(host for host, count in cluster_nodes for _ in range(count))
+    sizes = f"--nodes={len(cluster_nodes)} --ntasks={sum(count for _, count in cluster_nodes)}"
+    return [
+        f"printf '%s\\n' {hosts} > hap.hosts",
+        f"MASTER_ADDR={head} MASTER_PORT=29500 SLURM_HOSTFILE=hap.hosts \\",
+        f"  srun --distribution=arbitrary {sizes} --kill-on-bad-exit=1 {program}",
+    ]
+
+
+def batch_script(command: list[str], cluster_nodes: Sequence[tuple[str, int]]) -> str:
+    """Return a batch script for Slurm that is queued again until the run has ended.
+
+    Slurm sends SIGTERM to the ranks before the time limit and on preemption; they save and exit with
+    143, and the script then puts itself into the queue again.
+
+    Args:
+        command: resumes by itself when it is started again.
+    """
+    hosts = ",".join(host for host, _ in cluster_nodes)
+    tasks = sum(count for _, count in cluster_nodes)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"#SBATCH --nodes={len(cluster_nodes)} --nodelist={hosts} --ntasks={tasks}",
+            f"#SBATCH --requeue --open-mode=append --signal=TERM@{NOTICE_S}",
+            *_srun(command, cluster_nodes),
+            "code=$?",
+            f'if [ $code -eq {ENDED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            "exit $code",
         ]
     )
 

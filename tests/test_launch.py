@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hap.errors import HapError, InputError
 from hap.runtime.launch import init_from_env, report, spawn
-from hap.runtime.launch_lines import launch_lines
+from hap.runtime.launch_lines import batch_script, launch_lines
 
 gloo = pytest.mark.gloo
 
@@ -359,6 +359,29 @@ def test_srun_lines_give_each_rank_its_machine(tmp_path: Path) -> None:
     assert arguments == (
         "--distribution=arbitrary --nodes=2 --ntasks=3 --kill-on-bad-exit=1 python train.py a file"
     )
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, []), (143, ["requeue 7"]), (1, [])])
+def test_the_batch_script_queues_itself_after_a_notice(
+    tmp_path: Path, code: int, again: list[str]
+) -> None:
+    for name, text in (("srun", f'echo "$@"\nexit {code}'), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = batch_script(["hap", "run", "a plan.json"], [("old-1", 2), ("new", 1)])
+    first, *options = [line for line in script.splitlines() if line.startswith("#")]
+    assert first == "#!/bin/bash"
+    assert " ".join(options).split()[1:4] == ["--nodes=2", "--nodelist=old-1,new", "--ntasks=3"]
+    assert "--requeue" in options[1]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code
+    started, *rest = done.stdout.splitlines()
+    assert started.endswith("--kill-on-bad-exit=1 hap run a plan.json")
+    assert rest == again
+    assert (tmp_path / "hap.hosts").read_text().split() == ["old-1", "old-1", "new"]
 
 
 @pytest.mark.parametrize("nodes", [[], [("a", 0)], [("a", 1), ("b", -1)]])

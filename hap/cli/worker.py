@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.notice import SavedAndEnded
 from hap.runtime.launch import init_from_env, report
-from hap.runtime.launch_lines import elastic_lines, launch_lines
+from hap.runtime.launch_lines import batch_script, elastic_lines, launch_lines
 from hap.training import train
 
 
@@ -95,17 +95,25 @@ def check_world_size(plan: Plan, size: int) -> None:
 
 def machine_lines(plan: Plan, job: RunJob) -> str:
     """The torchrun and srun lines that run a plan on the machines of its cluster."""
-    command = ["hap", "run", job.path, "--steps", str(job.steps)]
-    command += ["--backend", job.backend] if job.backend != "eager" else []
-    command += job.checkpoints.options() if job.checkpoints else []
-    command += ["--log", job.log] if job.log else []
-    command += ["--elastic"] if job.elastic else []
-    command += ["--adapt"] if job.adapt else []
-    command += ["--", *job.extra] if job.extra else []
     nodes = [(node, len(plan.cluster.ranks(node))) for node in plan.cluster.nodes]
     if job.elastic:
-        return elastic_lines(command, nodes, job.max_restarts)
-    return launch_lines(command, nodes)
+        return elastic_lines(_command(job), nodes, job.max_restarts)
+    lines = launch_lines(_command(job), nodes)
+    if job.checkpoints is None:
+        return lines
+    resuming = replace(job, checkpoints=replace(job.checkpoints, resume="auto"))
+    script = batch_script(_command(resuming), nodes)
+    return f"{lines}\n\n# sbatch: a script that is queued again and resumes\n{script}"
+
+
+def _command(job: RunJob) -> list[str]:
+    words = ["hap", "run", job.path, "--steps", str(job.steps)]
+    words += ["--backend", job.backend] if job.backend != "eager" else []
+    words += job.checkpoints.options() if job.checkpoints else []
+    words += ["--log", job.log] if job.log else []
+    words += ["--elastic"] if job.elastic else []
+    words += ["--adapt"] if job.adapt else []
+    return [*words, "--", *job.extra] if job.extra else words
 
 
 def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
