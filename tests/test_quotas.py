@@ -101,18 +101,23 @@ def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.Monke
     def refused(core: int) -> None:
         raise PermissionError("not here")
 
-    found = []
-    for process in busy:
-        with cpu_quotas([0.1]) as quotas:
-            quotas.place(0, process.pid)
-            before = psutil.Process(process.pid).num_ctx_switches().involuntary
-            speeds([process])
-            after = psutil.Process(process.pid).num_ctx_switches().involuntary
-            found.append((quotas.uneven, after - before))
-        monkeypatch.setattr(emulated, "beat", refused)
-    (nothing, often), (why, seldom) = found
-    assert (nothing, why) == ("", "not here")
-    assert often > seldom  # the kernel checks the quota at each beat
+    process = busy[0]
+    with cpu_quotas([0.1]) as quotas:
+        quotas.place(0, process.pid)
+        assert quotas.uneven == ""
+        children = psutil.Process().children()
+        beats = [c for c in children if "quota_tick.py" in " ".join(c.cmdline())]
+        assert {core for c in beats for core in c.cpu_affinity()} == os.sched_getaffinity(0)
+        assert {os.sched_getscheduler(c.pid) for c in beats} == {os.SCHED_FIFO}
+        before = [c.num_ctx_switches().voluntary for c in beats]
+        time.sleep(1)
+        often = [c.num_ctx_switches().voluntary - n for c, n in zip(beats, before, strict=True)]
+        assert min(often) > 100  # ideally 1,000: the kernel checks the quota at each beat
+    assert not any(c.is_running() and c.status() != "zombie" for c in beats)
+    monkeypatch.setattr(emulated, "beat", refused)
+    with cpu_quotas([0.1]) as quotas:
+        quotas.place(0, process.pid)
+        assert quotas.uneven == "not here"
 
 
 def test_a_core_that_cannot_beat_is_told() -> None:
