@@ -439,10 +439,12 @@ addEventListener("load", () => {
   const canvas = document.querySelector("canvas[data-row]");
   const colours = () => new Set(new Uint32Array(canvas.getContext("2d")
     .getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size;
+  let tries = 0;
   const before = canvas.toDataURL(), many = colours();
   document.querySelector("button[data-zoom=in]").click();
   const box = canvas.getBoundingClientRect();
-  setTimeout(() => {
+  const tell = () => {
+    if (canvas.toDataURL() === before && tries++ < 15) return void setTimeout(tell, 200);
     canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 70 }));
     document.title = JSON.stringify({
       drawn: document.documentElement.dataset.drawn, colours: many,
@@ -450,7 +452,8 @@ addEventListener("load", () => {
       ground: getComputedStyle(document.body).backgroundColor,
       overflow: document.documentElement.scrollWidth - innerWidth, width: innerWidth,
     });
-  }, 200);
+  };
+  setTimeout(tell, 200);
 });
 </script>
 """

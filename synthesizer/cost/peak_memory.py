@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hap.ir.graph import ITEM_BYTES, Graph, Node
 from hap.ir.loss_chunks import CHUNKS
-from hap.ir.placement import R
+from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Instruction, Program, Value
 from hap.synthesizer.cost.cost_structure import CostStructure, structure_of
 from hap.synthesizer.cost.liveness import Indices, LiveRanges
@@ -29,10 +29,7 @@ KINDS = (
     "saved activations", "temporary values", "workspace", "communication buffers",
 )  # fmt: skip
 
-
 Floats = npt.NDArray[np.float64]
-
-
 Until = Sequence[int] | None
 
 Buffers = Callable[[Sequence[Instruction]], PerRank]
@@ -193,17 +190,21 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
     if not converts or len(converts) < len(group) or converts[0].local:
         return nothing
-    tensors = [cost.graph.tensors[c.tensor] for c in converts]
-    src = sum((cost.local_bytes(t, c.src) for t, c in zip(tensors, converts, strict=True)), nothing)
-    dst = sum((cost.local_bytes(t, c.dst) for t, c in zip(tensors, converts, strict=True)), nothing)
-    whole = sum((cost.local_bytes(t, R) for t in tensors), nothing)
-    joined = whole if len(converts) > 1 else nothing
-    kind, how = converts[0].kind, converts[0].implementation
-    if kind == "all_to_all":
-        return src + dst if how == "exact" else whole + _padded(src, cost)
+    kind, how, fused = converts[0].kind, converts[0].implementation, len(converts) > 1
+    if kind == "all_reduce" and not fused and how != "two step":
+        return nothing
+
+    def total(placed: Callable[[Convert], Placement]) -> PerRank:
+        tensors = cost.graph.tensors
+        return sum((cost.local_bytes(tensors[c.tensor], placed(c)) for c in converts), nothing)
+
+    whole = total(lambda c: R)
+    joined = whole if fused else nothing
     if kind == "all_reduce":
         return joined + (whole if how == "two step" else 0.0)
-    parts = src if kind == "all_gather" else dst
+    parts = total(lambda c: c.dst if kind == "reduce_scatter" else c.src)
+    if kind == "all_to_all":
+        return parts + total(lambda c: c.dst) if how == "exact" else whole + _padded(parts, cost)
     if kind == "all_gather":  # the fused output replaces the padded buffer
         return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
     return joined + (_padded(parts, cost) if how == "padded" else whole)
