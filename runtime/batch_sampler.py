@@ -16,7 +16,8 @@ class RankBatchSampler(Sampler[list[int]]):
     """For ``DataLoader(dataset, batch_sampler=RankBatchSampler(plan, len(dataset), rank))``.
 
     All ranks draw the same order. This rank gets its own rows of every global batch, by its share
-    of the batch. An incomplete last global batch is dropped.
+    of the batch. A rank without rows gets one, because loaders cannot stack none; its module
+    ignores it. An incomplete last global batch is dropped.
 
     Args:
         length: number of samples in the dataset.
@@ -78,4 +79,5 @@ class RankBatchSampler(Sampler[list[int]]):
         start, stop = self._rows
         begin, self._offset = self._offset, 0
         for first in range(begin, self._length - self._global + 1, self._global):
-            yield order[first + start : first + stop]
+            rows = order[first : first + self._global]
+            yield rows[start:stop] or rows[:1]

@@ -143,7 +143,11 @@ class HapModule(nn.Module):
         expected = self._plan.local_shape(tensor, self._comm.rank)
         name = "the batch" if target == "*" else f"batch entry {target!r}"
         if target not in batch:
-            raise PlanError(f"{name} is missing", hint="pass plan.local_batch(batch, rank)")
+            lone = "the batch is one tensor x: call model(x), not model(*x)"
+            hint = lone if target == "*" else "pass plan.local_batch(batch, rank)"
+            raise PlanError(f"{name} is missing", hint=hint)
+        if expected[:1] == (0,) and batch[target].shape[1:] == expected[1:]:
+            return batch[target][:0].to(self._device)  # the row of RankBatchSampler
         if tuple(batch[target].shape) != expected:
             raise PlanError(
                 f"{name} has shape {tuple(batch[target].shape)}, "

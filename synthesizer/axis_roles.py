@@ -28,8 +28,9 @@ class Use:
 
 
 def batch_axis(space: Space) -> str | None:
-    """Return the axis on which every input of the batch can be split along dim 0, if any."""
-    names = {space.axes.of.get((i.tensor, 0)) for i in space.graph.role("input")}
+    """Return the axis on which every input with dims can be split along dim 0, if any."""
+    inputs = (i.tensor for i in space.graph.role("input"))
+    names = {space.axes.of.get((name, 0)) for name in inputs if space.graph.tensors[name].shape}
     return names.pop() if len(names) == 1 else None
 
 

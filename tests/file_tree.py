@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tree.md"
-FOLDERS = ("hap", "synthesizer", "runtime", "profiler", "benchmarks")
+FOLDERS = ("hap", "synthesizer", "runtime", "profiler", "examples", "benchmarks")
 LINKS = {"profiler", "runtime", "synthesizer"}
 """Folders at the top that ``hap/`` links to."""
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from hap.cluster.device import Device
 from hap.cluster.link import Link
@@ -15,14 +16,14 @@ from hap.cluster.topology import Cluster
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute, Convert
 from hap.ir.regather import backward_alias_of
-from hap.synthesizer.axis_roles import expert_weights, tensor_parallel_axes
+from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.hap_paper import PaperCost, best_ratios
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
-from tests.random_plans import benchmark_case
+from tests.random_plans import benchmark_case, make_case
 
 MODELS = ("mlp", "wide_mlp", "vgg19", "vit", "bert", "gpt2", "llama", "bert_moe")
 
@@ -197,6 +198,15 @@ def test_experts_lie_on_the_ranks_and_their_tokens_travel() -> None:
 def test_a_method_that_cannot_run_a_model_says_why() -> None:
     assert made("bert", "three unlike")["expert parallel, even"] == "the model has no experts"
     assert expert_weights(space_of("bert")) == {}
+
+
+def test_scalars_of_the_batch_do_not_hide_its_rows() -> None:
+    class MeanByCount(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x).pow(2).sum() / count
+
+    space = make_case(MeanByCount(6, 4), (torch.randn(8, 6), torch.tensor(8.0))).space
+    assert batch_axis(space) == space.axes.of[space.graph.role("input")[0].tensor, 0]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,6 +16,7 @@ from hap.errors import PlanError
 from hap.ir.placement import S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert
+from hap.runtime.batch_sampler import RankBatchSampler
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
@@ -287,6 +288,36 @@ def test_a_missing_batch_entry_is_named() -> None:
             module(input_ids=batch["input_ids"])
 
     on_ranks(case, random_plan(case, 2, 0), act)
+
+
+def test_a_starred_lone_tensor_is_explained() -> None:
+    case = benchmark_case("mlp", "tiny")
+
+    def act(module: HapModule, batch: Tensor) -> None:
+        with pytest.raises(PlanError) as error:
+            module(*batch)
+        assert "call model(x), not model(*x)" in error.value.hint
+
+    on_ranks(case, split_batch(case, 2), act)
+
+
+def test_a_rank_without_rows_ignores_the_one_that_its_loader_gives() -> None:
+    case = benchmark_case("mlp", "tiny")
+    plan = next(
+        plan
+        for plan in (random_plan(case, 3, seed) for seed in range(200))
+        if any(start == stop for start, stop in map(plan.batch_rows, range(3)))
+    )
+    rows = [list(RankBatchSampler(plan, plan.batch_size, rank)) for rank in range(3)]
+    assert all(batches and all(batches) for batches in rows)
+    losses = []
+
+    def act(module: HapModule, batch: Tensor) -> None:
+        losses.append(module(batch).item())
+        losses.append(module(batch if len(batch) else case.batch[:1]).item())
+
+    on_ranks(case, plan, act)
+    assert losses == pytest.approx([losses[0]] * 6)
 
 
 @pytest.mark.parametrize("difference", ["program", "shares", "model"])
