@@ -21,9 +21,11 @@ from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
 from hap.errors import InputError, ModelError
 from hap.gc_pause import gc_paused
+from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
 from hap.ir.batch import Batch, flatten, form_of
 from hap.ir.graph import Graph
+from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
@@ -38,7 +40,7 @@ from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
-from hap.synthesizer.planner import PlannedPair, choose_for_model
+from hap.synthesizer.planner import PlannedPair
 
 __all__ = [
     "GradScaler",
@@ -106,12 +108,12 @@ def plan(
     module = model if isinstance(model, nn.Module) else model()
     kind = examine(optimizer, module)
 
-    def captured(recompute: str) -> Graph:
+    def captured(recompute: str, gradients: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
-        graph = replace(graph, products=wanted.products)
+        graph = replace(with_half_gradients(graph, gradients), products=wanted.products)
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
-    graph, recompute, chosen = choose_for_model(
+    graph, how, chosen = choose_with_roundings(
         captured, WAYS, cluster, kind.states, options, progress
     )
     program, shares, inside = _programs(chosen)
@@ -126,7 +128,7 @@ def plan(
         stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction,
-        recipe=replace(wanted, batch=form_of(batch), recompute=recompute),
+        recipe=replace(wanted, batch=form_of(batch), recompute=how[0], gradients=how[1]),
         unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
 
@@ -231,9 +233,9 @@ def compile(
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
     """Return the graph of a model, captured by the plan's recipe."""
-    return capture(
-        model, batch, loss, autocast=plan.recipe.autocast, recompute=plan.recipe.recompute
-    )
+    recipe = plan.recipe
+    graph = capture(model, batch, loss, autocast=recipe.autocast, recompute=recipe.recompute)
+    return with_half_gradients(graph, recipe.gradients)
 
 
 def verify(

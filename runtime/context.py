@@ -41,6 +41,8 @@ class Context:
         """If False, dropout is disabled in training too, to compare with one device."""
         self.drawn: dict[str, Tensor] | None = None
         """If not ``None``, collects a copy of all random numbers, by ``step/operator``, and ``/microbatch`` in a pipeline."""
+        self._lost: dict[str, Tensor] = {}
+        """What rounding took from this rank's gradients in the last step, by operator."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -156,6 +158,13 @@ class Context:
     def in_training(self, x: Tensor) -> Tensor:
         """See :func:`hap.capture.batch_norm.in_training`."""
         return x if self.training else torch.zeros_like(x)
+
+    def rounded_with_feedback(self, x: Tensor, dtype: torch.dtype, site: str) -> Tensor:
+        """See :func:`hap.capture.gradient_rounding.rounded_with_feedback`."""
+        whole = x + self._lost[site] if site in self._lost else x
+        rounded = whole.to(dtype)
+        self._lost[site] = whole - rounded
+        return rounded
 
 
 def kept_scale(p: float) -> float:

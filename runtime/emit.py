@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap.capture import attention, batch_norm, cross_entropy, tensor_constants  # noqa: F401  (register the logical operators)
+from hap.capture import attention, batch_norm, cross_entropy, gradient_rounding, tensor_constants  # noqa: F401  (register the logical operators)
 from hap.ir.axes import Shares
 from hap.ir.graph import Dtype, Graph, Node, Ref, substitute
 from hap.ir.graph_builder import RANDOM
@@ -378,11 +378,13 @@ class Emitter:
                 raise AssertionError(f"no emission for {kind}")
 
 
-# Operators that the context runs, because they depend on whether the module trains.
+# Operators that the context runs, because they depend on whether the module trains, or on the
+# step before.
 BY_CONTEXT = {
     "aten.native_dropout_backward.default": "dropout_backward",
     "hap.by_mode.default": "by_mode",
     "hap.in_training.default": "in_training",
+    "hap.rounded_with_feedback.default": "rounded_with_feedback",
 }
 
 # Operators that return a tuple even if the graph uses only one result.

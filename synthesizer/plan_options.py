@@ -27,6 +27,8 @@ class PlanOptions:
         pins: placements that the program must have, such as ``layers.3.weight=S0``; see
             :mod:`hap.synthesizer.pins`. The plan then has one mesh axis.
         keep: names of devices that must not be left out.
+        allow: roundings of gradients to try, of :data:`hap.ir.half_gradients.ROUNDINGS`; one is
+            taken if it is predicted to be faster. Training is then not equal to one device's.
         stages: also search pipelines of stages, in microbatches, and take one that is predicted to be
             faster; see :mod:`hap.synthesizer.stages`.
 
@@ -44,6 +46,7 @@ class PlanOptions:
     strict_rules: bool = False
     pins: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
     stages: bool = False
 
     def __post_init__(self) -> None:

@@ -301,10 +301,6 @@ def _on_two_axes(
     return two if two and (options.mesh or two.pair.merit < best.merit) else None
 
 
-_REMEDIES = {"optimizer states": "use more devices, or an optimizer with fewer states"}
-"""By the kind of data that takes most of the memory."""
-
-
 def _must_fit(
     pair: Candidate, cost: CostModel, smaller_batch: Callable[[], str] = lambda: ""
 ) -> None:
@@ -321,7 +317,8 @@ def _must_fit(
     kinds = peak_kinds(cost.graph, pair, cost, fullest)
     held = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in kinds[:4])
     shown += f"; at its fullest {devices[fullest].name} would hold {held}"
-    remedy = _REMEDIES.get(kinds[0][0], "use more devices, or devices with more memory")
+    better = "an optimizer with fewer states" if kinds[0][0] == "optimizer states" else ""
+    remedy = f"use more devices, or {better or 'devices with more memory'}"
     raise InfeasibleError(
         f"no program fits the devices' memory: {shown}", hint=smaller_batch() + remedy
     )

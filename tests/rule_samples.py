@@ -273,6 +273,7 @@ add("randint.default", 99, [5, 7])
 add("randint.low", 2, 99, [5, 7])
 add("hap.by_mode.default", f(5, 3), f(5, 3))
 add("hap.in_training.default", f(5, 3))
+add("hap.rounded_with_feedback.default", f(5, 3), torch.float64, "site")
 for _shape in ((5, 3, 7, 2), (11, 3), (1, 7, 5)):
     _x, _grad, _mean, _invstd, _weight, _bias = f(*_shape), f(*_shape), *f(4, _shape[1])
     add("hap.channel_sums.default", _x)

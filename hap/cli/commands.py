@@ -25,6 +25,7 @@ from hap import cli
 from hap.cli import explain_command, init_command, report_command, what_if_command
 from hap.errors import HapError, InputError, VerifyError
 from hap.files import check_output
+from hap.ir.half_gradients import ROUNDINGS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -113,6 +114,11 @@ def _command(
 )  # fmt: skip
 @click.option("--keep", multiple=True, metavar="DEVICE", help="Do not leave out this device.")
 @click.option(
+    "--allow", multiple=True, type=click.Choice([*ROUNDINGS]), metavar="ROUNDING",
+    help=f"Round gradients if that is faster; training is then not equal to one device's. "
+    f"[{'|'.join(ROUNDINGS)}]",
+)  # fmt: skip
+@click.option(
     "--stages", is_flag=True, help="Also plan pipelines of stages, and take one if it is faster."
 )
 @click.option(
@@ -192,6 +198,8 @@ def verify(
         )
     random = f"; {verdict.random}" if verdict.random else ""
     click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}")
+    if made.recipe.gradients and dtype == "float64":
+        click.echo(f"compared without the rounding of {made.recipe.gradients}, which a run does")
 
 
 @_command

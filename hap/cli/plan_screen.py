@@ -18,6 +18,7 @@ from rich.text import Text
 from hap.cli.terminal import MANY_RANKS, alike, no_repeats, pattern, runs, spans, table
 from hap.cluster.link import Link
 from hap.ir.axes import Shares
+from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import is_mesh_op, origin
 from hap.ir.placement import R
 from hap.ir.plan import Plan
@@ -130,6 +131,12 @@ def _model(plan: Plan) -> RenderableType:
     own = [op for op, lines in plan.graph.rules.items() if not rule_origin(lines) and "(" not in op]
     if own:
         text.append(f"\nrules of the model's own: {', '.join(own)}")
+    if plan.recipe.gradients:
+        dtype = ROUNDINGS[plan.recipe.gradients].dtype
+        text.append(
+            f"\ngradients are rounded to {dtype}: training is not equal to one device's",
+            style="yellow",
+        )
     for came, says in _ORIGINS.items():
         found = [o for o in plan.unruled if o.origin == came]
         if found:

@@ -24,7 +24,7 @@ from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plain_data import read_text
-from hap.ir.plan_checks import check_precision, check_programs
+from hap.ir.plan_checks import check_programs, check_recipe_names
 from hap.ir.prediction import (
     Alternative,
     Bound,
@@ -59,12 +59,14 @@ class Recipe:
         recompute: the activations that the backward recomputes, see :mod:`hap.capture.recompute`.
         float32_matmul_precision: torch's name of the precision of float32 products; without one,
             a run leaves torch's setting alone.
+        gradients: the rounding of gradients, see :mod:`hap.ir.half_gradients`; empty for none.
     """
 
     batch: Form = None
     autocast: str = ""
     recompute: str = ""
     float32_matmul_precision: str = ""
+    gradients: str = ""
 
     @property
     def products(self) -> str:
@@ -416,7 +418,7 @@ class Plan:
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
         p, kind = data["prediction"], data["optimizer"]
         recipe = Recipe(**data.get("recipe", {}))
-        check_precision(recipe.float32_matmul_precision)
+        check_recipe_names(recipe.float32_matmul_precision, recipe.gradients)
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],

@@ -10,6 +10,7 @@ from hap.cluster.work import PRECISIONS
 from hap.errors import PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
+from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import Inside, divide
 from hap.ir.placement import conversion
 from hap.ir.program import Convert, Program
@@ -102,10 +103,13 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def check_precision(name: object) -> None:
-    """Raise ``PlanError`` unless a plan's ``float32_matmul_precision`` is empty or known."""
-    if name and name not in PRECISIONS:
-        raise PlanError(
-            f"the plan's float32_matmul_precision is {name!r}",
-            hint=f"use one of {', '.join(PRECISIONS)}, or plan anew",
-        )
+def check_recipe_names(precision: object, rounding: object) -> None:
+    """Raise ``PlanError`` unless the names in a plan's recipe are empty or known."""
+    for field, name, known in (
+        ("float32_matmul_precision", precision, PRECISIONS), ("gradients", rounding, ROUNDINGS),
+    ):  # fmt: skip
+        if name and name not in known:
+            raise PlanError(
+                f"the plan's {field} is {name!r}",
+                hint=f"use one of {', '.join(known)}, or plan anew",
+            )

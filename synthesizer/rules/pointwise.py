@@ -86,7 +86,7 @@ def _masked_fill(call: Call) -> list[Row]:
     return pointwise(call, [{0}] if call.arg(2) == 0 else [])
 
 
-@rule("aten._to_copy.default")
+@rule("aten._to_copy.default", "hap.rounded_with_feedback.default")
 def _to_copy(call: Call) -> list[Row]:
     floats = all("float" in t.dtype for t in (call.ins[0], call.out))
     return pointwise(call, [{0}] if floats else [])
