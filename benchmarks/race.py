@@ -1,8 +1,8 @@
 """The race: measured steps of plans against those of DDP, ZeRO, FSDP2 and tensor parallelism.
 
-    python -m benchmarks.race             all models on all clusters; hours
-    python -m benchmarks.race --quick     a part of it in about ten minutes
-    python -m benchmarks.race --resume    continue an interrupted run
+    python -m benchmarks.race --minutes 150   cells of the agenda, until the time is up
+    python -m benchmarks.race --quick         a part of it in about ten minutes
+    python -m benchmarks.race --resume        continue an interrupted run
 
 Each cell is one model on one emulated cluster. All contenders live in the same processes and
 take turns, a step each per round; ratios are within a round. docs/race.md explains the results.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,8 +25,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.contenders import ABSENT, CONTENDERS, OURS, PAPER
+from benchmarks.contenders import (
+    ABSENT,
+    CONTENDERS,
+    OURS,
+    OURS_HALF,
+    OURS_STAGED,
+    PAPER,
+    ROUNDED,
+)  # fmt: skip
 from benchmarks.racing import clock, document, floors, plans, tables
+from benchmarks.racing.agenda import CLUSTERS, MODELS, Slot, chosen
 from benchmarks.racing.cell import Said, Task
 from benchmarks.racing.profiled import profiled
 from benchmarks.racing.results import (
@@ -49,20 +59,20 @@ from hap.ir.plan import Plan
 from hap.runtime.testbed import Testbed
 from hap.runtime.testbed.scaling import core_flops_per_s
 from hap.synthesizer.baselines import METHODS
+from hap.synthesizer.plan_options import PlanOptions
 from hap.units import format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 KEPT = HERE / "data" / "race.jsonl"
 """Every step of the race in docs/; copied to results.jsonl of OUT, ``--resume`` continues it."""
-MODELS = ("vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp")
-CLUSTERS = ("4411", "paper", "two_sites", "even", "little_memory", "straggler")
-QUICK_MODELS, QUICK_CLUSTERS = ("vgg19", "bert", "wide_mlp"), ("4411",)
-STAGED = PLAN + "with stages"
+QUICK = tuple(Slot(model, "4411") for model in ("vgg19", "bert", "wide_mlp"))
 
 MEASURED = ("quick", "rounds", "warm_up", "budget", "sit_out", "cores", "size", "trust_cluster")
 """Options that affect the measurements of a cell."""
 TOLERANCE = 1e-4
+ROUNDED_TOLERANCE = 1e-2
+"""Of losses whose gradients are rounded to bfloat16."""
 PATIENCE_S = 300.0
 UNBOUNDED = 2 << 30
 """Memory of a rank: limits are judged by tensor bytes, not enforced, as contenders share ranks."""
@@ -78,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write_docs:
         if not (cells := read(lines)):
             raise SystemExit(f"no cells in {lines}: race first, or name another --out")
-        cells.sort(key=lambda c: (CLUSTERS.index(c.cluster), MODELS.index(c.model)))
-        document.write(DOCS, cells)
+        cells.sort(key=lambda c: (CLUSTERS.index(c.cluster), c.rows, MODELS.index(c.model), c.run))
+        try:
+            document.write(DOCS, cells)
+        except ValueError as error:
+            raise SystemExit(f"{error}: race anew, in one go") from error
         write_whole(KEPT, as_lines(cells))
         return
     if options.floors:
@@ -93,8 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.unlink(missing_ok=True)
         shutil.rmtree(options.out / "plans", ignore_errors=True)
     options.code = _code()  # now, since the commit may change during the race
-    done = {(cell.model, cell.cluster) for cell in read(lines)}
-    todo = [(m, c) for c in options.clusters for m in options.models if (m, c) not in done]
+    options.begun = time.time()
+    done = {cell.slot for cell in read(lines)}
+    todo = [slot for slot in options.slots if slot not in done]
     console.print(
         f"{len(todo)} cells to race, {len(done)} done; about "
         f"{format_seconds(_estimate_s(len(todo), options, read(lines)))}"
@@ -107,14 +121,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(todo))
-        for model, cluster in todo:
-            begun = time.monotonic()
+        for slot in todo:
+            begun = time.time()
+            if begun - options.begun > options.minutes * 60:
+                console.print(f"the time is up before {slot}")
+                break
 
-            def told(text: str, model: str = model, cluster: str = cluster) -> None:
-                progress.update(bar, description=f"{model} on {cluster}: {text}")
+            def told(text: str, slot: Slot = slot) -> None:
+                progress.update(bar, description=f"{slot}: {text}")
 
-            cell = race(model, cluster, options, told)
-            cell.took_s = time.monotonic() - begun
+            cell = race(slot, options, told)
+            cell.took_s = time.time() - begun
             append(lines, cell)
             progress.advance(bar)
             tables.write(options.out, read(lines))
@@ -141,10 +158,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seconds of rounds per cell, after which none begins once three are counted",
     )  # fmt: skip
     parser.add_argument(
-        "--sit-out", type=float, default=4.0,
-        help="times the fastest, above which a contender takes no further rounds once one is counted",
+        "--sit-out", type=float, default=2.0,
+        help="times the fastest, above which a contender takes no further rounds after the warm-up",
     )  # fmt: skip
-    parser.add_argument("--stages", action="store_true", help="also race our plan with stages")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no further cell begins"
+    )
     parser.add_argument("--cores", type=float, default=1.0, help="that all ranks use together")
     parser.add_argument("--size", default="race", help="function of the model files")
     parser.add_argument(
@@ -162,8 +181,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(".race"))
     options = parser.parse_args(arguments)
     options.said = " ".join(_said(parser, options))
-    options.models = options.models or (QUICK_MODELS if options.quick else MODELS)
-    options.clusters = options.clusters or (QUICK_CLUSTERS if options.quick else CLUSTERS)
+    asked = options.models or options.clusters
+    options.slots = QUICK if options.quick and not asked else chosen(
+        options.models, options.clusters
+    )  # fmt: skip
     options.rounds = options.rounds or (3 if options.quick else 5)
     return options
 
@@ -178,14 +199,14 @@ def _said(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Itera
                 yield f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Progress) -> Cell:
+def race(slot: Slot, options: argparse.Namespace, told: plans.Progress) -> Cell:
     """Plan, build and race one cell."""
-    spec = _spec(model, options)
-    written = load_cluster(HERE / "clusters" / f"race_{cluster}.yaml")
+    spec = _spec(slot, options)
+    written = load_cluster(HERE / "clusters" / f"race_{slot.cluster}.yaml")
     rate = _core_flops_per_s(options.out / "core.json")
     with Testbed(roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
-        measured = _with_memory(_measured(bed, cluster, options, told), written)
-        found, void = _plans(model, cluster, spec, measured, options, told)
+        measured = _with_memory(_measured(bed, slot, options, told), written)
+        found, void = _plans(slot, spec, measured, options, told)
         names = [name for name in options.contenders if name not in void]
         names += [name for name in found if name not in names]
         file = load_model_file(spec)
@@ -196,7 +217,7 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
             devices=tuple(d.name for d in measured.devices),
             rounds=options.rounds, warm_up=options.warm_up, least=min(3, options.rounds),
             budget_s=options.budget, patience_s=PATIENCE_S, sit_out=options.sit_out,
-            ticks=_ticks(file, cluster, measured, options),
+            ticks=_ticks(file, slot, measured, options),
         )  # fmt: skip
         told("one device")
         losses = _reference(spec, task.steps)
@@ -214,12 +235,13 @@ def race(model: str, cluster: str, options: argparse.Namespace, told: plans.Prog
         entries = run_cell(bed, task, heard)
     absent = [Entry(name=name, void=why) for name, why in (void | ABSENT).items()]
     cell = Cell(
-        model=model, cluster=cluster, unlike=_unlike(written), reference=losses, drift=drift,
+        **slot._asdict(), unlike=_unlike(written), reference=losses, drift=drift,
         pace=pace, entries=[*entries, *absent], options=options.said, code=options.code,
+        begun=options.begun,
     )  # fmt: skip
     memory = [d.memory_bytes for d in written.devices]
     for entry in entries:
-        judge_losses(entry, losses, TOLERANCE)
+        judge_losses(entry, losses, ROUNDED_TOLERANCE if entry.name in ROUNDED else TOLERANCE)
         judge_memory(entry, memory, task.devices)
         if entry.name in found:
             _describe(entry, found[entry.name][1], measured)
@@ -246,7 +268,7 @@ def _reference(spec: str, steps: int) -> list[float]:
 
 def _prove(cell: Cell, options: argparse.Namespace) -> None:
     """Compute the floors again, for a cell with floors and a stored profile."""
-    path, spec = _profile_path(cell.cluster, options), _spec(cell.model, options)
+    path, spec = _profile_path(cell.slot, options), _spec(cell.slot, options)
     if path.exists() and cell.arithmetic_s:
         graph = plans.graph_of(load_model_file(spec))
         proved = cell.bound_s > 0
@@ -257,8 +279,9 @@ def _optimizer_states(spec: str) -> int:
     return examine(load_model_file(spec).optimizer or default_optimizer).states
 
 
-def _spec(model: str, options: argparse.Namespace) -> str:
-    return f"{HERE / 'models' / model}.py:{options.size}"
+def _spec(slot: Slot, options: argparse.Namespace) -> str:
+    rows = f"_x{slot.rows}" if slot.rows > 1 else ""
+    return f"{HERE / 'models' / slot.model}.py:{options.size}{rows}"
 
 
 def _core_flops_per_s(path: Path) -> float:
@@ -269,40 +292,37 @@ def _core_flops_per_s(path: Path) -> float:
 
 
 def _measured(
-    bed: Testbed, cluster: str, options: argparse.Namespace, told: plans.Progress
+    bed: Testbed, slot: Slot, options: argparse.Namespace, told: plans.Progress
 ) -> Cluster:
     if options.trust_cluster:
         return bed.cluster
-    return profiled(bed, _profile_path(cluster, options), told, quick=options.quick)
+    return profiled(bed, _profile_path(slot, options), told, quick=options.quick)
 
 
 def _ticks(
-    file: ModelFile, cluster: str, measured: Cluster, options: argparse.Namespace
+    file: ModelFile, slot: Slot, measured: Cluster, options: argparse.Namespace
 ) -> tuple[clock.Tick, ...]:
     if options.trust_cluster:
         return ()
     fastest = max(measured.devices, key=lambda d: d.rate("matmul", "float32"))
-    return clock.ticks(plans.graph_of(file), fastest, _profile_path(cluster, options))
+    return clock.ticks(plans.graph_of(file), fastest, _profile_path(slot, options))
 
 
-def _profile_path(cluster: str, options: argparse.Namespace) -> Path:
-    path: Path = options.out / "clusters" / f"{cluster}.yaml"
+def _profile_path(slot: Slot, options: argparse.Namespace) -> Path:
+    """A further run of a cell has a profile of its own."""
+    run = f"{slot.model}.run{slot.run}" if slot.run > 1 else ""
+    path: Path = options.out / "clusters" / f"{slot.cluster}{run and '.' + run}.yaml"
     return path
 
 
-def _plan_path(model: str, cluster: str, name: str, options: argparse.Namespace) -> Path:
-    stem = name.removeprefix(PLAN).replace(" ", "-").replace(",", "")
-    path: Path = options.out / "plans" / f"{model}.{cluster}.{stem}.json"
+def _plan_path(slot: Slot, name: str, options: argparse.Namespace) -> Path:
+    words = (*map(str, slot), name.removeprefix(PLAN).replace(" ", "-").replace(",", ""))
+    path: Path = options.out / "plans" / f"{'.'.join(words)}.json"
     return path
 
 
 def _plans(
-    model: str,
-    cluster: str,
-    spec: str,
-    measured: Cluster,
-    options: argparse.Namespace,
-    told: plans.Progress,
+    slot: Slot, spec: str, measured: Cluster, options: argparse.Namespace, told: plans.Progress
 ) -> tuple[dict[str, tuple[Path, Plan]], dict[str, str]]:
     """Return (contender -> its plan, contender -> the reason why it has none)."""
     wanted = {PAPER: plans.PAPER_METHOD} if PAPER in options.contenders else {}
@@ -312,14 +332,16 @@ def _plans(
         name: (lambda method=method: plans.baseline(spec, measured, method))
         for name, method in wanted.items()
     }
-    if OURS in options.contenders:
-        makers[OURS] = lambda: plans.ours(spec, measured)
-    if options.stages:
-        makers[STAGED] = lambda: plans.ours(spec, measured, stages=True)
+    own = {
+        OURS: PlanOptions(), OURS_STAGED: PlanOptions(stages=True),
+        OURS_HALF: PlanOptions(allow=("bf16-gradients",)),
+    }  # fmt: skip
+    for name in own.keys() & set(options.contenders):
+        makers[name] = lambda chosen=own[name]: plans.ours(spec, measured, chosen)
     found, void = {}, {}
     for name, make in makers.items():
         told(f"planning {name}")
-        path = _plan_path(model, cluster, name, options)
+        path = _plan_path(slot, name, options)
         path.parent.mkdir(exist_ok=True)
         try:
             found[name] = path.resolve(), plans.kept(path, make)
@@ -333,7 +355,10 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
     peaks = dict(zip(names, (r.peak_bytes for r in plan.prediction.ranks), strict=True))
     entry.predicted_s = plan.prediction.step_s
     entry.predicted_bytes = [peaks.get(d.name, 0) for d in cluster.devices]
-    entry.note = f"without {', '.join(plan.left_out)}" if plan.left_out else ""
+    if plan.left_out:
+        kept = next(a for a in plan.prediction.alternatives if a.name == "all devices")
+        cost = kept.step_s / plan.prediction.step_s
+        entry.note = f"without {', '.join(plan.left_out)}; all devices: predicted {cost:.2f}x"
 
 
 def roomy(cluster: Cluster) -> Cluster:

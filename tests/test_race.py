@@ -23,8 +23,10 @@ from benchmarks.ablation import (
     variants,
 )
 from benchmarks.contenders import EVEN, OURS, PROPORTIONAL
-from benchmarks.race import CLUSTERS, HERE, MODELS
+from benchmarks.contenders.base import size_of
+from benchmarks.race import HERE
 from benchmarks.racing import document, floors, results, tables
+from benchmarks.racing.agenda import AGENDA, CLUSTERS, MODELS, REPEATED, RUNS, chosen
 from benchmarks.racing.cell import Said, Task, sits_out
 from benchmarks.racing.clock import Tick
 from benchmarks.racing.memory import traced
@@ -32,7 +34,7 @@ from benchmarks.racing.results import Cell, Entry, judge_losses, judge_memory
 from benchmarks.racing.run import reference, run_cell
 from benchmarks.racing.summary import (
     PLAN,
-    best_other,
+    best_by_hand,
     distance,
     geometric_mean,
     rank_correlation,
@@ -72,11 +74,11 @@ def test_ratios_are_within_a_round() -> None:
     assert ratio(other, ours) == 2.0  # the ratio of the medians is 20
 
 
-def test_the_best_other_is_no_plan_and_not_void() -> None:
+def test_the_best_by_hand_is_no_plan_and_not_void() -> None:
     found = cell("m", True, ours=1.0, ddp_even=3.0, hap_paper=1.5, zero=2.0)
     found.entries[-1].void = "loss"
     found.entries.append(Entry(name=f"{PLAN}ZeRO-2", seconds=[0.1]))
-    best = best_other(found)
+    best = best_by_hand(found)
     assert best is not None
     assert best.name == EVEN
 
@@ -88,15 +90,50 @@ def test_summary_of_known_cells() -> None:
         cell("c", False, ours=2.0, ddp_even=1.9, hap_paper=100.0),
     ]
     got = figures(cells)
-    assert got["over the best contender, unlike clusters, geometric mean"] == pytest.approx(2.0)
+    assert got["over the best by hand, unlike clusters, geometric mean"] == pytest.approx(2.0)
+    assert got["over the best by hand, unlike clusters, worst cell"] == pytest.approx(2.0)
+    assert got["over the best by hand, equal devices, geometric mean"] == pytest.approx(0.95)
     assert got["over hap-paper, unlike clusters, geometric mean"] == pytest.approx(3.0)
     assert got["unlike cells at 2.41x over equal-share DDP or more"] == 0.5
-    assert got["over the best contender, worst cell"] == pytest.approx(0.95)
-    assert got["over hap-paper, worst cell"] == pytest.approx(1.5)
     assert got["measured over the limit, median"] == pytest.approx(2.0)
     met = {figure.name: figure.met for figure in summary(cells)}
-    assert met["over the best contender, unlike clusters, geometric mean"]
-    assert not met["over the best contender, worst cell"]
+    assert met["over the best by hand, unlike clusters, geometric mean"]
+    assert not met["over the best by hand, equal devices, geometric mean"]
+
+
+def test_only_the_first_run_counts_for_speed() -> None:
+    first, second = cell("a", True, ours=1.0, ddp_even=2.0), cell("a", True, ours=1.0, ddp_even=9.0)
+    second.run = 2
+    got = figures([first, second])
+    assert got["over the best by hand, unlike clusters, geometric mean"] == pytest.approx(2.0)
+
+
+def test_rounded_gradients_and_stages_have_figures_of_their_own() -> None:
+    medians = {
+        "ours": 1.0,
+        "ddp_even": 2.0,
+        "ours_bf16": 0.5,
+        "ddp_fastest_bf16": 0.6,
+        "ours_stages": 0.8,
+    }
+    one = cell("a", True, **medians)
+    one.cluster = "paper"
+    got = figures([one])
+    assert got["over the best by hand, unlike clusters, geometric mean"] == pytest.approx(2.0)
+    assert got["with stages, over without, slow links, geometric mean"] == pytest.approx(1.25)
+    halves = "gradients in bfloat16, over the best DDP with its hook, geometric mean"
+    assert got[halves] == pytest.approx(1.2)
+
+
+def test_the_agenda_has_no_slot_twice_and_every_repeated_one_first() -> None:
+    assert len(set(AGENDA)) == len(AGENDA)
+    for slot in REPEATED:
+        runs = [AGENDA.index(slot._replace(run=run)) for run in range(1, RUNS + 1)]
+        assert runs == sorted(runs)
+    assert {slot.cluster for slot in AGENDA} == set(CLUSTERS)
+    assert {slot.model for slot in AGENDA} == set(MODELS)
+    assert all(slot in chosen(("vit",), None) for slot in AGENDA if slot.model == "vit")
+    assert {slot.model for slot in chosen(("vit",), None)} == {"vit"}
 
 
 def test_predictions() -> None:
@@ -181,9 +218,13 @@ def test_lines_are_read_as_written(tmp_path: Path) -> None:
     assert results.read(path) == []
     first, second = cell("a", True, ours=1.0), cell("b", False, ours=2.0, ddp_even=3.0)
     again = cell("a", True, ours=5.0)
+    again.run = 2
     for each in (first, second, again):
         results.append(path, each)
-    assert results.read(path) == [again, second]  # the latest run of a cell counts
+    assert results.read(path) == [first, second, again]
+    results.append(path, again)
+    with pytest.raises(ValueError, match="two cells of one slot"):
+        results.read(path)
 
 
 def test_tables_are_written(tmp_path: Path) -> None:
@@ -211,19 +252,40 @@ def test_the_page_is_written(tmp_path: Path) -> None:
     one.entries += [Entry(name="horovod", void="does not build"), Entry(name="zero", void="lost")]
     one.drift, one.pace = [1.0, 1.2, 1.1], [1.0, 1.0, 1.1]
     one.options, one.code = "--rounds 3 --budget 60", "5eed123"
-    other.options = one.options
+    other.options, other.code = one.options, one.code
+    third = cell("a", True, ours=1.1, ddp_even=4.0)
+    third.options, third.code, third.run = one.options, one.code, 2
     own = one.entry(OURS)
     assert own is not None
     own.predicted_s, own.predicted_bytes, own.peak_bytes = 0.9, [0, 30], [10, 20]
-    document.write(tmp_path, [one, other])
+    own.note = "without slow:0; all devices: predicted 1.64x"
+    own_again = third.entry(OURS)
+    assert own_again is not None
+    own_again.predicted_s = 0.99
+    document.write(tmp_path, [one, other, third])
     text = (tmp_path / document.PAGE).read_text()
     assert "| ours | 1 s | 1 s |" in text
     assert "| ddp-even | 4 s, 4.00x | void |" in text
     assert "- zero for a is void: lost" in text and "horovod" not in text
-    assert "| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10, 1.00 |  |" in text
-    assert "| `some` | 1 | 10.0% | 10.0% | 5eed123, unknown |" in text
+    assert (
+        f"| a on some | ours | 900 ms | 1 s | -10.0% | +50.0% | 1.10, 1.00 | {own.note} |" in text
+    )
+    assert "| `some` | 2 | 10.0% | 10.0% | 5eed123 |" in text
+    assert "| a on some | 1 s, 1.1 s | 4.00x, 3.64x | 10.0% | -10.0%, -10.0% |" in text
+    assert "| a on some | slow:0 | 1.64x |" in text
     assert "python -m benchmarks.race --rounds 3 --budget 60\n" in text
     assert (tmp_path / document.PLOT).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("codes", [("5eed123", "beef456"), ("5eed123+",), ("",)])
+def test_a_page_of_several_commits_or_of_changed_code_is_refused(
+    tmp_path: Path, codes: tuple[str, ...]
+) -> None:
+    cells = [cell(f"m{k}", True, ours=1.0, ddp_even=2.0) for k in range(len(codes))]
+    for one, code in zip(cells, codes, strict=True):
+        one.code = code
+    with pytest.raises(ValueError, match="raced by"):
+        document.write(tmp_path, cells)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -283,11 +345,12 @@ def test_contenders_far_behind_in_every_round_sit_out() -> None:
 
 
 @pytest.mark.gloo
-def test_a_contender_that_sits_out_takes_one_counted_step() -> None:
+def test_a_contender_that_sits_out_takes_the_warm_up_alone() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
     with Testbed(TWO, links="unlimited") as bed:
         entries = run_cell(bed, replace(task(spec, EVEN, PROPORTIONAL, rounds=3), sit_out=0.0))
-    assert [len(entry.seconds) for entry in entries] == [1, 1]
+    assert [(len(entry.warm_up), len(entry.seconds)) for entry in entries] == [(1, 0), (1, 0)]
+    assert tables.missing(entries[0]).startswith("sat out after ")
 
 
 @pytest.mark.gloo
@@ -333,7 +396,11 @@ def test_no_part_of_a_cluster_is_faster_than_the_floor() -> None:
 
 def test_every_model_has_its_size() -> None:
     for name in MODELS:
-        assert load_model_file(f"{HERE / 'models' / name}.py:race").batch() is not None
+        once, four = (
+            load_model_file(f"{HERE / 'models' / name}.py:race{rows}").batch()
+            for rows in ("", "_x4")
+        )
+        assert size_of(four) == 4 * size_of(once)
 
 
 def test_ablations_are_no_faster_than_the_planner() -> None:

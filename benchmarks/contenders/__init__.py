@@ -13,11 +13,16 @@ from benchmarks.contenders.base import Contender, Setting
 from benchmarks.contenders.on_fastest import OnFastest
 
 OURS: Final = "ours"
+OURS_STAGED: Final = "ours-stages"
+OURS_HALF: Final = "ours-bf16"
 PAPER: Final = "hap-paper"
 EVEN: Final = "ddp-even"
 PROPORTIONAL: Final = "ddp-proportional"
 ONE: Final = "one-device"
 FASTEST: Final = "ddp-fastest"
+FASTER_KINDS: Final = "ddp-faster-kinds"
+HALF_PROPORTIONAL: Final = "ddp-proportional-bf16"
+HALF_FASTEST: Final = "ddp-fastest-bf16"
 PIPELINE_EVEN: Final = "pipeline-even"
 PIPELINE_SPEED: Final = "pipeline-by-speed"
 PIPELINE_FASTEST: Final = "pipeline-fastest"
@@ -34,6 +39,9 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
     PROPORTIONAL: ("proportional_ddp", "ProportionalDDP"),
     ONE: ("on_fastest", "OneDevice"),
     FASTEST: ("even_ddp", "EvenDDP"),
+    FASTER_KINDS: ("proportional_ddp", "ProportionalDDP"),
+    HALF_PROPORTIONAL: ("half_ddp", "ProportionalHalfDDP"),
+    HALF_FASTEST: ("half_ddp", "EvenHalfDDP"),
     PIPELINE_EVEN: ("pipelined", "EvenPipeline"),
     PIPELINE_SPEED: ("pipelined", "SpeedPipeline"),
     PIPELINE_FASTEST: ("pipelined", "EvenPipeline"),
@@ -46,13 +54,22 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
     TENSOR_PARALLEL_FASTEST: ("tensor_parallel", "TensorParallel"),
     PAPER: ("planned", "Planned"),
     OURS: ("planned", "Planned"),
+    OURS_STAGED: ("planned", "Planned"),
+    OURS_HALF: ("planned", "Planned"),
 }
 """Name -> (module, class), in the order of the tables."""
 
 ON_FASTEST: Final = (
-    FASTEST, PIPELINE_FASTEST, PIPELINE_BY_HAND, ZERO_FASTEST, FSDP_FASTEST, TENSOR_PARALLEL_FASTEST
+    FASTEST, PIPELINE_FASTEST, PIPELINE_BY_HAND, ZERO_FASTEST, FSDP_FASTEST,
+    TENSOR_PARALLEL_FASTEST, HALF_FASTEST,
 )  # fmt: skip
 """Those that the devices of the fastest kind run, without the others."""
+
+ROUNDED: Final = (HALF_PROPORTIONAL, HALF_FASTEST, OURS_HALF)
+"""Those that sum gradients in bfloat16; their losses differ from one device's by more."""
+
+PLANNED: Final = (PAPER, OURS, OURS_STAGED, OURS_HALF)
+"""Plans, which our runtime runs."""
 
 IN_TURN: Final = "plan: nothing overlapped"
 UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
@@ -69,4 +86,6 @@ def make(name: str, setting: Setting) -> Contender:
     module, kind = (CONTENDERS | UNUSUAL).get(name, ("planned", "Planned"))
     found = importlib.import_module(f"benchmarks.contenders.{module}")
     method: Callable[[Setting], Contender] = getattr(found, kind)
+    if name == FASTER_KINDS:
+        return OnFastest(setting, method, without_slowest=True)
     return OnFastest(setting, method) if name in ON_FASTEST else method(setting)

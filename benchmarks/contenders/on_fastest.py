@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.contenders.base import Contender, Setting, as_step, built, optimizer, train
 
 ALIKE = 0.9
-"""Measured speed over the fastest device's, above which a device counts as of its kind."""
+"""Measured speed over the fastest one's of a kind, above which a device counts as of that kind."""
 
 
 class OneDevice(Contender):
@@ -31,13 +33,26 @@ class OneDevice(Contender):
 class OnFastest(Contender):
     """A method on the devices of the fastest kind; the other ranks take no part.
 
+    Args:
+        without_slowest: on those of all kinds but the slowest one.
+
     Raises:
-        ValueError: these are all devices, or one.
+        ValueError: these are all devices, or one, or with ``without_slowest`` those of one kind.
     """
 
-    def __init__(self, setting: Setting, method: Callable[[Setting], Contender]) -> None:
-        fastest = max(setting.speeds)
-        ranks = [r for r, speed in enumerate(setting.speeds) if speed >= ALIKE * fastest]
+    def __init__(
+        self,
+        setting: Setting,
+        method: Callable[[Setting], Contender],
+        *,
+        without_slowest: bool = False,
+    ) -> None:
+        kinds = by_kind(setting.speeds)
+        if without_slowest and len(kinds) < 3:
+            raise ValueError(f"there are {len(kinds)} kinds of devices")
+        ranks = sorted(
+            functools.reduce(operator.iadd, kinds[:-1] if without_slowest else kinds[:1], [])
+        )
         if len(ranks) in (1, len(setting.speeds)):
             raise ValueError(f"{len(ranks)} of {len(setting.speeds)} devices are of that kind")
         group = dist.new_group(ranks)
@@ -48,3 +63,14 @@ class OnFastest(Contender):
 
     def step(self, batch: Any) -> float | None:
         return self._method.step(batch) if self._method else None
+
+
+def by_kind(speeds: Sequence[float]) -> list[list[int]]:
+    """Return the ranks of each kind of device, the fastest kind first."""
+    kinds: list[list[int]] = []
+    for rank in sorted(range(len(speeds)), key=lambda r: -speeds[r]):
+        if kinds and speeds[rank] >= ALIKE * speeds[kinds[-1][0]]:
+            kinds[-1].append(rank)
+        else:
+            kinds.append([rank])
+    return kinds

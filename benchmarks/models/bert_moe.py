@@ -231,6 +231,13 @@ def race_batch():
     return evenly_masked(32, 64, 4096, labels=10)
 
 
+race_x4 = race
+
+
+def race_x4_batch():
+    return evenly_masked(4 * 32, 64, 4096, labels=10)
+
+
 race_tiny = tiny
 
 

@@ -109,4 +109,11 @@ def race_batch():
     return small_batch()
 
 
+race_x4 = race
+
+
+def race_x4_batch():
+    return inputs(size=4 * 32, seq=64, vocab=4096)
+
+
 race_tiny, race_tiny_batch = tiny, tiny_batch

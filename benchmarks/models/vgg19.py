@@ -97,4 +97,11 @@ def race_batch():
     return inputs(size=256)
 
 
+race_x4 = race
+
+
+def race_x4_batch():
+    return inputs(size=4 * 256)
+
+
 race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -144,4 +144,11 @@ def race_batch():
     return inputs(size=32)
 
 
+race_x4 = race
+
+
+def race_x4_batch():
+    return inputs(size=4 * 32)
+
+
 race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -71,4 +71,11 @@ def race_batch():
     return inputs(size=1024, features=256, classes=16384)
 
 
+race_x4 = race
+
+
+def race_x4_batch():
+    return inputs(size=4 * 1024, features=256, classes=16384)
+
+
 race_tiny, race_tiny_batch = tiny, tiny_batch

@@ -47,8 +47,8 @@ class Task:
         budget_s: Seconds of rounds after which no further round begins, once ``least`` of
             them have been counted.
         patience_s: Seconds that ranks wait for one that is still building or stepping.
-        sit_out: Relative time beyond which a contender sits out: it took more than so many times
-            as long as the fastest in all rounds so far, one of them counted. Plans never sit out,
+        sit_out: Relative time beyond which a contender sits out after the warm-up: it took more
+            than so many times as long as the fastest in all rounds so far. Plans never sit out,
             since their predictions are judged.
         ticks: Probes that the ranks time before a round; empty without a profile.
     """
@@ -119,7 +119,7 @@ def race_rank(task: Task) -> None:
     rounds: list[dict[str, float]] = []
     for number in range(task.warm_up + task.rounds):
         course.look(number)
-        beaten = sits_out(rounds, task.sit_out) if number > task.warm_up else set()
+        beaten = sits_out(rounds, task.sit_out) if number >= task.warm_up else set()
         names = [name for name in alive if name in task.plans or name not in beaten]
         turn = number % max(len(names), 1)
         rounds.append(course.round(alive, names[turn:] + names[:turn], number))

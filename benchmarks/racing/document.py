@@ -8,8 +8,9 @@ from pathlib import Path
 
 from benchmarks.contenders import ABSENT, OURS
 from benchmarks.racing import tables
+from benchmarks.racing.agenda import AGENDA, Slot
 from benchmarks.racing.results import Cell
-from benchmarks.racing.summary import PLAN, memory_errors, prediction_errors, ratio
+from benchmarks.racing.summary import PLAN, best_by_hand, memory_errors, prediction_errors, ratio
 from hap.files import write_whole
 from hap.units import format_seconds
 
@@ -23,35 +24,36 @@ These commands write this page:
     {command}
     python -m benchmarks.race --write-docs
 
-**Most of the advantage over the best contender comes from leaving slow devices out.** Plans do so in
-{left_out} of {cells} cells; the contenders on this page always use all devices. A separate check of ten
-cells raced plans against the choices that a person would try first (three or four rounds, 32 rows; no
-command in this repository repeats it yet). Plans were 1.12x as fast as the best manual choice in the
-geometric mean:
+Commit {code} raced all {cells} cells in one go of {minutes:.0f} minutes{pauses}; nothing was raced again
+because of its result. {absent}[The race](race.md) describes the contenders, the procedure and the columns,
+and `benchmarks/data/race.jsonl` holds every step.
 
-| cell | plan | one fast device, plain eager | DDP on the fast devices |
-|---|---|---|---|
-| vit on `4411` | 1.27 s | 1.43x | 1.23x |
-| bert, gpt2, vgg19, bert_moe on `4411` | 1.75, 1.94, 1.28, 1.59 s | 1.38, 1.41, 1.59, 1.23x | 1.13, 1.12, 1.37, 1.17x |
-| wide_mlp on `4411` | 0.74 s | 1.64x | 1.99x |
-| vit, bert, vgg19 on `two_sites` | 1.52, 2.12, 1.50 s | 1.49, 1.65, 1.63x | **0.96, 0.91, 0.96x** |
-| vit on `paper` | 2.5 s | **0.91 to 0.96x** | 2.18x |
-
-A figure below 1x is a defeat, for two reasons: the planner that was raced tried no smaller number of equal
-devices, and DDP's reducer overlaps better than this runtime.
-
-**Predictions differ from one profile to the next.** The original HAP's plan for gpt2 on `straggler` was
-predicted +4.6, +25.2 and -5.7 % off by three profiles; two profiles of a rank with a small fraction of a
-core differ by up to 20 %. The errors below are of one profile per cluster.
-
-The page has {cells} of the 36 cells, with {counted} counted rounds each. Clusters were raced on different
-days and by different code, as [stated below](#predictions). [The log](LOG.md) describes the limits of these
-runs, and [the race](race.md) the contenders, the procedure and the columns.
-`benchmarks/data/race.jsonl` holds every step.
+*Best by hand* is the fastest contender that no plan runs, whose losses are right and that fits the memory:
+DDP, ZeRO, FSDP2, tensor parallelism and pipelines on all devices and on the fast ones, and the fastest
+device alone. Plans leave devices out in {left_out} of {firsts} cells.
 
 {summary}
 
 ![Median step of each contender over ours]({plot})
+
+{again}
+{kept}
+"""
+
+AGAIN = """\
+## The same cell again
+
+Each run has its own profile and its own plan.
+
+{table}
+"""
+
+LEFT_OUT = """\
+## Devices that plans leave out
+
+*All devices*: the predicted step of the best program that uses all of them, over the plan's.
+
+{table}
 """
 
 STEPS = """\
@@ -76,32 +78,81 @@ devices at their speed, the ranks' share of a core relative to the profile.
 
 
 def write(folder: Path, cells: Sequence[Cell]) -> None:
-    """Write the page and the plot into ``folder``."""
+    """Write the page and the plot into ``folder``.
+
+    Raises:
+        ValueError: the cells are of several commits, or of one with changes.
+    """
+    codes = sorted({cell.code for cell in cells})
+    if len(codes) > 1 or not codes[0] or codes[0].endswith("+"):
+        raise ValueError(f"the cells were raced by {', '.join(c or 'unknown code' for c in codes)}")
     write_whole(folder / PAGE, [document(cells)])
     tables.plot(folder / PLOT, cells)
 
 
 def document(cells: Sequence[Cell]) -> str:
     """Return the page as Markdown."""
-    rounds = [len(e.seconds) for cell in cells for e in cell.entries if e.counts]
-    counted = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
+    first = [cell for cell in cells if cell.run == 1]
+    starts = {cell.begun for cell in cells}
     parts = [
         INTRODUCTION.format(
-            cells=len(cells), command=_command(cells), counted=counted, left_out=_leaving(cells),
-            summary=tables.summary_text(cells), plot=PLOT,
+            cells=len(cells), command=_command(cells), code=cells[0].code, firsts=len(first),
+            minutes=sum(cell.took_s for cell in cells) / 60,
+            pauses=f" with {len(starts) - 1} interruptions" if len(starts) > 1 else "",
+            absent=_absent(cells), left_out=len(_left_out(first)), plot=PLOT,
+            summary=tables.summary_text(cells), again=_again(cells), kept=_kept(first),
         )
     ]  # fmt: skip
-    for cluster in dict.fromkeys(cell.cluster for cell in cells):
-        here = [cell for cell in cells if cell.cluster == cluster]
+    for cluster in dict.fromkeys(cell.cluster for cell in first):
+        here = [cell for cell in first if cell.cluster == cluster]
         parts.append(STEPS.format(cluster=f"`{cluster}`", table=_steps(here)))
     parts.append(PREDICTIONS.format(clusters=_clusters(cells), table=_predictions(cells)))
     return "\n".join(parts)
 
 
-def _leaving(cells: Sequence[Cell]) -> int:
-    """Return the number of cells whose plan leaves devices out."""
-    ours = [cell.entry(OURS) for cell in cells]
-    return sum(entry is not None and entry.note.startswith("without") for entry in ours)
+def _absent(cells: Sequence[Cell]) -> str:
+    """Return a sentence on the cells of the agenda that there was no time for."""
+    missing = [str(slot) for slot in AGENDA if slot not in {cell.slot for cell in cells}]
+    return f"There was no time for {', '.join(missing)}. " if missing else ""
+
+
+def _again(cells: Sequence[Cell]) -> str:
+    """Return the section on cells that were raced several times."""
+    runs: dict[Slot, list[Cell]] = {}
+    for cell in cells:
+        runs.setdefault(cell.slot._replace(run=1), []).append(cell)
+    rows = []
+    for slot, same in runs.items():
+        if len(same) < 2:
+            continue
+        found = [(c, c.entry(OURS), best_by_hand(c)) for c in same]
+        pairs = [(c, ours, best) for c, ours, best in found if ours and best]
+        ratios = [ratio(best, ours) for _, ours, best in pairs]
+        rows.append([
+            str(slot), ", ".join(format_seconds(ours.median_s) for _, ours, _ in pairs),
+            ", ".join(f"{r:.2f}x" for r in ratios), f"{max(ratios) / min(ratios) - 1:.1%}",
+            ", ".join(f"{prediction_errors(c)[OURS]:+.1%}" for c, _, _ in pairs),
+        ])  # fmt: skip
+    if not rows:
+        return ""
+    head = ["cell", "ours", "over the best by hand", "spread", "predicted step off by"]
+    return AGAIN.format(table=_table(head, rows))
+
+
+def _left_out(cells: Sequence[Cell]) -> list[tuple[Cell, str]]:
+    """Return the cells whose plan leaves devices out, with the note that says which."""
+    entries = [(cell, cell.entry(OURS)) for cell in cells]
+    return [(c, e.note) for c, e in entries if e is not None and e.note.startswith("without")]
+
+
+def _kept(cells: Sequence[Cell]) -> str:
+    """Return the section on devices that are left out."""
+    found = [(cell, note.partition("; ")) for cell, note in _left_out(cells)]
+    rows = [
+        [str(cell.slot), which.removeprefix("without "), cost.rpartition(" ")[2]]
+        for cell, (which, _, cost) in found
+    ]
+    return LEFT_OUT.format(table=_table(["cell", "left out", "all devices"], rows)) if rows else ""
 
 
 def _command(cells: Sequence[Cell]) -> str:
@@ -115,16 +166,18 @@ def _steps(cells: Sequence[Cell]) -> str:
     names = dict.fromkeys([OURS, *(e.name for _, e in entries if not e.name.startswith(PLAN))])
     rows = [[name, *(_step(cell, name) for cell in cells)] for name in names if name not in ABSENT]
     void = [
-        f"- {entry.name} for {cell.model} is void: {entry.void}"
+        f"- {entry.name} for {cell.model}{cell.slot.variant} is void: {entry.void}"
         for cell, entry in entries if entry.void and entry.name not in ABSENT
     ]  # fmt: skip
-    return "\n".join([_table(["contender", *(cell.model for cell in cells)], rows), "", *void])
+    return "\n".join(
+        [_table(["contender", *(c.model + c.slot.variant for c in cells)], rows), "", *void]
+    )
 
 
 def _step(cell: Cell, name: str) -> str:
     entry, ours = cell.entry(name), cell.entry(OURS)
     if entry is None:
-        return "void"
+        return tables.missing(next((e for e in cell.entries if e.name == name), None))
     text = format_seconds(entry.median_s)
     return text if ours is None or name == OURS else f"{text}, {ratio(entry, ours):.2f}x"
 
@@ -151,7 +204,7 @@ def _predictions(cells: Sequence[Cell]) -> str:
             entry = cell.entry(name)
             assert entry is not None
             rows.append([
-                f"{cell.model} on {cell.cluster}", name, format_seconds(entry.predicted_s),
+                str(cell.slot), name, format_seconds(entry.predicted_s),
                 format_seconds(entry.median_s), f"{error:+.1%}",
                 f"{peaks[name]:+.1%}" if name in peaks else "",
                 ", ".join(f"{statistics.median(v):.2f}" for v in (cell.drift, cell.pace) if v),

@@ -27,10 +27,9 @@ PAPER_METHOD = "HAP 2024"
 
 
 def ours(
-    spec: str, cluster: Cluster, progress: Progress = lambda text: None, *, stages: bool = False
+    spec: str, cluster: Cluster, options: PlanOptions, progress: Progress = lambda text: None
 ) -> Plan:
-    """Return the plan of ``hap plan`` with default options; ``stages``: with ``--stages``."""
-    options = PlanOptions(stages=stages)
+    """Return the plan of ``hap plan``."""
     return api.plan_file(spec, cluster, options=options, progress=progress)
 
 

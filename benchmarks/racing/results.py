@@ -10,6 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks.racing.agenda import Slot
+
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
@@ -18,6 +20,7 @@ class Entry:
     Attributes:
         void: The reason why the entry is void; empty if it counts.
         seconds: Seconds of its step in each counted round; rounds are those of the whole cell.
+        warm_up: Seconds of its steps before those, with limits.
         losses: Losses of all its steps, from the first on.
         peak_bytes: Per rank, peak of live tensor bytes in its second step.
         predicted_s: Predicted step, of a plan.
@@ -33,6 +36,7 @@ class Entry:
     predicted_s: float = 0.0
     predicted_bytes: list[int] = field(default_factory=list)
     note: str = ""
+    warm_up: list[float] = field(default_factory=list)
 
     @property
     def counts(self) -> bool:
@@ -66,6 +70,8 @@ class Cell:
         took_s: Seconds of the whole cell.
         options: Options of the race that affect the measurements.
         code: The commit that raced it, with a + if it was changed; empty if unknown.
+        rows, run: See :class:`benchmarks.racing.agenda.Slot`.
+        begun: When the race that it belongs to began, in seconds since the epoch.
     """
 
     model: str
@@ -81,6 +87,13 @@ class Cell:
     took_s: float = 0.0
     options: str = ""
     code: str = ""
+    rows: int = 1
+    run: int = 1
+    begun: float = 0.0
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(self.model, self.cluster, self.rows, self.run)
 
     def entry(self, name: str) -> Entry | None:
         """Return the contender's entry if it counts."""
@@ -109,12 +122,18 @@ def as_lines(cells: Sequence[Cell]) -> list[str]:
 
 
 def read(path: Path) -> list[Cell]:
-    """Return the cells of a file of lines; a cell that was raced again counts once, the last."""
+    """Return the cells of a file of lines.
+
+    Raises:
+        ValueError: a slot is there twice: a cell that is raced again is a run of its own.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
     cells = [_cell(json.loads(line)) for line in lines if line]
-    return list({(cell.model, cell.cluster): cell for cell in cells}.values())
+    if len({cell.slot for cell in cells}) < len(cells):
+        raise ValueError(f"{path} has two cells of one slot")
+    return cells
 
 
 def _cell(data: dict[str, Any]) -> Cell:

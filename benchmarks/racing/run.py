@@ -92,6 +92,8 @@ class _Hearing:
                 entry.losses += said.losses
                 if said.counted:
                     entry.seconds.append(said.seconds)
+                elif said.round >= 0:
+                    entry.warm_up.append(said.seconds)
         self._heard(said)
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.contenders import OURS, PAPER
+from benchmarks.contenders import OURS, OURS_STAGED, PAPER, ROUNDED
 from benchmarks.racing.results import Cell, Entry
 from benchmarks.racing.summary import (
     PLAN,
     Figure,
-    best_other,
+    best_by_hand,
     distance,
     memory_errors,
     prediction_errors,
@@ -45,17 +45,17 @@ def summary_text(cells: Sequence[Cell]) -> str:
         lines.append(
             f"| {f.name} | {_value(f)} | {f.aim} | {'met' if f.met else 'missed'} | {f.cells} |"
         )
-    lines += ["", "| cell | ours | best other | over it | over hap-paper | over its products "
-              "| over the limit |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| cell | ours | best by hand | over it | over hap-paper | over its products "
+              "| over the limit | with stages |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for cell in cells:
-        ours, best, paper = cell.entry(OURS), best_other(cell), cell.entry(PAPER)
+        ours, best, paper = cell.entry(OURS), best_by_hand(cell), cell.entry(PAPER)
         far = distance(cell)
         products = ours.median_s / cell.arithmetic_s if ours and cell.arithmetic_s else 0.0
         lines.append(
-            f"| {cell.model} on {cell.cluster} | {_seconds(ours)} "
+            f"| {cell.slot} | {_seconds(ours)} "
             f"| {best.name if best else 'none'} {_seconds(best)} | {_times(best, ours)} "
             f"| {_times(paper, ours)} | {f'{products:.2f}x' if products else ''} "
-            f"| {f'{far:.2f}x' if far else ''} |"
+            f"| {f'{far:.2f}x' if far else ''} | {_seconds(cell.entry(OURS_STAGED))} |"
         )
     return "\n".join([*lines, *_drift_lines(cells)])
 
@@ -86,14 +86,14 @@ def cell_text(cell: Cell) -> str:
     ours = cell.entry(OURS)
     steps, peaks = prediction_errors(cell), memory_errors(cell)
     lines = [
-        f"## {cell.model} on {cell.cluster}", "",
+        f"## {cell.slot}", "",
         "| contender | median step | spread | ours is faster by | predicted | error "
         "| peak memory | error | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for e in sorted(cell.entries, key=lambda e: (not e.counts, e.median_s if e.counts else 0.0)):
         if not e.counts:
-            lines.append(f"| {e.name} | void | | | | | {_peak(e)} | | {e.void or 'no steps'} |")
+            lines.append(f"| {e.name} | {missing(e)} | | | | | {_peak(e)} | | {e.void} |")
             continue
         lines.append(
             f"| {e.name} | {_seconds(e)} | {_spread(e)} | {_times(e, ours)} "
@@ -121,6 +121,13 @@ def cell_text(cell: Cell) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def missing(entry: Entry | None) -> str:
+    """Return why a contender has no counted step: ``void``, or its step in the warm-up."""
+    if entry is None or entry.void or not entry.warm_up:
+        return "void"
+    return f"sat out after {format_seconds(min(entry.warm_up))}"
 
 
 def _value(figure: Figure) -> str:
@@ -166,12 +173,12 @@ def plot(path: Path, cells: Sequence[Cell]) -> None:
     )
     names = list(dict.fromkeys(
         e.name for c in cells for e in c.entries
-        if e.counts and e.name != OURS and not e.name.startswith(PLAN)
+        if e.counts and e.name not in (OURS, *ROUNDED) and not e.name.startswith(PLAN)
     ))  # fmt: skip
     for axis in axes.flat[len(clusters) :]:
         axis.set_visible(False)
     for axis, cluster in zip(axes.flat, clusters, strict=False):
-        here = [cell for cell in cells if cell.cluster == cluster]
+        here = [cell for cell in cells if cell.cluster == cluster and cell.run == 1]
         for k, name in enumerate(names):
             pairs = [(cell.entry(name), cell.entry(OURS)) for cell in here]
             heights = [ratio(e, ours) if e and ours else math.nan for e, ours in pairs]
@@ -180,7 +187,8 @@ def plot(path: Path, cells: Sequence[Cell]) -> None:
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        axis.set_xticks(range(len(here)), [cell.model for cell in here], fontsize=8)
+        labels = [f"{cell.model} x{cell.rows}" if cell.rows > 1 else cell.model for cell in here]
+        axis.set_xticks(range(len(here)), labels, fontsize=7)
         axis.set_title(cluster)
     axes.flat[0].set_ylabel("step over ours")
     figure.legend(
