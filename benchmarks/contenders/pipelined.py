@@ -44,7 +44,7 @@ class _Pipelined(Contender):
         self._ranks = dist.get_process_group_ranks(setting.group)
         self._place, self._last = setting.rank, world - 1
         self._tied = [
-            (p, dist.new_group([self._ranks[k] for k in at], use_local_synchronization=True))
+            (p, [self._ranks[k] for k in at if k != self._place])
             for p, at in _shared(stages) if self._place in at
         ]  # fmt: skip
         self._loss, self._module = whole.loss, nn.Sequential(*stages[self._place])
@@ -68,12 +68,23 @@ class _Pipelined(Contender):
         self._optimizer.zero_grad()
         x, *_, labels = flatten(batch).values()
         loss = torch.tensor(self._pass(x, labels))
-        for parameter, group in self._tied:
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=group)
+        for parameter, others in self._tied:
+            self._sum(parameter, others)
         self._optimizer.step()
         dist.broadcast(loss, self._ranks[-1], group=self._group)
         return loss.item()
+
+    def _sum(self, parameter: nn.Parameter, others: list[int]) -> None:
+        """Add the gradients that other stages have of a tied parameter."""
+        own = parameter.grad
+        assert own is not None
+        theirs = [torch.empty_like(own) for _ in others]
+        moves = [dist.isend(own, rank, group=self._group) for rank in others]
+        moves += [dist.irecv(t, r, group=self._group) for t, r in zip(theirs, others, strict=True)]
+        for move in moves:
+            assert move is not None
+            move.wait()
+        parameter.grad = own + sum(theirs)
 
 
 def _shared(stages: list[tuple[nn.Module, ...]]) -> list[tuple[nn.Parameter, list[int]]]:
