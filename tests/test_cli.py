@@ -68,6 +68,7 @@ HELP = {
     ],
     "plan": [
         "--all-devices",
+        "--allow",
         "--allow-idle",
         "--cluster",
         "--compare",
