@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hap.capture import torch_private
 from hap.runtime import messages
 
 Sizes = Sequence[int]
@@ -118,9 +119,7 @@ class Comm(ABC):
         totals = [sum(parts[r].numel() for parts in split) for r in range(self.world_size)]
         flat = torch.cat([part.reshape(-1) for part in order])
         mine = self.reduce_scatter(flat, 0, totals, how)
-        own = [parts[self.rank] for parts in split]
-        pieces = mine.split([part.numel() for part in own])
-        return [piece.view(part.shape) for piece, part in zip(pieces, own, strict=True)]
+        return _parts_of(mine, [parts[self.rank] for parts in split])
 
     def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
         """Run :meth:`all_reduce` on each tensor, as one collective."""
@@ -150,6 +149,9 @@ class ProcessGroupComm(Comm):
                 work.wait()
             return whole.movedim(0, dim)
         largest = max(sizes)
+        if min(sizes) == largest:
+            messages.all_gather(whole, mine, self._group)
+            return whole.movedim(0, dim)
         padded = mine.new_zeros((largest, *mine.shape[1:]))
         padded[: mine.shape[0]] = mine
         gathered = padded.new_empty((self.world_size * largest, *mine.shape[1:]))
@@ -159,10 +161,10 @@ class ProcessGroupComm(Comm):
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
-        terms = [part.contiguous() for part in x.movedim(dim, 0).split(list(sizes))]
+        terms = x.movedim(dim, 0).split(list(sizes))
         if how == "grouped":
             # dist.reduce may overwrite the term on every rank; only the owner has the result.
-            terms = [term.clone() for term in terms]
+            terms = [term.clone(memory_format=torch.contiguous_format) for term in terms]
             works = [
                 dist.reduce(term, group=self._group, group_dst=rank, async_op=True)
                 for rank, term in enumerate(terms)
@@ -172,27 +174,45 @@ class ProcessGroupComm(Comm):
                 work.wait()
             mine: Tensor = terms[self.rank]
             return mine.movedim(0, dim)
-        largest = max(sizes)
-        padded = x.new_zeros((self.world_size, largest, *terms[0].shape[1:]))
+        padded = x.new_empty((self.world_size, max(sizes), *terms[0].shape[1:]))
         for rank, term in enumerate(terms):
             padded[rank, : sizes[rank]] = term
-        out = padded.new_empty(padded.shape[1:])
-        messages.reduce_scatter(out, padded.flatten(0, 1), self._group)
-        return out[: sizes[self.rank]].movedim(0, dim)
+            padded[rank, sizes[rank] :] = 0
+        return self._own_of(padded)[: sizes[self.rank]].movedim(0, dim)
+
+    def reduce_scatter_many(
+        self, xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes], how: str
+    ) -> list[Tensor]:
+        if how != "padded":
+            return super().reduce_scatter_many(xs, dims, sizes, how)
+        split = [x.split(list(size), dim) for x, dim, size in zip(xs, dims, sizes, strict=True)]
+        counts = [sum(parts[r].numel() for parts in split) for r in range(self.world_size)]
+        padded = xs[0].new_empty((self.world_size, max(counts)))
+        for rank, count in enumerate(counts):
+            torch.cat([parts[rank].reshape(-1) for parts in split], out=padded[rank, :count])
+            padded[rank, count:] = 0
+        own = [parts[self.rank] for parts in split]
+        return _parts_of(self._own_of(padded), own)
+
+    def _own_of(self, terms: Tensor) -> Tensor:
+        """Return this rank's row of the sum of all ranks' ``terms``, which has a row per rank."""
+        out = terms.new_empty(terms.shape[1:])
+        messages.reduce_scatter(out, terms.flatten(0, 1), self._group)
+        return out
 
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
+        return self.all_reduce_many([x], how)[0]
+
+    def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
+        # One copy in all: the results are parts of the tensor that is reduced in place.
+        rest = -sum(x.numel() for x in xs) % self.world_size if how == "two step" else 0
+        given = [*xs, xs[0].new_zeros(rest)] if rest else list(xs)
+        joined = torch_private.joined(given)
         if how == "two step":
-            n = self.world_size
-            rows = -(-x.numel() // n)  # elements of each of the n shards
-            padded = x.new_zeros(n * rows)
-            padded[: x.numel()] = x.reshape(-1)
-            mine = padded.new_empty(rows)
-            messages.reduce_scatter(mine, padded, self._group)
-            messages.all_gather(padded, mine, self._group)
-            return padded[: x.numel()].view(x.shape)
-        out = x.contiguous().clone()
-        dist.all_reduce(out, group=self._group)
-        return out
+            messages.all_reduce(joined, self._group)
+        else:
+            dist.all_reduce(joined, group=self._group)
+        return torch_private.separated(joined, given)[: len(xs)]
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         out = x.contiguous().clone()
@@ -283,9 +303,13 @@ def part_of(parts: Sequence[Sequence[int]], rank: int, world_size: int) -> Seque
 
 def _joined(xs: Sequence[Tensor], collective: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Run an elementwise collective on several tensors, joined into one."""
-    whole = collective(torch.cat([x.reshape(-1) for x in xs]))
-    pieces = whole.split([x.numel() for x in xs])
-    return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
+    return _parts_of(collective(torch.cat([x.reshape(-1) for x in xs])), xs)
+
+
+def _parts_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that lie end to end at the start of ``flat``, in the shapes of ``like``."""
+    ends = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(ends, like, strict=True)]
 
 
 def _counts(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[Sizes]) -> list[list[int]]:

@@ -26,7 +26,10 @@ _ALL_AT_ONCE = 2**16
 
 
 def all_gather(out: Tensor, x: Tensor, group: Group) -> None:
-    """Write every rank's ``x`` into ``out``, in rank order along dim 0; both are contiguous."""
+    """Write every rank's ``x`` into ``out``, in rank order along dim 0; both are contiguous.
+
+    ``x`` may be this rank's part of ``out``.
+    """
     takes = out.tensor_split(dist.get_world_size(group))
     if x.is_cuda or len(takes) > 2:
         all_gather_single(out, x, group=group)
@@ -35,12 +38,15 @@ def all_gather(out: Tensor, x: Tensor, group: Group) -> None:
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: Group) -> None:
-    """Write this rank's rows of the sum of all ranks' ``x`` into ``out``; both are contiguous."""
+    """Write this rank's rows of the sum of all ranks' ``x`` into ``out``; both are contiguous.
+
+    ``out`` may be this rank's rows of ``x``.
+    """
     if x.is_cuda:
         reduce_scatter_single(out, x, group=group)
         return
     gives = x.tensor_split(dist.get_world_size(group))
-    if out.nbytes > _ALL_AT_ONCE:
+    if out.nbytes > _ALL_AT_ONCE and len(gives) > 1:
         _ring(out, gives, group)
         return
     takes = [torch.empty_like(out) for _ in gives]
@@ -48,6 +54,17 @@ def reduce_scatter(out: Tensor, x: Tensor, group: Group) -> None:
     out.copy_(takes[0])
     for term in takes[1:]:
         out.add_(term)
+
+
+def all_reduce(x: Tensor, group: Group) -> None:
+    """Replace ``x`` by the sum of all ranks' tensors: a reduce-scatter, then an all-gather, in place.
+
+    Args:
+        x: contiguous; the ranks of the group divide its elements evenly.
+    """
+    mine = x.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
+    reduce_scatter(mine, x, group)
+    all_gather(x, mine, group)
 
 
 def all_to_all(
@@ -66,7 +83,8 @@ def _all_at_once(gives: Sequence[Tensor], takes: Sequence[Tensor], group: Group)
     others = [(me + step) % n for step in range(1, n)]
     works = [receive(takes[rank], rank, group) for rank in others[::-1] if takes[rank].numel()]
     works += [send(gives[rank], rank, group) for rank in others if gives[rank].numel()]
-    takes[me].copy_(gives[me])
+    if takes[me].data_ptr() != gives[me].data_ptr():
+        takes[me].copy_(gives[me])
     for work in works:
         work.wait()
 
@@ -80,11 +98,11 @@ def _ring(out: Tensor, terms: Sequence[Tensor], group: Group) -> None:
     sums = [torch.empty_like(out) for _ in range(n - 1)]
     coming = [receive(each, (me - 1) % n, group) for each in sums]
     gone, mine = [], terms[me - 1]
-    for step in range(n - 1):
+    for step, each in enumerate(sums):
         gone.append(send(mine, (me + 1) % n, group))
         coming[step].wait()
-        mine = sums[step].add_(terms[me - 2 - step])
-    out.copy_(mine)
+        last = step == n - 2  # the term that is added last is this rank's own
+        mine = torch.add(each, terms[me - 2 - step], out=out if last else each)
     for work in gone:
         work.wait()
 

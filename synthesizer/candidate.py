@@ -15,8 +15,8 @@ from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.serial_cost import Timeline
 from hap.synthesizer.schedule.list_scheduler import estimate_s, orders
 
-_WORTH = 1e-3
-"""Fraction of the step that additional buckets must save."""
+_WORTH = 1e-2
+"""Fraction of the step that additional buckets must save: the host's work for them has no price."""
 
 _LITTLE = 5e-3
 """Skip the estimate if overlap could save less than this fraction of the step."""

@@ -184,14 +184,16 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     """Return the bytes of a collective besides its inputs and outputs.
 
     Padded collectives pass through a tensor of ``world size`` largest parts; fused ones lay
-    their tensors end to end before or after (``hap.runtime.collectives``).
+    their tensors end to end before or after (``hap.runtime.collectives``). The results of an
+    all-reduce are parts of the tensor that is reduced in place; on CPUs, one in two steps holds the
+    parts that a rank receives.
     """
     converts = [s for s in group if isinstance(s, Convert)]
     nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
     if not converts or len(converts) < len(group) or converts[0].local:
         return nothing
     kind, how, fused = converts[0].kind, converts[0].implementation, len(converts) > 1
-    if kind == "all_reduce" and not fused and how != "two step":
+    if kind == "all_reduce" and how == "one shot":
         return nothing
 
     def total(placed: Callable[[Convert], Placement]) -> PerRank:
@@ -201,13 +203,13 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     whole = total(lambda c: R)
     joined = whole if fused else nothing
     if kind == "all_reduce":
-        return joined + (whole if how == "two step" else 0.0)
+        return whole * (1 - 1 / cost.parts.ring_size) if how == "two step" else joined
     parts = total(lambda c: c.dst if kind == "reduce_scatter" else c.src)
     if kind == "all_to_all":
         return parts + total(lambda c: c.dst) if how == "exact" else whole + _padded(parts, cost)
     if kind == "all_gather":  # the fused output replaces the padded buffer
         return np.maximum(_padded(parts, cost) if how == "padded" else nothing, joined)
-    return joined + (_padded(parts, cost) if how == "padded" else whole)
+    return _padded(parts, cost) if how == "padded" else joined + whole
 
 
 def _padded(parts: PerRank, cost: Prices) -> PerRank:
