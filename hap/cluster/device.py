@@ -68,7 +68,7 @@ class Device:
         start: start-up latency of a collective among this device and faster ones, relative to the
             cluster's measurement on all devices; in (0, 1].
         traffic: likewise for the time per byte, by the collective's name; 1 for absent ones.
-        relaunch: launch cost after a small operator, and of a parameter's update, relative to
+        relaunch: launch cost of a small operator, and of a parameter's update, relative to
             ``launch_s``; in (0, 1].
         price_per_hour: in any currency; 0 if unknown. Planning does not use it.
         source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
@@ -154,14 +154,9 @@ class Device:
         """Return the seconds that each byte of an operator's tensors adds to its arithmetic."""
         return 1 / self.operand_bytes_per_s if kind in PRODUCTS else 0.0
 
-    def launch_of(self, kind: str) -> float:
-        """Return the constant cost of an operator of a kind of work, in seconds."""
-        return self.relaunch_s if kind == "update" else self.launch_s
-
-    @property
-    def relaunch_s(self) -> float:
-        """Constant cost of an operator that follows a small one, in seconds."""
-        return self.launch_s * self.relaunch
+    def launch_of(self, work: Work) -> float:
+        """Return the constant cost of an operator, in seconds."""
+        return self.launch_s * (self.relaunch if work.small or work.kind == "update" else 1.0)
 
     def seconds(self, work: Work) -> float:
         """Return the time of one operator: launch plus the larger of arithmetic and traffic.
@@ -172,7 +167,7 @@ class Device:
             return 0.0
         compute_s = work.flops / self.rate(work.kind, work.dtype) if work.flops else 0.0
         compute_s += work.bytes * self.operand_s(work.kind)
-        return self.launch_of(work.kind) + max(compute_s, work.bytes / self.memory_bytes_per_s)
+        return self.launch_of(work) + max(compute_s, work.bytes / self.memory_bytes_per_s)
 
     @property
     def figures(self) -> tuple[object, ...]:

@@ -160,8 +160,8 @@ FIGURES: Final = (
     ),
     Figure(
         key="relaunch", path="relaunch", default=1.0, most=1.0, open="(", hint=_PART_HINT,
-        meaning="launch cost after a small operator, and of a parameter's update, relative to "
-        "`launch`, such as 0.5: on a CPU a large operator evicts all else from the caches",
+        meaning="launch cost of a small operator (256 KiB of tensors at most) and of a parameter's "
+        "update, relative to `launch`, such as 0.5: on a CPU, larger operators evict the caches",
     ),
     Figure(
         key="traffic", path="traffic", by=tuple(IMPLEMENTATIONS), closed=True, default={}, most=1.0, open="(",
