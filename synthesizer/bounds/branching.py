@@ -180,8 +180,8 @@ class BoxPrices(Floors):
     def _ways_inside(self, low_s: PerRank, high_s: PerRank, work: Work) -> Floats:
         """Return times on the axis: one row per type that may have the remainder of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
-        launch_s = self._launches * self.machine.launch_s(work)[self._ranks]
-        start = np.where(whole > 0, launch_s, 0.0)
+        launch_s = [self.machine.cluster.devices[rank].launch_of(work) for rank in self._ranks]
+        start = np.where(whole > 0, self._launches * launch_s, 0.0)
         slope = (whole - start) / self._part
         left = max(0.0, 1.0 - float(self._sizes @ self._least))
         mean = start + slope * self._least + np.diag(left * slope / self._sizes)

@@ -30,34 +30,24 @@ class Machine:
         self.cluster = cluster
         self.network = NetworkModel(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
-        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank]] = {}
-        self._launches: dict[tuple[bool, bool], PerRank] = {}
+        self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference, self.drag = _contention_of_all(cluster)
         self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
         self.chunk = np.array(
             [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
         )
 
-    def launch_s(self, work: Work) -> PerRank:
-        """Return the constant cost of an operator per rank."""
-        key = work.small, work.kind == "update"
-        if key not in self._launches:
-            self._launches[key] = np.array([d.launch_of(work) for d in self.cluster.devices])
-        return self._launches[key]
-
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Return the time per rank of one operator, given each rank's operations and traffic."""
-        key = (work.kind, work.dtype)
+        key = (work.kind, work.dtype, work.small)
         if key not in self._rates:
             devices = self.cluster.devices
-            rates = np.array([d.rate(*key) for d in devices])
+            rates = np.array([d.rate(work.kind, work.dtype) for d in devices])
             operand_s = np.array([d.operand_s(work.kind) for d in devices])
-            self._rates[key] = rates, operand_s
-        rates, operand_s = self._rates[key]
-        busy = self.launch_s(work) + np.maximum(
-            flops / rates + nbytes * operand_s, nbytes / self._memory
-        )
-        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), busy, 0.0)
+            self._rates[key] = rates, operand_s, np.array([d.launch_of(work) for d in devices])
+        rates, operand_s, launch_s = self._rates[key]
+        busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
         return seconds
 
     @cached_property
