@@ -68,7 +68,7 @@ Written by `python -m benchmarks.measured_runs --write-docs`.
 DISCUSSION = """
 ## What the errors are
 
-- Runs of GPT-Neo-2.7B with microbatches of 4 rows are predicted within 6 %, by two errors that cancel.
+- Runs of GPT-Neo-2.7B with microbatches of 4 rows are predicted within 7 %, by two errors that cancel.
 - OPT-350M with microbatches of 2 to 8 rows is predicted too fast. The table below tells why: the
   measured time of a microbatch grows with its rows as the device's is predicted to, and has a constant of
   about 2 ms per layer besides, as in the runs of GPT-Neo-2.7B. So neither the size of the heads nor the
