@@ -257,6 +257,29 @@ def test_some_ranks_measure_while_others_idle() -> None:
     assert spawn(few_of_three, 3, timeout_s=150) == [expected] * 3
 
 
+def two_machines_of_three() -> list[float]:
+    """Reduce in stages among the first two machines, and then among other sets of ranks."""
+    work = profiling._Work(
+        device=CPU, ranks=5, pace=call_timing.QUICK, limits=collective_bench.QUICK, wanted=(),
+        rings=[], comm=ProcessGroupComm(), nodes=list("aabbc"),
+    )  # fmt: skip
+    found = []
+    for ranks in ((0, 1, 2, 3), (2, 3, 4), (0, 1)):
+        ring = work._some(ranks)
+        how = "hierarchical" if len(ring.counts) == 2 and min(ring.counts) > 1 else "one shot"
+        assert (how == "hierarchical") == (ranks == (0, 1, 2, 3))
+        if work.comm.rank in ranks:
+            (total,) = ring.comm.all_reduce_many([torch.ones(8)], how)
+            found.append(float(total[0]))
+    return found
+
+
+@pytest.mark.gloo
+def test_sets_over_machines_run_in_stages_and_leave_later_groups_alone() -> None:
+    found = spawn(two_machines_of_three, 5, timeout_s=150)
+    assert found == [[4.0, 2.0], [4.0, 2.0], [4.0, 3.0], [4.0, 3.0], [3.0]]
+
+
 @pytest.mark.parametrize(
     ("alone_s", "computed_s", "ended_s", "drag"),
     [(1.0, 4.0, 2.5, 2.5), (1.0, 2.0, 2.5, 4.0), (1.0, 2.0, 2.0, 2.0), (1.0, 4.0, 0.9, 1.0),
