@@ -248,6 +248,8 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "race_paper.yaml": ([2, 2], 4),
     "race_straggler.yaml": ([3, 1], 4),
     "race_two_sites.yaml": ([2, 2], 2),
+    "race_three_kinds.yaml": ([1, 1, 2], 4),
+    "slow_links4.yaml": ([2, 2], 4),
 }
 
 
