@@ -64,6 +64,11 @@ class Transformer:
     def embedding_parameters(self) -> float:
         return self.vocabulary * self.hidden / self.tensor_parallel
 
+    @property
+    def position_parameters(self) -> float:
+        """Parameters of the learned positions, which every rank holds whole."""
+        return float(self.sequence * self.hidden)
+
     def operators(self) -> dict[str, Passes]:
         """Return the operators of one layer, of the embedding and of the head, by name."""
         h, f, t = self.hidden, self.ffn // self.tensor_parallel, self.tensor_parallel

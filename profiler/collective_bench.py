@@ -84,23 +84,40 @@ QUICK = Range(sizes=(2**14, 2**18, 2**21), rounds=3, longest_s=0.3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Groups of ranks that run a collective in parallel, and the communicator of this rank's."""
+    """Groups of ranks that run a collective in parallel, and the communicator of this rank's.
+
+    Attributes:
+        comm: on a rank of no group, a communicator that is not used.
+        counts: number of ranks of each machine; one entry if the groups are inside machines.
+        skewed: whether unequal shards are measured, too.
+    """
 
     comm: BenchComm
     groups: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
-    """Number of ranks of each machine; one entry if the groups are inside machines."""
+    skewed: bool = True
 
 
-def total(rings: Sequence[Ring], ranks: int, limits: Range) -> int:
-    """Return the number of records if no size is left out."""
-    of_rings = sum(len(_sizes(case, limits)) for ring in rings for case in _cases(ring))
-    return of_rings + len(_pairs(ranks)) * len(limits.sizes)
+def total(rings: Sequence[Ring], limits: Range) -> int:
+    """Return the number of records of collectives if no size is left out."""
+    return sum(len(_sizes(case, limits)) for ring in rings for case in _cases(ring))
+
+
+def messages(
+    ranks: int,
+    limits: Range,
+    device: torch.device,
+    known: dict[str, ExchangeRecord],
+    whole: BenchComm,
+) -> Iterator[str | ExchangeRecord | None]:
+    """Measure messages between neighbours; otherwise like :func:`measure`."""
+    for pair in pairs(ranks):
+        one = partial(_message, pair, limits, device, known, whole)
+        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits.sizes, limits)
 
 
 def measure(
     rings: Sequence[Ring],
-    ranks: int,
     limits: Range,
     device: torch.device,
     known: dict[str, ExchangeRecord],
@@ -114,9 +131,6 @@ def measure(
         known: records of an earlier run by key; they are not measured again.
         whole: the communicator of all ranks.
     """
-    for pair in _pairs(ranks):
-        one = partial(_message, pair, limits, device, known, whole)
-        yield from _grow(f"messages of ranks {pair[0]} and {pair[1]}", one, limits.sizes, limits)
     for ring in rings:
         for case in _cases(ring):
             one = partial(_collective, ring, *case, limits, device, known, whole)
@@ -154,7 +168,7 @@ def _expected_s(made: Sequence[ExchangeRecord], nbytes: int) -> float:
     return t + max(0.0, t - s) / (y - x) * (nbytes - y)
 
 
-def _pairs(ranks: int) -> list[tuple[int, int]]:
+def pairs(ranks: int) -> list[tuple[int, int]]:
     """Return each rank and the next one, the links of the ring in rank order; at most 16."""
     if ranks < 2:
         return []
@@ -171,7 +185,7 @@ def _cases(ring: Ring) -> Iterator[tuple[str, str, str]]:
             if how == "hierarchical" and not possible:
                 continue
             yield kind, how, "even"
-            if not kind.startswith("all_reduce"):
+            if ring.skewed and not kind.startswith("all_reduce"):
                 yield kind, how, "half on the first"
 
 
@@ -187,35 +201,6 @@ def parts(rows: int, ranks: int, skew: str) -> list[int]:
         return [rows // ranks + (k < rows % ranks) for k in range(ranks)]
     rest = rows - first
     return [first, *(rest // (ranks - 1) + (k < rest % (ranks - 1)) for k in range(ranks - 1))]
-
-
-def among(
-    comm: BenchComm, ranks: tuple[int, ...], kind: str, sizes: Sequence[int], limits: Range,
-    device: torch.device, whole: BenchComm,
-) -> list[ExchangeRecord]:  # fmt: skip
-    """Measure a collective of some ranks while the others idle, leaving out sizes too long.
-
-    Args:
-        comm: the communicator of ``ranks``; other ranks do not use it.
-    """
-    one = partial(_among, comm, ranks, kind, limits, device, whole)
-    return [found for found in _grow(kind, one, sizes, limits) if isinstance(found, ExchangeRecord)]
-
-
-def _among(
-    comm: BenchComm, ranks: tuple[int, ...], kind: str, limits: Range, device: torch.device, whole: BenchComm,
-    nbytes: int,
-) -> ExchangeRecord:  # fmt: skip
-    n, how = len(ranks), IMPLEMENTATIONS[kind][0]
-    rows = _rows(kind, nbytes, n)
-    half, even = parts(rows // 2, n, "even"), parts(WIDTH, n, "even")
-    call = small(comm, kind, nbytes, device) if whole.rank in ranks else None
-    seconds = _seconds(call, limits, device, whole, _OFTEN)
-    src, dst = _ends(kind, half, even)
-    return ExchangeRecord(
-        kind=kind, how=how, nbytes=rows * WIDTH * 4, groups=(ranks,), skew="even", seconds=seconds,
-        src=src, dst=dst,
-    )  # fmt: skip
 
 
 def small(comm: BenchComm, kind: str, nbytes: int, device: torch.device) -> Callable[[], object]:
@@ -243,7 +228,8 @@ def _collective(
     if key in known:
         return known[key]
     half, even = parts(rows // 2, n, skew), parts(WIDTH, n, "even")
-    call = _call(ring.comm, kind, how, half, even, device)
+    takes_part = any(whole.rank in group for group in ring.groups)
+    call = _call(ring.comm, kind, how, half, even, device) if takes_part else None
     seconds = _seconds(call, limits, device, whole, _OFTEN)
     src, dst = _ends(kind, half, even)
     return ExchangeRecord(

@@ -191,7 +191,7 @@ def _row(sample: Timing, device: Device, prior: Device, names: list[str]) -> lis
     for work in sample.works:
         if not work.flops and not work.bytes:
             continue
-        share[_LAUNCH] += prior.launch_of(work.kind)
+        share[_LAUNCH] += prior.launch_of(work)
         memory_s = work.bytes / device.memory_bytes_per_s
         compute_s = work.flops / device.rate(work.kind, work.dtype)
         if compute_s + work.bytes * device.operand_s(work.kind) > memory_s:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from hap.cluster.work import Work
 from hap.errors import InputError
 
-FORMAT = 4
+FORMAT = 5
 _MANY = 8  # repeats
 MESSAGE = "message"
 """The kind of a record of a message between two ranks."""
@@ -101,15 +101,6 @@ class BesideRecord:
     key: ClassVar[str] = "beside"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartsRecord:
-    """Small and larger collectives among only the faster ranks, each with one group."""
-
-    among: tuple[ExchangeRecord, ...]
-
-    key: ClassVar[str] = "starts"
-
-
 def exchange_key(
     kind: str, how: str, nbytes: int, groups: Sequence[Sequence[int]], skew: str
 ) -> str:
@@ -118,8 +109,8 @@ def exchange_key(
     return f"{kind}/{how}/{nbytes}/{ranks}/{skew}"
 
 
-Record = OpRecord | ExchangeRecord | BesideRecord | StartsRecord
-Kind = TypeVar("Kind", OpRecord, ExchangeRecord, BesideRecord, StartsRecord)
+Record = OpRecord | ExchangeRecord | BesideRecord
+Kind = TypeVar("Kind", OpRecord, ExchangeRecord, BesideRecord)
 
 
 class Journal:
@@ -193,16 +184,10 @@ def _item(data: dict[str, Any]) -> Header | Record:
         return Header(ranks=ranks, **data)
     if what == "OpRecord":
         data["work"] = Work(*data["work"])
-    if what == "StartsRecord":
-        return StartsRecord(among=tuple(_exchange(each) for each in data["among"]))
     kind: type[Record] = {
         "OpRecord": OpRecord, "ExchangeRecord": ExchangeRecord, "BesideRecord": BesideRecord
     }[what]  # fmt: skip
     return kind(**{key: v if key == "work" else _frozen(v) for key, v in data.items()})
-
-
-def _exchange(data: dict[str, Any]) -> ExchangeRecord:
-    return ExchangeRecord(**{key: _frozen(value) for key, value in data.items()})
 
 
 def _frozen(value: Any) -> Any:

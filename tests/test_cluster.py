@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hap.cluster.catalogue import catalogue, find
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.cluster_text import cluster_yaml
 from hap.cluster.device import Device
-from hap.cluster.figures import FIGURES, Figure, documentation
+from hap.cluster.figures import BY_KEY, FIGURES, Figure, documentation
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.cluster.work import Work
@@ -82,7 +83,6 @@ def test_no_work_takes_no_time() -> None:
         {"flops_per_s": {"float16": 1e12}},
         {"launch_s": -1e-6},
         {"efficiency": {"conv": 0.0}},
-        {"traffic": {"gather": 0.5}},
     ],
 )
 def test_a_device_refuses_impossible_figures(changes) -> None:
@@ -94,8 +94,7 @@ def test_a_device_refuses_impossible_figures(changes) -> None:
 
 OTHERS = {
     "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "operands": 3e10, "delay": 0.01,
-    "interference": 0.25, "drag": 1.5, "start": 0.5, "relaunch": 0.25,
-    "flops": {"float32": 2e12, "float16": 4e12}, "traffic": {"all_gather": 0.25},
+    "interference": 0.25, "drag": 1.5, "relaunch": 0.25, "flops": {"float32": 2e12, "float16": 4e12},
     "efficiency": {"attention": 0.25}, "price_per_hour": 2.5,
 }  # fmt: skip
 """Figure -> a value that differs from that of :func:`device`."""
@@ -152,9 +151,29 @@ def test_a_machine_is_as_fast_and_as_large_as_its_devices_together() -> None:
     seen = {figure.key: figure.of(both) for figure in FIGURES}
     assert seen == OTHERS | {
         "memory": 3 * 2**30, "memory_bandwidth": 3e11, "operands": float("inf"),
-        "flops": {"float32": 3e12, "float16": 8e12}, "start": 1.0, "relaunch": 1.0,
-        "traffic": {}, "efficiency": {"attention": 0.5},
+        "flops": {"float32": 3e12, "float16": 8e12}, "relaunch": 1.0,
+        "efficiency": {"attention": 0.5},
     }  # fmt: skip
+
+
+def test_retired_figures_of_old_files_are_ignored_with_a_warning() -> None:
+    made = two(changed(BY_KEY["drag"]))
+    lines = cluster_yaml(made).replace(
+        "drag: 1.5", "drag: 1.5\n        start: 0.3\n        traffic: {all_gather: 0.5}"
+    )
+    with pytest.warns(UserWarning, match="text>: 'start', 'traffic': ignored.*hap profile"):
+        assert load_cluster(lines).digest == made.digest
+    stored = made.to_dict()
+    stored["devices"][1]["start"] = 0.3
+    with pytest.warns(UserWarning, match="a:1: 'start': ignored"):
+        assert Cluster.from_dict(stored) == made
+    stored["devices"][1] |= {"start": 1.0, "traffic": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Cluster.from_dict(stored) == made
+    with pytest.raises(ClusterError) as error:
+        load_cluster(lines.replace("drag:", "drg:"))
+    assert "start" not in (error.value.hint or "")
 
 
 def test_the_docs_list_every_figure() -> None:
@@ -229,6 +248,8 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "race_paper.yaml": ([2, 2], 4),
     "race_straggler.yaml": ([3, 1], 4),
     "race_two_sites.yaml": ([2, 2], 2),
+    "race_three_kinds.yaml": ([1, 1, 2], 4),
+    "slow_links4.yaml": ([2, 2], 4),
 }
 
 

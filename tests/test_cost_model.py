@@ -120,9 +120,9 @@ def test_an_operator_costs_each_rank_its_part() -> None:
     assert cost.compute(relu, Row((R,), (R,))).tolist() == pytest.approx(expected([1, 1, 1]))
 
 
-@pytest.mark.parametrize(("elements", "sooner"), [(2**15, {"c"}), (2**15 + 1, set())])
-def test_an_operator_after_a_small_one_starts_sooner(elements: int, sooner: set[str]) -> None:
-    """Views in between do not matter; a large operator evicts the caches."""
+@pytest.mark.parametrize(("elements", "part"), [(2**15, 0.25), (2**15 + 1, 1.0)])
+def test_a_small_operator_starts_sooner(elements: int, part: float) -> None:
+    """By the size of its undivided tensors: a share of a large operator is no small one."""
     nodes = (
         node("a", "aten.relu.default", Ref("x")),
         node("b", "aten.view.default", Ref("a")),
@@ -134,15 +134,19 @@ def test_an_operator_after_a_small_one_starts_sooner(elements: int, sooner: set[
         outputs=(Output(tensor="c", role="loss", target="loss"),),
         tensors={name: Tensor(name=name, shape=(elements,), dtype="float32") for name in "xabc"},
     )
-    assert graph.after_small == sooner
     world = cluster("ab", intra=FAST, inter=SLOW)
-    devices = tuple(replace(d, launch_s=1e-3, relaunch=0.25) for d in world.devices)
-    machine = Machine(replace(world, devices=devices))
-    cost = CostModel(graph, Axes(axes={}, of={}), machine, {}, 0)
-    first, view, last = (cost.compute(each, Row((R,), (R,))) for each in nodes)
-    assert not view.any()
-    saved_s = 0.75e-3 if sooner else 0.0
-    assert (first - last).tolist() == pytest.approx([saved_s] * 2)
+    axes = Axes(axes={"r": Axis(name="r", units=elements)}, of={(name, 0): "r" for name in "xabc"})
+
+    def seconds(launch_s: float) -> list[list[float]]:
+        devices = tuple(replace(d, launch_s=launch_s, relaunch=0.25) for d in world.devices)
+        machine = Machine(replace(world, devices=devices))
+        cost = CostModel(graph, axes, machine, {"r": (1, elements - 1)}, 0)
+        whole, view = (cost.compute(each, Row((R,), (R,))) for each in nodes[:2])
+        assert not view.any()
+        return [whole.tolist(), cost.compute(nodes[2], Row((S(0),), (S(0),))).tolist()]
+
+    added = np.array(seconds(1e-3)) - np.array(seconds(0.0))
+    assert added == pytest.approx(np.full((2, 2), part * 1e-3))
 
 
 def test_a_rank_without_a_share_does_not_read_the_weights() -> None:
@@ -160,7 +164,7 @@ def test_a_product_counts_two_operations_per_multiplication() -> None:
     assert work.bytes == 4 * (8 * 4 + 4 * 6 + 8 * 6)
     for name in ("xt", "g0"):  # a transpose, an expand
         assert graph.by_name[name].op in FREE
-        assert node_work(graph.by_name[name], graph)[2:] == (0, 0)
+        assert node_work(graph.by_name[name], graph)[2:4] == (0, 0)
 
 
 def test_the_update_reads_and_writes_the_states() -> None:

@@ -21,7 +21,7 @@ from hap.cli import profiling
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.cluster_text import cluster_yaml
 from hap.cluster.device import Contention
-from hap.cluster.link import IMPLEMENTATIONS, Link
+from hap.cluster.link import IMPLEMENTATIONS, Collectives, Link, MeasuredSet
 from hap.cluster.topology import Cluster
 from hap.errors import ClusterError
 from hap.profiler import (
@@ -31,7 +31,7 @@ from hap.profiler import (
     link_figures,
     subset_collectives,
 )
-from hap.profiler.samples import BesideRecord, ExchangeRecord, StartsRecord, middle
+from hap.profiler.samples import BesideRecord, ExchangeRecord, middle
 from hap.runtime.collectives import LocalComm, ProcessGroupComm
 from hap.runtime.launch import spawn
 from hap.synthesizer.cost.collective_cost import NetworkModel
@@ -149,85 +149,135 @@ def test_parts_without_slower_ranks(each_s: list[float], parts: list[tuple[int, 
     assert contention_bench.faster(each_s) == parts
 
 
-def with_starts(
-    cluster: Cluster, figures: list[float], traffic: tuple[float, ...] = (1.0,) * 4
-) -> Cluster:
-    return replace(cluster, devices=tuple(
-        replace(d, start=s, traffic=dict.fromkeys(IMPLEMENTATIONS, t) if t < 1 else {})
-        for d, s, t in zip(cluster.devices, figures, traffic, strict=True)
-    ))  # fmt: skip
+@pytest.mark.parametrize(
+    ("each_s", "sets"),
+    [
+        ([1.0, 1.1, 1.0], []),  # all are alike
+        ([1.0, 4.0, 1.1, 4.0], [(0, 2), (1, 3)]),
+        ([4.0, 1.0, 4.1], [(0, 2)]),
+        ([9.0, 1.0, 3.0, 1.0, 3.1], [(1, 3), (1, 2, 3, 4), (2, 4)]),
+        ([9.0, 1.0, 3.0], [(1, 2)]),
+        ([float(2**k) for k in range(12)], [tuple(range(n)) for n in range(2, 8)]),
+    ],
+)
+def test_sets_are_each_kind_alone_and_with_all_faster_ones(
+    each_s: list[float], sets: list[tuple[int, ...]]
+) -> None:
+    assert subset_collectives.participants(each_s) == sets
+
+
+def some_records(true: Cluster, ranks: tuple[int, ...], part: float) -> list[ExchangeRecord]:
+    """Return even collectives of some ranks, as if they took ``part`` of their price."""
+    even, found = (1 / len(ranks),) * len(ranks), []
+    for (kind, ways), nbytes in itertools.product(IMPLEMENTATIONS.items(), (64, 2**18, 2**22)):
+        for how in ways:
+            if how != "hierarchical":
+                record = ExchangeRecord(
+                    kind=kind, how=how, nbytes=nbytes, groups=(ranks,), skew="even", seconds=(1.0,),
+                    src=even, dst=even,
+                )  # fmt: skip
+                found.append(replace(record, seconds=(part * profiling.price(true, record),)))
+    return found
 
 
 @pytest.mark.parametrize("nodes", ["abcd", "aabb"])
-def test_starts_are_those_of_the_slowest_that_takes_part(nodes: str) -> None:
+def test_sets_of_devices_get_back_the_links_that_they_see(nodes: str) -> None:
     plain = cluster(nodes, Link(4e9, 2e-3), Link(25e6, 20e-3))
-    own = {kind: {ways[0]: {
-        "inside": Link(40e6, 2e-3, "", 5e-3), "between": Link(5e6, 20e-3, "", 50e-3)
-    }} for kind, ways in IMPLEMENTATIONS.items()}  # fmt: skip
-    figures = [0.2, 0.2, 0.6, 1.0]
-    unlike = [replace(d, launch_s=s) for d, s in zip(plain.devices, figures, strict=True)]
-    measured = replace(plain, devices=tuple(unlike), collectives=own)
-    true = with_starts(measured, figures, (0.3, 0.3, 0.7, 1.0))
-    made = []
-    for group, (kind, ways), nbytes in itertools.product(
-        ((0, 1), (0, 1, 2)), IMPLEMENTATIONS.items(), (64, 2**20, 2**22)
-    ):
-        even = (1 / len(group),) * len(group)
-        record = ExchangeRecord(
-            kind=kind, how=ways[0], nbytes=nbytes, groups=(group,), skew="even", seconds=(1.0,),
-            src=even, dst=even,
-        )  # fmt: skip
-        made.append(replace(record, seconds=(profiling.price(true, record),)))
-    found = subset_collectives.fitted(
-        measured, StartsRecord(among=tuple(made)), profiling.price, "today"
-    )
-    assert [d.start for d in found.devices] == pytest.approx(figures, rel=0.01)
-    for kind in IMPLEMENTATIONS:
-        traffic = [d.traffic.get(kind, 1.0) for d in found.devices]
-        assert traffic == pytest.approx([0.3, 0.3, 0.7, 1.0], rel=0.02), kind
-    assert "today, n=5 among 3 ranks" in found.devices[2].source["start"]
-    assert "start" not in found.devices[3].source
-    alike = subset_collectives.fitted(measured, StartsRecord(among=()), profiling.price, "today")
-    assert alike == measured
+    sets = {(0, 1): 0.2, (0, 1, 2): 0.6}
+    records = [r for ranks, part in sets.items() for r in some_records(plain, ranks, part)]
+    among, residuals = subset_collectives.fitted(plain, records, profiling.price, "today")
+    assert [each.devices for each in among] == [
+        frozenset(plain.devices[r].name for r in ranks) for ranks in sets
+    ]
+    assert max(abs(r.error) for r in residuals) < 0.02
+    assert {r.record.groups for r in residuals} == {((0, 1),), ((0, 1, 2),)}
+    slow = replace(plain, among=among)
+    whole, even = NetworkModel(slow), np.full(4, 0.25)
+    assert whole.choices("all_gather", 2**20, even, even) == NetworkModel(plain).choices(
+        "all_gather", 2**20, even, even
+    ), "all ranks were not measured"
+    told = among[1].links["all_to_all"]["exact"].values()
+    assert all("today among 3 devices, n=3" in link.source for link in told)
 
 
-def test_without_slow_devices_collectives_start_sooner() -> None:
+def test_parts_of_a_cluster_use_the_smallest_measured_set_with_them() -> None:
     plain = cluster("abcd", Link(4e9, 20e-6), Link(25e6, 1e-3))
-    own = {"all_gather": {"padded": {"between": Link(1e18, 8e-3)}},
-           "all_reduce": {"one shot": {"between": Link(1e18, 1e-9, "", 0.5)}}}  # fmt: skip
-    slow_last = with_starts(replace(plain, collectives=own), [0.25, 0.25, 0.25, 1.0])
-    for ranks, part in ((range(4), 1.0), ((2, 3), 1.0), (range(3), 0.25), ((0, 1), 0.25)):
-        network = NetworkModel(slow_last.keep(list(ranks)))
+
+    def links(latency_s: float) -> Collectives:
+        return {"all_gather": {"padded": {"between": Link(1e18, latency_s)}}}
+
+    few, more = (MeasuredSet(frozenset(names), links(s)) for names, s in (
+        (("a:0", "b:1"), 2e-3), (("a:0", "b:1", "c:2"), 4e-3)
+    ))  # fmt: skip
+    measured = replace(plain, collectives=links(8e-3), among=(more, few))
+    for ranks, latency_s, told in (
+        ((0, 1, 2, 3), 8e-3, "among all devices"), ((2, 3), 8e-3, "among all devices"),
+        ((0, 1, 2), 4e-3, "among these"), ((0, 2), 4e-3, "among 3 devices"),
+        ((0, 1), 2e-3, "among these"),
+    ):  # fmt: skip
+        part = measured.keep(ranks)
         even = np.full(len(ranks), 1 / len(ranks))
-        steps = len(ranks).bit_length() - (len(ranks) & (len(ranks) - 1) == 0)
-        gathered = dict(network.choices("all_gather", 8, even, even))["padded"]
-        assert gathered == pytest.approx(steps * part * 8e-3)
-        assert dict(network.choices("all_reduce", 8, even, even))["one shot"] == part * 0.5
+        steps = (len(ranks) - 1).bit_length()
+        found = dict(NetworkModel(part).choices("all_gather", 8, even, even))
+        assert found["padded"] == pytest.approx(steps * latency_s)
+        assert told in part.collectives_from
         # Unmeasured implementations cost what the links say, for any ranks.
-        before = dict(NetworkModel(plain.keep(list(ranks))).choices("all_gather", 8, even, even))
-        assert dict(network.choices("all_gather", 8, even, even))["grouped"] == before["grouped"]
+        before = dict(NetworkModel(plain.keep(ranks)).choices("all_gather", 8, even, even))
+        assert found["grouped"] == before["grouped"]
+    assert not plain.collectives_from
+    only_few = replace(plain, among=(few,))
+    assert not only_few.measured("all_gather", "padded")
+    assert (
+        only_few.keep((0, 1)).measured("all_gather", "padded") == few.links["all_gather"]["padded"]
+    )
 
 
-def few_of_three() -> list[tuple[str, int, int]]:
+def few_of_three() -> list[tuple[str, str, int, bool]]:
     """Measure with ranks 0 and 2 of three while rank 1 idles."""
     whole = ProcessGroupComm()
-    text, record = subset_collectives.measure(
-        whole, [1.0, 5.0, 1.0], collective_bench.QUICK, CPU, {}
-    )
-    assert isinstance(text, str) and isinstance(record, StartsRecord)
-    (again,) = [r for r in subset_collectives.measure(whole, [], collective_bench.QUICK, CPU, {"starts": record})
-                if not isinstance(r, str)]  # fmt: skip
-    assert again is record
-    assert all(e.groups == ((0, 2),) and min(e.seconds) > 0 for e in record.among)
-    return [(e.kind, len(e.src), len(e.seconds) > 1) for e in record.among]
+    comm = whole.subgroup(((0, 2), (1,)))
+    ring = collective_bench.Ring(comm=comm, groups=((0, 2),), counts=(2,), skewed=False)
+    limits = replace(collective_bench.QUICK, sizes=(2**14, 2**18), rounds=1)
+    made = [r for r in collective_bench.measure([ring], limits, CPU, {}, whole)
+            if isinstance(r, ExchangeRecord)]  # fmt: skip
+    known = {r.key: r for r in made}
+    again = collective_bench.measure([ring], limits, CPU, known, whole)
+    assert [r for r in again if isinstance(r, ExchangeRecord)] == made
+    assert subset_collectives.among_some(made, 3) == made
+    assert all(e.groups == ((0, 2),) and min(e.seconds) > 0 for e in made)
+    return [(e.kind, e.how, len(e.src), len(e.seconds) > 1) for e in made]
 
 
 @pytest.mark.gloo
 def test_some_ranks_measure_while_others_idle() -> None:
-    assert (
-        spawn(few_of_three, 3, timeout_s=150)
-        == [[(kind, 2, True) for kind in IMPLEMENTATIONS for _ in range(3)]] * 3
-    )
+    ways = [
+        (k, how) for k, ways in IMPLEMENTATIONS.items() for how in ways if how != "hierarchical"
+    ]
+    expected = [(kind, how, 2, True) for kind, how in ways for _ in range(2)]
+    assert spawn(few_of_three, 3, timeout_s=150) == [expected] * 3
+
+
+def two_machines_of_three() -> list[float]:
+    """Reduce in stages among the first two machines, and then among other sets of ranks."""
+    work = profiling._Work(
+        device=CPU, ranks=5, pace=call_timing.QUICK, limits=collective_bench.QUICK, wanted=(),
+        rings=[], comm=ProcessGroupComm(), nodes=list("aabbc"),
+    )  # fmt: skip
+    found = []
+    for ranks in ((0, 1, 2, 3), (2, 3, 4), (0, 1)):
+        ring = work._some(ranks)
+        how = "hierarchical" if len(ring.counts) == 2 and min(ring.counts) > 1 else "one shot"
+        assert (how == "hierarchical") == (ranks == (0, 1, 2, 3))
+        if work.comm.rank in ranks:
+            (total,) = ring.comm.all_reduce_many([torch.ones(8)], how)
+            found.append(float(total[0]))
+    return found
+
+
+@pytest.mark.gloo
+def test_sets_over_machines_run_in_stages_and_leave_later_groups_alone() -> None:
+    found = spawn(two_machines_of_three, 5, timeout_s=150)
+    assert found == [[4.0, 2.0], [4.0, 2.0], [4.0, 3.0], [4.0, 3.0], [3.0]]
 
 
 @pytest.mark.parametrize(
@@ -445,11 +495,15 @@ def measured_cluster() -> Cluster:
         },
     }
     made = cluster("aabb", Link(4e9, 20e-6, "measured today"), Link(25e6, 1e-3, "measured today"))
-    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, contention=Contention(interference=0.25, drag=2.5, delay_s=0.0123), start=0.3, relaunch=0.4, traffic={"all_gather": 0.25}, source={
+    slower = replace(made.devices[3], flops_per_s={"float32": 12.345e9}, contention=Contention(interference=0.25, drag=2.5, delay_s=0.0123), relaunch=0.4, source={
         "flops_per_s.float32": "measured today, n=5", "memory_bytes": "read today",
     })  # fmt: skip
-    usual = replace(made.devices[2], source={"start": "measured today, n=3"})
-    return replace(made, devices=(*made.devices[:2], usual, slower), collectives=own)
+    usual = replace(made.devices[2], source={"relaunch": "measured today, n=3"})
+    fast = MeasuredSet(
+        frozenset(("a:0", "a:1")), {"all_to_all": {"exact": {"inside": Link(3e9, 2e-5, "m")}}}
+    )
+    devices = (*made.devices[:2], usual, slower)
+    return replace(made, devices=devices, collectives=own, among=(fast,))
 
 
 def test_a_cluster_survives_the_yaml_file() -> None:
@@ -464,9 +518,10 @@ def test_a_cluster_survives_the_yaml_file() -> None:
     assert [d.contention.drag for d in found.devices] == [1.0, 1.0, 1.0, 2.5]
     assert [d.contention.delay_s for d in found.devices] == [0.0, 0.0, 0.0, 0.0123]
     assert [d.contention.interference for d in found.devices] == [0.0, 0.0, 0.0, 0.25]
-    assert [d.start for d in found.devices] == [1.0, 1.0, 1.0, 0.3]
-    assert [d.traffic for d in found.devices] == [{}, {}, {}, {"all_gather": 0.25}]
-    assert "n=3" in found.devices[2].source["start"], "measured, and as if it were not"
+    assert "n=3" in found.devices[2].source["relaunch"], "measured, and as if it were not"
+    (fast,) = found.among
+    assert fast.devices == {"a:0", "a:1"}
+    assert fast.links["all_to_all"]["exact"]["inside"].latency_s == pytest.approx(2e-5)
     assert [d.relaunch for d in found.devices] == [0.5, 0.5, 0.5, 0.4]
     for mine, theirs in zip(found.devices, cluster.devices, strict=True):
         assert mine.efficiency == pytest.approx(theirs.efficiency, rel=1e-3)
@@ -480,6 +535,7 @@ def test_measured_collectives_are_part_of_a_plans_cluster() -> None:
     cluster = measured_cluster()
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
     assert replace(cluster, collectives={}).digest != cluster.digest
+    assert replace(cluster, among=()).digest != cluster.digest
     renamed = {"all_reduce": {"one shot": {"between": Link(25e6, 1.5e-3, "another day", 0.03)}}}
     one, other = (
         replace(cluster, collectives=c)
@@ -496,6 +552,9 @@ def test_measured_collectives_are_part_of_a_plans_cluster() -> None:
         ("  all_gather: {paded: {between: 1 GB/s}}", 3, "padded"),
         ("  all_gather:\n    padded:\n      betwen: 1 GB/s", 5, "between"),
         ("  all_gather: {padded: {between: 1 Gb}}", 3, "unit"),
+        ("  among: [{devices: [a:0], all_gather: {padded: {between: 1 GB/s}}}]", 3, "two devices"),
+        ("  among: [{devices: [a:0, c:9]}]", 3, "c:9"),
+        ("  among: [{all_gather: {padded: {between: 1 GB/s}}}]", 3, "devices"),
         ("  all_gather: fast", 3, "key"),
     ],
 )

@@ -22,7 +22,7 @@ from hap.cli.what_if import (
     turns,
     with_rows,
 )
-from hap.cluster.link import Link
+from hap.cluster.link import Link, MeasuredSet
 from hap.errors import ClusterError, InputError
 from hap.ir.plan import Plan
 from tests.small_plan import small_cluster
@@ -45,12 +45,14 @@ def what_if(*words: str) -> Result:
 
 def test_a_link_changes_alone_and_measured_collectives_follow() -> None:
     measured = {"all_reduce": {"two step": {"between": Link(5e8, 2e-5), "inside": Link(8e9, 1e-6)}}}
-    cluster = replace(small_cluster(), collectives=measured)  # 1 GB/s between nodes
+    few = MeasuredSet(frozenset(("new:0", "old:0")), measured)
+    cluster = replace(small_cluster(), collectives=measured, among=(few,))  # 1 GB/s between nodes
     faster = linked(cluster, "40 Gbit/s")
     assert faster.inter == replace(cluster.inter, bandwidth_bytes_per_s=5e9)
     assert faster.intra == cluster.intra
     levels = faster.collectives["all_reduce"]["two step"]
     assert levels["between"].bandwidth_bytes_per_s == pytest.approx(2.5e9)
+    assert faster.among == (MeasuredSet(few.devices, faster.collectives),)
     assert levels["inside"] == measured["all_reduce"]["two step"]["inside"]
 
 

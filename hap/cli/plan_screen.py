@@ -107,6 +107,8 @@ def _cluster(plan: Plan) -> RenderableType:
         rows.append((f"inside {', '.join(alike(nodes))}", "link", *_link(link)))
     if len(cluster.nodes) > 1:
         rows.append(("between nodes", "link", *_link(cluster.inter)))
+    if cluster.collectives_from:
+        rows.append(("collectives", "", "", cluster.collectives_from))
     return Group(Text(str(cluster)), table(("", "", "", "source"), no_repeats(rows), right=(2,)))
 
 

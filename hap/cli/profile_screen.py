@@ -22,6 +22,7 @@ def profile_screen(profile: Profile, path: str) -> RenderableType:
         ("Work that is slower than its traffic, or than products", _efficiencies(profile)),
         ("Links, by messages", _links(profile)),
         ("Collectives", _collectives(profile.exchanges)),
+        ("Collectives among some ranks, while the others idle", _among_some(profile.among)),
         ("Operators worst explained", _worst(profile)),
         ("Next", Text(f"hap plan model.py --cluster {path}")),
     )
@@ -93,6 +94,17 @@ def _collectives(residuals: Sequence[LinkResidual]) -> RenderableType:
     found = no_repeats(list(rows()))
     head = ("", "by", "samples", "largest", "measured", "fit off by", "worst")
     return table(head, found, right=range(2, 7)) if found else Text("none: one rank")
+
+
+def _among_some(residuals: Sequence[LinkResidual]) -> RenderableType:
+    rows = []
+    for groups in dict.fromkeys(r.record.groups for r in residuals):
+        errors = [abs(r.error) for r in residuals if r.record.groups == groups]
+        rows.append(
+            (spans(groups[0]), str(len(errors)), f"{median(errors):.0%}", f"{max(errors):.0%}")
+        )
+    head = ("ranks", "samples", "fit off by", "worst")
+    return table(head, rows, right=range(1, 4)) if rows else Text("none: no ranks are slower")
 
 
 def _worst(profile: Profile) -> RenderableType:

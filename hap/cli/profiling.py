@@ -47,15 +47,14 @@ from hap.profiler.samples import (
     OpRecord,
     RankInfo,
     Record,
-    StartsRecord,
     middle,
     of_kind,
     read,
 )
-from hap.runtime.collectives import ProcessGroupComm
+from hap.runtime.collectives import Comm, ProcessGroupComm
 from hap.runtime.lanes import lane_of
 from hap.runtime.launch import init_from_env, report, spawn
-from hap.runtime.two_level_comm import TwoLevelComm
+from hap.runtime.two_level_comm import Levels, TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
 
 Progress = Callable[[int, int, str], None]
@@ -63,6 +62,9 @@ Progress = Callable[[int, int, str], None]
 
 _HEAP_BYTES = 64 * 2**20
 """More than the outputs of an operator, which then need no new pages, as in a step."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of ranks that run a collective in parallel."""
 
 Launch = Callable[..., Any]
 """Called with a rank's function, ``args`` and ``on_report``, like
@@ -92,11 +94,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A measured cluster and the residuals of its fit."""
+    """A measured cluster and the residuals of its fit; ``among`` are those of sets of ranks."""
 
     cluster: Cluster
     types: tuple[device_figures.Type, ...]
     exchanges: tuple[link_figures.LinkResidual, ...]
+    among: tuple[link_figures.LinkResidual, ...]
 
 
 def profile(
@@ -152,19 +155,19 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
         known = _shared(_known(settings, header) if rank == 0 else None)
         journal = Journal(settings.samples, header, resume=settings.resume) if rank == 0 else None
         work = _Work.of(settings, device, header)
-        done, total = 0, work.total
+        done = 0
         for item in work.steps(known):
             if isinstance(item, str):
                 watch.at(item)
                 if rank == 0:
-                    progress(done, total, item)
+                    progress(done, work.total, item)
                 continue
             done += 1
             if journal and item is not None and item.key not in journal.records:
                 journal.add(item)
         if journal:
             journal.close()
-            progress(total, total, "fitting")
+            progress(work.total, work.total, "fitting")
         dist.barrier()
 
 
@@ -225,8 +228,9 @@ class _Work:
     pace: call_timing.Pace
     limits: collective_bench.Range
     wanted: Sequence[Probe]
-    rings: Sequence[collective_bench.Ring]
+    rings: list[collective_bench.Ring]
     comm: ProcessGroupComm
+    nodes: Sequence[str]
 
     @classmethod
     def of(cls, settings: Settings, device: torch.device, header: Header) -> Self:
@@ -236,18 +240,15 @@ class _Work:
             pace=call_timing.QUICK if settings.quick else call_timing.FULL,
             limits=collective_bench.QUICK if settings.quick else collective_bench.FULL,
             wanted=[p for p in probes(device) if p.quick or not settings.quick],
-            rings=_rings(comm, header) if size > 1 else (),
+            rings=_rings(comm, header) if size > 1 else [], nodes=[r.node for r in header.ranks],
         )  # fmt: skip
 
     @property
     def total(self) -> int:
-        """Return the largest number of records."""
-        together = 2 * (self.ranks > 1)
-        return (
-            len(self.wanted)
-            + collective_bench.total(self.rings, self.ranks, self.limits)
-            + together
-        )
+        """Return the largest number of records; it grows when the sets of ranks are known."""
+        sent = len(collective_bench.pairs(self.ranks)) * len(self.limits.sizes)
+        together = sent + collective_bench.total(self.rings, self.limits) + 1
+        return len(self.wanted) + (together if self.ranks > 1 else 0)
 
     def steps(self, known: dict[str, Record]) -> Iterator[str | Record | None]:
         """Yield the name of each step, and then its record, measured unless it is known."""
@@ -263,17 +264,30 @@ class _Work:
             yield found
         if self.ranks > 1:
             before = {r.key: r for r in of_kind(ExchangeRecord, known)}
-            yield from collective_bench.measure(
-                self.rings, self.ranks, self.limits, self.device, before, self.comm
-            )
-            some = {r.key: r for r in of_kind(StartsRecord, known)}
-            yield from subset_collectives.measure(
-                self.comm, product_s, self.limits, self.device, some
-            )
+            how = self.limits, self.device, before, self.comm
+            self.rings.extend(map(self._some, subset_collectives.participants(product_s)))
+            yield from collective_bench.messages(self.ranks, *how)
+            yield from collective_bench.measure(self.rings, *how)
             once = {r.key: r for r in of_kind(BesideRecord, known)}
             yield from contention_bench.measure(
                 self.comm, self._start, product_s, self.device, once
             )
+
+    def _some(self, ranks: contention_bench.Ranks) -> collective_bench.Ring:
+        """Return the ring of some ranks, while the others idle."""
+        mine = self.comm.rank in ranks
+        others = tuple(r for r in range(self.ranks) if r not in ranks)
+        few: Comm = self.comm.subgroup((ranks, others))
+        counts = _counts([self.nodes[r] for r in ranks])
+        if exists(counts) and mine:
+            few = TwoLevelComm(few, counts)
+            few.levels  # noqa: B018  creates two groups
+        elif exists(counts):
+            for _ in Levels._fields:  # all ranks create equally many groups
+                few.subgroup([range(few.world_size)])
+        return collective_bench.Ring(
+            comm=few, groups=(ranks,), counts=counts or (len(ranks),), skewed=False
+        )
 
     def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
         lane = lane_of(self.comm, self.device)
@@ -296,17 +310,30 @@ class _Work:
 def _rings(flat: ProcessGroupComm, header: Header) -> list[collective_bench.Ring]:
     """Return all ranks, and each machine's ranks if several machines have several."""
     nodes = [r.node for r in header.ranks]
-    order = list(dict.fromkeys(nodes))
-    groups = tuple(tuple(r for r, node in enumerate(nodes) if node == name) for name in order)
-    counts = _counts(nodes)
-    world = tuple(range(len(nodes)))
+    counts, (world, *alike) = _counts(nodes), _groups(nodes)
     whole = TwoLevelComm(flat, counts) if exists(counts) else flat
-    rings = [collective_bench.Ring(comm=whole, groups=(world,), counts=counts or (len(nodes),))]
-    if len(groups) > 1 and max(map(len, groups)) > 1:
-        inside = flat.subgroup(groups)
-        alike = tuple(g for g in groups if len(g) == max(map(len, groups)))
-        rings.append(collective_bench.Ring(comm=inside, groups=alike, counts=(len(alike[0]),)))
+    rings = [collective_bench.Ring(comm=whole, groups=world, counts=counts or (len(nodes),))]
+    for groups in alike:
+        inside = flat.subgroup(_machines(nodes))
+        rings.append(collective_bench.Ring(comm=inside, groups=groups, counts=(len(groups[0]),)))
     return rings
+
+
+def _groups(nodes: Sequence[str]) -> list[Groups]:
+    """Return the groups of each ring among all ranks: all, and those of the largest machines."""
+    machines = _machines(nodes)
+    widest = max(map(len, machines))
+    found: list[Groups] = [(tuple(range(len(nodes))),)]
+    if len(machines) > 1 and widest > 1:
+        found.append(tuple(group for group in machines if len(group) == widest))
+    return found
+
+
+def _machines(nodes: Sequence[str]) -> Groups:
+    """Return the ranks of each machine."""
+    return tuple(
+        tuple(r for r, node in enumerate(nodes) if node == name) for name in dict.fromkeys(nodes)
+    )
 
 
 def _counts(nodes: Sequence[str]) -> tuple[int, ...]:
@@ -351,11 +378,14 @@ def fit(header: Header, records: Sequence[Record], name: str) -> Profile:
     sent = of_kind(ExchangeRecord, records)
     inside, between = link_figures.message_links(nodes, sent, header.date)
     cluster = Cluster(name, made, inside, between)
-    measured, residuals = link_figures.collectives(cluster, sent, price, header.date)
-    cluster = replace(cluster, collectives=measured)
-    if told := of_kind(StartsRecord, records):
-        cluster = subset_collectives.fitted(cluster, told[-1], price, header.date)
-    return Profile(cluster=cluster, types=tuple(kinds), exchanges=tuple(residuals))
+    of_all = [each for each in sent if each.groups in _groups(nodes)]
+    some = subset_collectives.among_some(sent, len(nodes))
+    measured, residuals = link_figures.collectives(cluster, of_all, price, header.date)
+    among, of_sets = subset_collectives.fitted(cluster, some, price, header.date)
+    cluster = replace(cluster, collectives=measured, among=among)
+    return Profile(
+        cluster=cluster, types=tuple(kinds), exchanges=tuple(residuals), among=tuple(of_sets)
+    )
 
 
 def _named(device: Device, node: str, place: int) -> Device:

@@ -19,6 +19,7 @@ from hap.capture.user_optimizer import default_optimizer
 from hap.cli.terminal import alike, table
 from hap.cluster.catalogue import find, nearest
 from hap.cluster.cluster_file import load_cluster
+from hap.cluster.link import Link, each_link
 from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError, InfeasibleError, InputError
 from hap.gc_pause import gc_paused
@@ -99,18 +100,15 @@ def linked(cluster: Cluster, text: str) -> Cluster:
         raise InputError("--link: the cluster is one node", hint="leave --link out")
     factor = rate / cluster.inter.bandwidth_bytes_per_s
 
-    def at_rate(level: str, link: Any) -> Any:
+    def at_rate(level: str, link: Link) -> Link:
         scaled = link.bandwidth_bytes_per_s * (factor if level == "between" else 1.0)
         return replace(link, bandwidth_bytes_per_s=scaled)
 
-    collectives = {
-        kind: {
-            how: {level: at_rate(level, link) for level, link in levels.items()}
-            for how, levels in ways.items()
-        }
-        for kind, ways in cluster.collectives.items()
-    }
-    return replace(cluster, inter=at_rate("between", cluster.inter), collectives=collectives)
+    return replace(
+        cluster, inter=at_rate("between", cluster.inter),
+        collectives=each_link(cluster.collectives, at_rate),
+        among=tuple(replace(each, links=each_link(each.links, at_rate)) for each in cluster.among),
+    )  # fmt: skip
 
 
 def added(cluster: Cluster, text: str) -> Cluster:

@@ -7,7 +7,7 @@ describes the format; :mod:`hap.cluster.hostfile` reads the other two forms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,14 +18,14 @@ from ruamel.yaml.error import MarkedYAMLError
 
 from hap.cluster.catalogue import find, nearest
 from hap.cluster.device import Device
-from hap.cluster.figures import BY_KEY, FIGURES, Figure
+from hap.cluster.figures import BY_KEY, FIGURES, RETIRED, Figure, warn_of_retired
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
-from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
+from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet
 from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError
 from hap.units import parse
 
-_FIGURES: Final = (*BY_KEY, "source")
+_FIGURES: Final = (*BY_KEY, *RETIRED, "source")
 _BETWEEN_LATENCY_S: Final = 30e-6
 
 LEAST_RATE: Final = 1e3
@@ -76,6 +76,7 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
         ) from error
     top = _Section(data, f"{file}:1", file, ("name", "nodes", "links", "collectives"))
     links = top.section("links", ("between", "inside"))
+    measured = top.section("collectives", (*IMPLEMENTATIONS, "among"))
     nodes = [
         _node(
             _Section(raw, where, file, ("name", "count", "gpus", "type", "inside", *_FIGURES)),
@@ -107,15 +108,29 @@ def _read_yaml(text: str, file: str, name: str) -> Cluster:
         devices=devices,
         intra=intra,
         inter=_between(links, top, intra),
-        collectives=_collectives(top),
+        collectives=_collectives(measured),
+        among=tuple(
+            _measured_set(_Section(raw, where, file, ("devices", *IMPLEMENTATIONS)), devices)
+            for raw, where in (measured.items("among") if "among" in measured.data else ())
+        ),
     )
 
 
-def _collectives(top: _Section) -> Collectives:
+def _measured_set(given: _Section, devices: Sequence[Device]) -> MeasuredSet:
+    names, known = given.required("devices", "devices: [new:0, new:1]"), {d.name for d in devices}
+    if not isinstance(names, list) or not 1 < len({*map(str, names)} & known) == len(names):
+        raise ClusterError(
+            f"devices is {str(names)[:60]}",
+            where=given.where("devices"),
+            hint=f"list two devices or more, such as {', '.join(sorted(known)[:2])}",
+        )
+    return MeasuredSet(frozenset(map(str, names)), _collectives(given))
+
+
+def _collectives(every: _Section) -> Collectives:
     """Return measured links per collective, implementation and level."""
-    every = top.section("collectives", tuple(IMPLEMENTATIONS))
     found = {}
-    for kind in every.data:
+    for kind in (kind for kind in IMPLEMENTATIONS if kind in every.data):
         ways = every.section(kind, IMPLEMENTATIONS[kind])
         found[str(kind)] = {
             str(how): {
@@ -244,6 +259,7 @@ def _states(section: _Section, key: str) -> bool:
 
 def _figures(device: Device, given: _Section) -> Device:
     """Return the device with a section's figures, each with its line as the source."""
+    warn_of_retired(given.data, given.file)
     stated = [figure for figure in FIGURES if figure.key in given.data]
     values = {figure.path: _value(figure, figure.of(device), given) for figure in stated}
     source = dict(device.source)
@@ -251,7 +267,7 @@ def _figures(device: Device, given: _Section) -> Device:
         place = given.where(figure.key)
         told = given.data.get("source")
         if isinstance(told, Mapping):  # one text per key
-            told = given.section("source", tuple(BY_KEY)).data.get(figure.key)
+            told = given.section("source", _FIGURES).data.get(figure.key)
         names = [figure.name]
         if figure.key == "flops":
             named = given.data[figure.key]
@@ -298,6 +314,7 @@ class _Section:
         self.file = file
         for key in data:
             if key not in keys:
+                keys = tuple(known for known in keys if known not in RETIRED)
                 near = get_close_matches(str(key), keys, n=1, cutoff=0.5)
                 raise ClusterError(
                     f"unknown key {str(key)!r}",

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from hap.cluster.device import Device
 from hap.cluster.figures import FIGURES, Figure
-from hap.cluster.link import Link
+from hap.cluster.link import Link, each_link
 from hap.cluster.topology import Cluster
 
 
@@ -25,14 +25,13 @@ def cluster_yaml(cluster: Cluster, comment: str = "") -> str:
     data = CommentedMap(name=cluster.name)
     if len(cluster.nodes) > 1:
         data["links"] = {"between": _link(cluster.inter)}
-    if cluster.collectives:
-        data["collectives"] = {
-            kind: {
-                how: {level: _link(link) for level, link in levels.items()}
-                for how, levels in ways.items()
-            }
-            for kind, ways in cluster.collectives.items()
-        }
+    if cluster.collectives or cluster.among:
+        data["collectives"] = each_link(cluster.collectives, _level)
+    if cluster.among:
+        data["collectives"]["among"] = [
+            CommentedMap(devices=_flow(sorted(each.devices)), **each_link(each.links, _level))
+            for each in cluster.among
+        ]
     data["nodes"] = [
         {"name": node, "inside": _link(cluster.intra[node]), "gpus": _gpus(cluster, node)}
         for node in cluster.nodes
@@ -43,6 +42,12 @@ def cluster_yaml(cluster: Cluster, comment: str = "") -> str:
     yaml.dump(data, text)
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     return head + text.getvalue()
+
+
+def _flow(names: list[str]) -> CommentedSeq:
+    entry = CommentedSeq(names)
+    entry.fa.set_flow_style()
+    return entry
 
 
 def _gpus(cluster: Cluster, node: str) -> list[CommentedMap]:
@@ -84,6 +89,10 @@ def _written(figure: Figure, value: float) -> str | float:
     if figure.unit:
         return _quantity(value, *figure.unit)
     return float(f"{value:.4g}") if figure.by else value
+
+
+def _level(level: str, link: Link) -> Mapping[str, Any]:
+    return _link(link)
 
 
 def _link(link: Link) -> Mapping[str, Any]:

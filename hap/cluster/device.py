@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
-from hap.cluster.figures import FIGURES, nested
+from hap.cluster.figures import FIGURES, RETIRED, nested, warn_of_retired
 from hap.cluster.work import ELEMENTWISE, GENERAL, PRODUCTS, Work
 from hap.errors import ClusterError
 
@@ -65,10 +65,7 @@ class Device:
             time of their arithmetic. Infinite where arithmetic hides it. ``flops_per_s`` over it
             is the intensity at which a product has half of its rate (Hockney and Curington, 1989).
         contention: mutual slowdown of computing and collectives.
-        start: start-up latency of a collective among this device and faster ones, relative to the
-            cluster's measurement on all devices; in (0, 1].
-        traffic: likewise for the time per byte, by the collective's name; 1 for absent ones.
-        relaunch: launch cost after a small operator, and of a parameter's update, relative to
+        relaunch: launch cost of a small operator, and of a parameter's update, relative to
             ``launch_s``; in (0, 1].
         price_per_hour: in any currency; 0 if unknown. Planning does not use it.
         source: provenance of each figure, by its name in :data:`hap.cluster.figures.FIGURES`.
@@ -87,8 +84,6 @@ class Device:
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     operand_bytes_per_s: float = math.inf
     contention: Contention = Contention()
-    start: float = 1.0
-    traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
     relaunch: float = 1.0
     price_per_hour: float = 0.0
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -154,14 +149,9 @@ class Device:
         """Return the seconds that each byte of an operator's tensors adds to its arithmetic."""
         return 1 / self.operand_bytes_per_s if kind in PRODUCTS else 0.0
 
-    def launch_of(self, kind: str) -> float:
-        """Return the constant cost of an operator of a kind of work, in seconds."""
-        return self.relaunch_s if kind == "update" else self.launch_s
-
-    @property
-    def relaunch_s(self) -> float:
-        """Constant cost of an operator that follows a small one, in seconds."""
-        return self.launch_s * self.relaunch
+    def launch_of(self, work: Work) -> float:
+        """Return the constant cost of an operator, in seconds."""
+        return self.launch_s * (self.relaunch if work.small or work.kind == "update" else 1.0)
 
     def seconds(self, work: Work) -> float:
         """Return the time of one operator: launch plus the larger of arithmetic and traffic.
@@ -172,7 +162,7 @@ class Device:
             return 0.0
         compute_s = work.flops / self.rate(work.kind, work.dtype) if work.flops else 0.0
         compute_s += work.bytes * self.operand_s(work.kind)
-        return self.launch_of(work.kind) + max(compute_s, work.bytes / self.memory_bytes_per_s)
+        return self.launch_of(work) + max(compute_s, work.bytes / self.memory_bytes_per_s)
 
     @property
     def figures(self) -> tuple[object, ...]:
@@ -198,6 +188,8 @@ class Device:
         for name in ("name", "kind", "node"):
             if not isinstance(data[name], str):
                 raise TypeError(f"the {name} of a device is {data[name]!r}, not a text")
+        warn_of_retired([k for k in RETIRED if data.get(k, 1.0) not in (1.0, {})], data["name"])
+        data = {key: value for key, value in data.items() if key not in RETIRED}
         paths = {figure.name: figure.path for figure in FIGURES}
         values = {paths[name]: value for name, value in data.items() if name in paths}
         return cls.with_figures(values, **{k: v for k, v in data.items() if k not in paths})

@@ -9,11 +9,11 @@ figure is one row, and a field of :class:`hap.cluster.device.Device`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.work import ELEMENTWISE, PRODUCTS
 
 DTYPES: Final = (
@@ -36,7 +36,6 @@ class Figure:
         meaning: a sentence for the docs.
         dimension: ``bytes``, ``bytes/s``, ``flop/s``, ``seconds``, or nothing for a plain number.
         by: the keys of a mapping that the file may have; empty if the figure is one number.
-        closed: whether a device refuses other keys, too.
         default: its value if none is given; ``None``: it is required.
         least, most: the range of possible values.
         open: the range is without ``least`` (``(``), without ``most`` (``)``), or both.
@@ -51,7 +50,6 @@ class Figure:
     meaning: str
     dimension: str = ""
     by: tuple[str, ...] = ()
-    closed: bool = False
     default: Value | None = None
     least: float = 0.0
     most: float = math.inf
@@ -85,7 +83,7 @@ class Figure:
             return f"{self.name} is {value}"
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
         for entry, number in entries:
-            if not self.possible(number) or (self.closed and entry not in self.by):
+            if not self.possible(number):
                 return f"{self.name}{f'[{entry}]' if entry else ''} is {number}"
         return ""
 
@@ -107,8 +105,6 @@ class Figure:
             entry: self.together([value.get(entry, 1.0) for value in values]) for entry in first
         }
 
-
-_PART_HINT = "give a part above 0, and 1 at most, such as 0.5"
 
 FIGURES: Final = (
     Figure(
@@ -154,20 +150,10 @@ FIGURES: Final = (
         "alone, such as 1.2",
     ),
     Figure(
-        key="start", path="start", default=1.0, most=1.0, open="(", hint=_PART_HINT,
-        meaning="start-up latency of a [measured collective](#measured-collectives) among this "
-        "device and faster ones, relative to the measurement on all devices, such as 0.3",
-    ),
-    Figure(
-        key="relaunch", path="relaunch", default=1.0, most=1.0, open="(", hint=_PART_HINT,
-        meaning="launch cost after a small operator, and of a parameter's update, relative to "
-        "`launch`, such as 0.5: on a CPU a large operator evicts all else from the caches",
-    ),
-    Figure(
-        key="traffic", path="traffic", by=tuple(IMPLEMENTATIONS), closed=True, default={}, most=1.0, open="(",
-        hint=f"give a part of 1 for any of {', '.join(IMPLEMENTATIONS)}",
-        meaning="time per byte of such a collective, likewise: `{all_gather: 0.2}`; 1 for "
-        "collectives that are not listed",
+        key="relaunch", path="relaunch", default=1.0, most=1.0, open="(",
+        hint="give a part above 0, and 1 at most, such as 0.5",
+        meaning="launch cost of a small operator (256 KiB of tensors at most) and of a parameter's "
+        "update, relative to `launch`, such as 0.5: on a CPU, larger operators evict the caches",
     ),
     Figure(
         key="efficiency", path="efficiency", by=(*PRODUCTS[1:], *ELEMENTWISE), default={},
@@ -183,6 +169,22 @@ FIGURES: Final = (
     ),
 )  # fmt: skip
 """The figures in the order of the written file."""
+
+RETIRED: Final = ("start", "traffic")
+"""Keys of earlier versions. They scaled the collectives of all devices for some of these, which are
+now measured: :class:`hap.cluster.link.MeasuredSet`."""
+
+
+def warn_of_retired(keys: Iterable[str], where: str) -> None:
+    """Warn about retired figures of a device, which have no effect."""
+    if found := [repr(key) for key in RETIRED if key in keys]:
+        warnings.warn(
+            f"{where}: {', '.join(found)}: ignored, since collectives are now measured among sets of "
+            "devices; without these, plans that leave slow devices out are priced as if those took "
+            "part. Run `hap profile` again",
+            stacklevel=2,
+        )
+
 
 BY_KEY: Final[Mapping[str, Figure]] = {figure.key: figure for figure in FIGURES}
 

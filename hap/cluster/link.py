@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from hap.errors import ClusterError
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,42 @@ LEVELS: Final = ("inside", "between")
 
 Collectives = Mapping[str, Mapping[str, Mapping[str, Link]]]
 """Collective -> implementation -> level -> the effective link of that implementation."""
+
+
+def each_link(
+    collectives: Mapping[str, Mapping[str, Mapping[str, T]]], made: Callable[[str, T], U]
+) -> dict[str, dict[str, dict[str, U]]]:
+    """Return collectives with ``made(level, link)`` in place of each link."""
+    return {
+        kind: {
+            how: {level: made(level, link) for level, link in levels.items()}
+            for how, levels in ways.items()
+        }
+        for kind, ways in collectives.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSet:
+    """Collectives measured among some devices of a cluster, while the others idled.
+
+    Attributes:
+        devices: the names of these devices.
+        links: their effective links.
+    """
+
+    devices: frozenset[str]
+    links: Collectives = field(hash=False)
+
+    def __post_init__(self) -> None:
+        if len(self.devices) < 2:
+            raise ClusterError(f"collectives among {len(self.devices)} devices were measured")
+        check_collectives(self.links)
+
+
+def check_collectives(collectives: Collectives) -> None:
+    """Raise ``ClusterError`` if a collective, an implementation or a level is unknown."""
+    for kind, ways in collectives.items():
+        for how, levels in ways.items():
+            if how not in IMPLEMENTATIONS.get(kind, ()) or not set(levels) <= set(LEVELS):
+                raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from hap.cluster.device import Device
-from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link
+from hap.cluster.link import Collectives, Link, MeasuredSet, check_collectives, each_link
 from hap.errors import ClusterError
 from hap.units import format_bandwidth
 
@@ -28,8 +28,9 @@ class Cluster:
         devices: One device per rank.
         intra: Node -> the link between two devices of that node.
         inter: Node -> its adapter, shared by all traffic that leaves or enters the node.
-        collectives: Measured links of single implementations, which replace the ones above.
-            Implementations without an entry use those.
+        collectives: Measured links of single implementations among all devices, which replace
+            the ones above. Implementations without an entry use those.
+        among: The same among some of the devices alone.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Cluster:
     intra: Mapping[str, Link] = field(hash=False)
     inter: Link
     collectives: Collectives = field(default_factory=dict, hash=False)
+    among: tuple[MeasuredSet, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -47,24 +49,36 @@ class Cluster:
         missing = [node for node in self.nodes if node not in self.intra]
         if missing:
             raise ClusterError(f"node {missing[0]} has no inner link")
-        for kind, ways in self.collectives.items():
-            for how, levels in ways.items():
-                if how not in IMPLEMENTATIONS.get(kind, ()) or not set(levels) <= set(LEVELS):
-                    raise ClusterError(f"there is no collective {kind}, {how}, {list(levels)}")
+        check_collectives(self.collectives)
 
     def measured(self, kind: str, implementation: str) -> Mapping[str, Link]:
         """Return level -> the effective link of one implementation of a collective among these
-        devices; empty if it was not measured."""
-        levels = self.collectives.get(kind, {}).get(implementation, {})
-        start = max(device.start for device in self.devices)
-        traffic = max(device.traffic.get(kind, 1.0) for device in self.devices)
-        return levels if start == traffic == 1 else {
-            level: replace(
-                link, latency_s=start * link.latency_s, least_s=start * link.least_s,
-                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / traffic,
-            )
-            for level, link in levels.items()
-        }  # fmt: skip
+        devices; empty if it was not measured.
+
+        If it was not measured among exactly these, it is that of the smallest measured set which
+        contains them: the slowest of a set decides when all have answered.
+        """
+        for links in self._measured_sets():
+            if levels := links.get(kind, {}).get(implementation):
+                return levels
+        return {}
+
+    def _measured_sets(self) -> list[Collectives]:
+        """Return the collectives of the sets that contain these devices, the smallest set first."""
+        mine = {device.name for device in self.devices}
+        holding = [each for each in self.among if mine <= each.devices]
+        holding.sort(key=lambda each: len(each.devices))
+        return [*(each.links for each in holding), self.collectives]
+
+    @property
+    def collectives_from(self) -> str:
+        """How the figures of collectives came about; empty if none was measured."""
+        mine = {device.name for device in self.devices}
+        if any(each.devices == mine for each in self.among):
+            return "measured among these devices"
+        if larger := [len(each.devices) for each in self.among if mine < each.devices]:
+            return f"derived by the link model from those among {min(larger)} devices"
+        return "measured among all devices of the file" if self.collectives else ""
 
     def seen_by(self, kind: str, implementation: str) -> Self:
         """Return the cluster with the effective links of one implementation of a collective."""
@@ -77,6 +91,7 @@ class Cluster:
             intra=dict.fromkeys(self.intra, inside) if inside else self.intra,
             inter=levels.get("between", self.inter),
             collectives={},
+            among=(),
         )
 
     @property
@@ -150,17 +165,16 @@ class Cluster:
         plain: dict[str, Any] = {
             "name": self.name,
             "devices": [device.to_dict() for device in self.devices],
-            "intra": {node: _plain(link) for node, link in self.intra.items()},
-            "inter": _plain(self.inter),
+            "intra": {node: _plain(node, link) for node, link in self.intra.items()},
+            "inter": _plain("between", self.inter),
         }
         if self.collectives:
-            plain["collectives"] = {
-                kind: {
-                    how: {level: _plain(link) for level, link in levels.items()}
-                    for how, levels in ways.items()
-                }
-                for kind, ways in self.collectives.items()
-            }
+            plain["collectives"] = each_link(self.collectives, _plain)
+        if self.among:
+            plain["among"] = [
+                {"devices": sorted(each.devices), "collectives": each_link(each.links, _plain)}
+                for each in self.among
+            ]
         return plain
 
     @classmethod
@@ -176,13 +190,11 @@ class Cluster:
                 devices=tuple(map(Device.from_dict, data["devices"])),
                 intra={node: Link(**link) for node, link in data["intra"].items()},
                 inter=Link(**data["inter"]),
-                collectives={
-                    kind: {
-                        how: {level: Link(**link) for level, link in levels.items()}
-                        for how, levels in ways.items()
-                    }
-                    for kind, ways in data.get("collectives", {}).items()
-                },
+                collectives=each_link(data.get("collectives", {}), _read),
+                among=tuple(
+                    MeasuredSet(frozenset(each["devices"]), each_link(each["collectives"], _read))
+                    for each in data.get("among", ())
+                ),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ClusterError(
@@ -226,7 +238,11 @@ def _without_sources(data: Any) -> Any:
     return [_without_sources(entry) for entry in data] if isinstance(data, list) else data
 
 
-def _plain(link: Link) -> dict[str, Any]:
-    """Return plain data for JSON, without default values."""
+def _plain(level: str, link: Link) -> dict[str, Any]:
+    """Return a level's link as plain data for JSON, without default values."""
     values = {f.name: getattr(link, f.name) for f in fields(link)}
     return {f.name: values[f.name] for f in fields(link) if values[f.name] != f.default}
+
+
+def _read(level: str, data: Mapping[str, Any]) -> Link:
+    return Link(**data)

@@ -26,6 +26,10 @@ PRECISIONS: Final = ("highest", "high", "medium")
 allow TF32."""
 
 
+SMALL_BYTES: Final = 2**18
+"""Largest total of an operator's tensors that counts as small."""
+
+
 class Work(NamedTuple):
     """The work of one operator, or of one local shard of it.
 
@@ -34,9 +38,12 @@ class Work(NamedTuple):
         dtype: ``float32``, ``float16``, ``bfloat16``, ``float64``, ``int64``, ...
         flops: operations; a multiplication and an addition count as two.
         bytes: bytes read from and written to the device's memory.
+        small: its undivided tensors have :data:`SMALL_BYTES` at most. Small operators mostly follow
+            one another, and a CPU's caches then still hold what an operator needs to start.
     """
 
     kind: str
     dtype: str
     flops: float
     bytes: float
+    small: bool = False

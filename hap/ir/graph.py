@@ -46,9 +46,6 @@ FREE = frozenset(
 ) | {"mesh.slice"}
 """Operators that run no kernel."""
 
-SMALL_BYTES = 2**18
-"""Most bytes of all tensors of a small operator, which leaves a processor's caches intact."""
-
 
 class Ref(NamedTuple):
     """An argument of a node that is a tensor of the graph."""
@@ -190,7 +187,7 @@ class Graph:
 
     @cached_property
     def alike(self) -> Mapping[str, int]:
-        """Node name -> number of its kind: same operator, flags, shapes, dtypes, :attr:`after_small`.
+        """Node name -> number of its kind: same operator, flags, shapes and dtypes.
 
         Layers repeat, so there are few kinds. A function that does not read names has the same
         value for all nodes of a kind.
@@ -204,26 +201,9 @@ class Graph:
             )
             flags = tuple(a for a in node.args if isinstance(a, bool))
             repeats = tuple(node.inputs.index(name) for name in node.inputs)
-            key = node.op, flags, repeats, looks, node.name in self.after_small
+            key = node.op, flags, repeats, looks
             found[node.name] = kinds.setdefault(key, len(kinds))
         return found
-
-    @cached_property
-    def after_small(self) -> frozenset[str]:
-        """The nodes that run right after a small operator, ignoring views between them.
-
-        Sizes are those of whole tensors: an operator that is small on one device is small under
-        any shares.
-        """
-        found, small = set(), False
-        for node in self.nodes:
-            if node.op in FREE:
-                continue
-            if small:
-                found.add(node.name)
-            names = {name for name in (*node.inputs, *node.outputs) if name is not None}
-            small = sum(self.tensors[name].nbytes for name in names) <= SMALL_BYTES
-        return frozenset(found)
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

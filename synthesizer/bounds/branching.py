@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hap.cluster.work import Work
 from hap.ir.graph import Node, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import FUSIBLE, Compute, Program
@@ -26,6 +27,7 @@ from hap.synthesizer.bounds.lower_bound import (
 )
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.operator_work import node_work, update_work
 from hap.synthesizer.cost.parts import AxisParts
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.cost_tables import Allowed
@@ -125,13 +127,12 @@ class BoxPrices(Floors):
         self._box, self._outside = box, AnyShares(space, machine, states)
         self._ranks = [ranks[0] for ranks in types]
         self._sizes = np.array(box.sizes, dtype=np.float64)
-        low, high, start, again = (np.zeros_like(one) for _ in range(4))
+        low, high, starts = (np.zeros_like(one) for _ in range(3))
         for k, (n, ranks) in enumerate(zip(box.sizes, map(list, types), strict=True)):
             low[ranks], high[ranks] = np.array(box.most[k]) / box.units
             # Does each of its ranks have at least one unit, even if all others have the most?
             if box.total[k][0] - (n - 1) * box.most[k][1] >= 1:
-                start[ranks] = machine.cluster.devices[ranks[0]].launch_s
-            again[ranks] = machine.cluster.devices[ranks[0]].relaunch
+                starts[ranks] = 1.0
         self._low, self._high = (
             CostModel(
                 space.graph, axes, machine, AxisParts(axes, len(one), {**whole, box.axis: part}),
@@ -140,8 +141,7 @@ class BoxPrices(Floors):
             for part in (low, high)
         )  # fmt: skip
         self._part = np.maximum(high[self._ranks], 1e-300)
-        self._launch = start[self._ranks]
-        self._relaunch = (start * again)[self._ranks]
+        self._launches = starts[self._ranks]
         self._least = np.array([lo for lo, _ in box.total]) / box.units / self._sizes
         self._parts_between = _per_machine(box, types, machine)
         self._boxed: dict[object, Floats] = {}
@@ -156,14 +156,14 @@ class BoxPrices(Floors):
         placed = zip(names, (*row.ins, *row.outs), strict=True)
         if any(n and p and self._inside(n, p) for n, p in placed):
             low_s, high_s = (model.compute(node, row) for model in (self._low, self._high))
-            start = self._relaunch if node.name in self.graph.after_small else self._launch
-            return self._ways_inside(low_s, high_s, start)
+            return self._ways_inside(low_s, high_s, node_work(node, self.graph))
         return self._doubled(self._outside.compute(node, row))
 
     def update(self, parameter: Tensor, stored: Placement) -> Floats:
         if self._inside(parameter.name, stored):
             low_s, high_s = (model.update(parameter, stored) for model in (self._low, self._high))
-            return self._ways_inside(low_s, high_s, self._relaunch)
+            work = update_work(parameter.dtype, self.optimizer_states)
+            return self._ways_inside(low_s, high_s, work)
         return self._doubled(self._outside.update(parameter, stored))
 
     def _inside(self, tensor: str, p: Placement) -> bool:
@@ -177,10 +177,11 @@ class BoxPrices(Floors):
             self._boxed[key] = np.concatenate([most, ways], axis=-1)
         return self._boxed[key]
 
-    def _ways_inside(self, low_s: PerRank, high_s: PerRank, launch_s: Floats) -> Floats:
+    def _ways_inside(self, low_s: PerRank, high_s: PerRank, work: Work) -> Floats:
         """Return times on the axis: one row per type that may have the remainder of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
-        start = np.where(whole > 0, launch_s, 0.0)
+        launch_s = [self.machine.cluster.devices[rank].launch_of(work) for rank in self._ranks]
+        start = np.where(whole > 0, self._launches * launch_s, 0.0)
         slope = (whole - start) / self._part
         left = max(0.0, 1.0 - float(self._sizes @ self._least))
         mean = start + slope * self._least + np.diag(left * slope / self._sizes)

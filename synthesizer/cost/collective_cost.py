@@ -7,8 +7,8 @@ communication operations in MPICH", 2005). Of the ``ceil(log2 n)`` steps of a tr
 shard for every rank, a *grouped* one sends each shard by an operation of its own. Hierarchical
 ones: :mod:`hap.synthesizer.cost.hierarchical_cost`.
 
-Measured figures (``Cluster.collectives``) replace the links' in the same formulas. Devices that
-answer soon have a lower start (``Device.start``).
+Figures measured among these devices, or the next larger set (:meth:`Cluster.measured`), replace the
+links' in the same formulas.
 """
 
 from __future__ import annotations

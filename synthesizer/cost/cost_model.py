@@ -96,8 +96,7 @@ class CostModel(Prices):
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share reads nothing: its call has empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
-        after_small = node.name in self.graph.after_small
-        return self.machine.seconds(work, work.flops * part, nbytes, after_small=after_small)
+        return self.machine.seconds(work, work.flops * part, nbytes)
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
         return self._crossing.cross(group) if self._crossing else None

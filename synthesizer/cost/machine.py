@@ -30,32 +30,24 @@ class Machine:
         self.cluster = cluster
         self.network = NetworkModel(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
-        self._rates: dict[tuple[str, str], tuple[PerRank, PerRank, PerRank]] = {}
-        self._relaunch_s = np.array([d.relaunch_s for d in cluster.devices])
+        self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference, self.drag = _contention_of_all(cluster)
         self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
         self.chunk = np.array(
             [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
         )
 
-    def seconds(
-        self, work: Work, flops: PerRank, nbytes: PerRank, *, after_small: bool = False
-    ) -> PerRank:
-        """Return the time per rank of one operator, given each rank's operations and traffic.
-
-        Args:
-            after_small: it follows a small operator (:attr:`hap.ir.graph.Graph.after_small`).
-        """
-        key = (work.kind, work.dtype)
+    def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
+        """Return the time per rank of one operator, given each rank's operations and traffic."""
+        key = (work.kind, work.dtype, work.small)
         if key not in self._rates:
             devices = self.cluster.devices
-            rates = np.array([d.rate(*key) for d in devices])
+            rates = np.array([d.rate(work.kind, work.dtype) for d in devices])
             operand_s = np.array([d.operand_s(work.kind) for d in devices])
-            self._rates[key] = rates, operand_s, np.array([d.launch_of(work.kind) for d in devices])
+            self._rates[key] = rates, operand_s, np.array([d.launch_of(work) for d in devices])
         rates, operand_s, launch_s = self._rates[key]
         busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
-        start_s = self._relaunch_s if after_small else launch_s
-        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), start_s + busy, 0.0)
+        seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
         return seconds
 
     @cached_property

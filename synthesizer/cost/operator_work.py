@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hap.cluster.work import Work
+from hap.cluster.work import SMALL_BYTES, Work
 from hap.ir.graph import FREE, Graph, Node
 from hap.synthesizer.rules.rule_table import Call, numel
 from hap.synthesizer.rules.textual_rules import lines_of, written_flops
@@ -93,18 +93,19 @@ def node_work(node: Node, graph: Graph) -> Work:
     if node.op in FREE:
         return Work("memory", dtype, 0.0, 0.0)
     traffic = float(sum(t.nbytes for t in tensors))
+    small = traffic <= SMALL_BYTES
     if node.op in FLOPS:
         kind, flops = FLOPS[node.op]
         if dtype == "float32" and kind in LOWERED:
             dtype = graph.products
-        return Work(kind, dtype, flops(call), traffic)
+        return Work(kind, dtype, flops(call), traffic, small)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
         dtype = graph.products if dtype == "float32" else dtype
-        return Work("matmul", dtype, said, traffic)
+        return Work("matmul", dtype, said, traffic, small)
     kind = ELEMENTS.get(node.op, "memory")
     count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)
-    return Work(kind, dtype, float(count), traffic)
+    return Work(kind, dtype, float(count), traffic, small)
 
 
 _UPDATE_KERNELS = (1, 3, 9)
