@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,7 +50,9 @@ nodes:
 """
 
 SECONDS = 60
-"""Time limit of a case."""
+"""Limit of a case, of processor time."""
+WALL_SECONDS = 600
+"""Limit of a case that waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +91,23 @@ class _TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def _limited() -> Iterator[None]:
+    """Raise in the main thread at either limit; ``SIGALRM`` is left to the commands."""
+
     def stop(*_: Any) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    waits = threading.Timer(WALL_SECONDS, signal.raise_signal, [signal.SIGPROF])
+    waits.daemon = True
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    waits.start()
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        waits.cancel()
+        signal.signal(signal.SIGPROF, before)
 
 
 def run(case: Case, folder: Path) -> Outcome:
@@ -117,13 +126,13 @@ def run(case: Case, folder: Path) -> Outcome:
     code, message, problem = -1, "", ""
     with contextlib.chdir(folder):
         try:
-            with _limited(SECONDS), contextlib.redirect_stdout(io.StringIO()):
+            with _limited(), contextlib.redirect_stdout(io.StringIO()):
                 result = CliRunner().invoke(main, list(case.argv))
             code, message = result.exit_code, result.stderr
             if result.exception and not isinstance(result.exception, SystemExit):
                 problem = "".join(traceback.format_exception(result.exception)[-4:])
         except _TooLong:
-            problem = f"no answer in {SECONDS} s"
+            problem = f"no answer in {SECONDS} processor seconds or {WALL_SECONDS} s"
         except BaseException as error:  # user code may raise any
             if isinstance(error, KeyboardInterrupt):
                 raise
