@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
-import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from click.testing import CliRunner
 
+from benchmarks.time_limit import TooLongError, limited
 from hap.cli.commands import main
 
 MODEL = """
@@ -51,8 +49,6 @@ nodes:
 
 SECONDS = 60
 """Limit of a case, of processor time."""
-WALL_SECONDS = 600
-"""Limit of a case that waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,30 +82,6 @@ class Outcome:
     problem: str
 
 
-class _TooLong(BaseException):
-    """A case has exceeded its time limit."""
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """Raise in the main thread at either limit; ``SIGALRM`` is left to the commands."""
-
-    def stop(*_: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGPROF, stop)
-    waits = threading.Timer(WALL_SECONDS, signal.raise_signal, [signal.SIGPROF])
-    waits.daemon = True
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    waits.start()
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        waits.cancel()
-        signal.signal(signal.SIGPROF, before)
-
-
 def run(case: Case, folder: Path) -> Outcome:
     """Run a case in an empty folder."""
     folder.mkdir(parents=True)
@@ -120,19 +92,19 @@ def run(case: Case, folder: Path) -> Outcome:
         **case.files,
     }.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     os.mkfifo(folder / "pipe")
     code, message, problem = -1, "", ""
     with contextlib.chdir(folder):
         try:
-            with _limited(), contextlib.redirect_stdout(io.StringIO()):
+            with limited(SECONDS), contextlib.redirect_stdout(io.StringIO()):
                 result = CliRunner().invoke(main, list(case.argv))
             code, message = result.exit_code, result.stderr
             if result.exception and not isinstance(result.exception, SystemExit):
                 problem = "".join(traceback.format_exception(result.exception)[-4:])
-        except _TooLong:
-            problem = f"no answer in {SECONDS} processor seconds or {WALL_SECONDS} s"
+        except TooLongError:
+            problem = f"no answer in {SECONDS} processor seconds"
         except BaseException as error:  # user code may raise any
             if isinstance(error, KeyboardInterrupt):
                 raise

@@ -31,8 +31,7 @@ def check_parameters(module: nn.Module) -> None:
     """Raise ``ModelError`` if there is nothing to train."""
     parameters = dict(module.named_parameters())
     lazy = next(
-        (n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedTensorMixin)),
-        None,
+        (n for n, p in parameters.items() if isinstance(p, nn.UninitializedParameter)), None
     )
     if lazy is not None:
         raise ModelError(
