@@ -130,7 +130,8 @@ def check_state(before: Mapping[str, int], after: Mapping[str, int], kept: Conta
             leaf = name.rpartition(".")[2]
             raise ModelError(
                 f"the forward replaces the buffer {name!r}, so that its new value would be lost",
-                hint=f"write into the buffer: self.{leaf}.copy_(...), or self.{leaf} += ...",
+                hint=f"write into the buffer: self.{leaf}.copy_(...), or self.{leaf} += ...; if only "
+                "the first forward makes it, call the model once in model()",
             )
 
 
