@@ -71,7 +71,9 @@ SPECS = {
 
 def cases(plan: Path) -> Iterator[Case]:
     """Yield hostile arguments and files beside a plan file that is right."""
-    text = plan.read_text()
+    data = json.loads(plan.read_text())
+    data["source"]["path"] = "model.py"
+    text = json.dumps(data)
 
     def case(name: str, *argv: str, exits: tuple[int, ...] = (2,), **files: str | bytes) -> Case:
         named = {key.replace("__", "."): value for key, value in files.items()}
@@ -87,7 +89,7 @@ def cases(plan: Path) -> Iterator[Case]:
         yield case(f"a log: {name}", "report", "plan.json", "-o", "x.html", "--log", path)
         yield case(f"weights: {name}", "import", path, "--to", "out")
         yield case(f"checkpoints: {name}", "export", path, "--to", "out")
-        moved = json.dumps({**json.loads(text), "source": {"path": path, "function": "model"}})
+        moved = json.dumps({**data, "source": {"path": path, "function": "model"}})
         yield case(f"a plan's model file: {name}", "verify", "p.json", p__json=moved)
     for name, path in UNWRITABLE.items():
         yield case(f"report -o {name}", "report", "plan.json", "-o", path)
