@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hap.capture import torch_private
+from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
@@ -106,6 +107,8 @@ def plan(
     _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
+    check_module(module)
+    check_parameters(module)
     kind = examine(optimizer, module)
 
     def captured(recompute: str, gradients: str) -> Graph:
@@ -177,13 +180,18 @@ def without_data(make: Callable[[], Made], progress: Progress = lambda text: Non
     except torch_private.data_dependent_errors():
         progress("model() or batch() reads tensor data: building them for real")
         return make()
+    except ModelError as error:
+        if "FakeTensor" not in str(error.__cause__):
+            raise
+        progress("model() or batch() needs tensors with data: building them for real")
+        return make()
 
 
 def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:
     entries = flatten(batch)
     if not entries:
         raise ModelError("the batch holds no tensors", hint="return the global batch from batch()")
-    rows = min((t.shape[0] for t in entries.values() if t.dim()), default=1)
+    rows = max((t.shape[0] for t in entries.values() if t.dim()), default=1)
     if rows < cluster.world_size and not allow_idle:
         raise InputError(
             f"the global batch has {rows} rows, fewer than the {cluster.world_size} devices",

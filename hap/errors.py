@@ -8,6 +8,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+LONGEST_LINE = 600
+"""Limit of a line of a message, in characters: names and errors of libraries may be longer."""
+
+
+def _cut(text: str, longest: int = LONGEST_LINE) -> str:
+    """Return a text, without its middle if it is too long."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2 - 3
+    return f"{text[:half]} ... {text[-half:]}"
+
 
 class HapError(Exception):
     """Base of all errors meant for people.
@@ -27,8 +38,10 @@ class HapError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  hint: {self.hint}" if self.hint else text
+        where = _cut(self.where, LONGEST_LINE // 2)
+        text = "\n".join(_cut(line) for line in self.what.split("\n"))
+        text = f"{where}: {text}" if where else text
+        return f"{text}\n  hint: {_cut(self.hint)}" if self.hint else text
 
 
 class InputError(HapError):

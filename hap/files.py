@@ -1,7 +1,8 @@
-"""Files that are written as a whole or not at all."""
+"""Files that are read, and files that are written as a whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable
@@ -46,6 +47,21 @@ def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> Non
             pass
     except OSError as error:
         fail(error.strerror or str(error))
+
+
+def read_whole(path: str | Path) -> str:
+    """Return the text of a file, as UTF-8.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, which may have no end.
+        UnicodeDecodeError: it is no text.
+    """
+    if "\0" in str(path) or not str(path):
+        raise OSError(errno.EINVAL, "that is no file name")
+    found = Path(path)
+    if found.exists() and not found.is_file() and not found.is_dir():
+        raise OSError(errno.EINVAL, "it is a device, a socket or a pipe, not a file")
+    return found.read_text(encoding="utf-8")
 
 
 def write_whole(path: str | Path, parts: Iterable[str]) -> None:

@@ -12,10 +12,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from hap.errors import InputError
+from hap.files import read_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def read_log(path: str, world_size: int) -> list[LoggedStep]:
         InputError: no such file, a line of another form, or another number of ranks.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = read_whole(path).splitlines()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(

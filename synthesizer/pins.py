@@ -25,7 +25,7 @@ def tensor_named(graph: Graph, name: str) -> str:
         near = difflib.get_close_matches(name, known, 3, cutoff=0.4)
         raise InputError(
             f"the model has no tensor or operator {name!r}",
-            hint=f"nearest: {', '.join(near)}" if near else "hap show --program lists them",
+            hint=f"nearest: {', '.join(near)}" if near else "hap show lists them",
         )
     return str(known[name])
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,9 @@ from benchmarks.hostile.__main__ import all_cases, sample
 from benchmarks.hostile.case import run
 from benchmarks.mutations.judge import FALSE_EQUAL, HANG, TRACEBACK
 from benchmarks.mutations.trial import trials
+from benchmarks.time_limit import TooLongError, limited
 from hap.errors import InputError
-from hap.files import check_output, write_whole
+from hap.files import check_output, read_whole, write_whole
 
 CASES, MUTANTS = 60, 40
 
@@ -42,6 +47,24 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     write_whole(tmp_path / "link", ["text"])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "text"
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe, not a file"):
+        read_whole(tmp_path / "pipe")
+
+
+def test_code_that_runs_or_waits_for_ever_is_stopped() -> None:
+    codes: list[Callable[[], None]] = [partial(time.sleep, 60), busy]
+    for code in codes:
+        with pytest.raises(TooLongError), limited(0.05):
+            code()
+
+
+def busy() -> None:
+    while True:
+        pass
 
 
 def test_an_output_that_is_an_input_through_a_link_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hap
-from benchmarks.hostile import cluster_files, command_lines, model_files, plan_files
+from benchmarks.hostile import cluster_files, command_lines, model_files, other_commands, plan_files
 from benchmarks.hostile.case import CLUSTER, MODEL, Case, Outcome, run
 
 KINDS = ("model", "cluster", "plan", "command")
@@ -36,10 +36,12 @@ def all_cases(folder: Path, plans: int = 200) -> list[Case]:
     folder.mkdir(parents=True)
     (folder / "model.py").write_text(MODEL)
     (folder / "cluster.yaml").write_text(CLUSTER)
-    made = hap.api.plan_file(str(folder / "model.py"), folder / "cluster.yaml")
+    everywhere = hap.PlanOptions(all_devices=True)
+    made = hap.api.plan_file(str(folder / "model.py"), folder / "cluster.yaml", options=everywhere)
     made.save(folder / "plan.json")
     return [
         *model_files.cases(), *cluster_files.cases(), *command_lines.cases(),
+        *other_commands.cases(folder / "plan.json"),
         *plan_files.cases(folder / "plan.json", plans),
     ]  # fmt: skip
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from click.testing import CliRunner
 
+from benchmarks.time_limit import TooLongError, limited
 from hap.cli.commands import main
 
 MODEL = """
@@ -49,7 +48,7 @@ nodes:
 """
 
 SECONDS = 60
-"""Time limit of a case."""
+"""Limit of a case, of processor time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,24 +82,6 @@ class Outcome:
     problem: str
 
 
-class _TooLong(BaseException):
-    """A case has exceeded its time limit."""
-
-
-@contextlib.contextmanager
-def _limited(seconds: int) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def run(case: Case, folder: Path) -> Outcome:
     """Run a case in an empty folder."""
     folder.mkdir(parents=True)
@@ -111,19 +92,19 @@ def run(case: Case, folder: Path) -> Outcome:
         **case.files,
     }.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     os.mkfifo(folder / "pipe")
     code, message, problem = -1, "", ""
     with contextlib.chdir(folder):
         try:
-            with _limited(SECONDS), contextlib.redirect_stdout(io.StringIO()):
+            with limited(SECONDS), contextlib.redirect_stdout(io.StringIO()):
                 result = CliRunner().invoke(main, list(case.argv))
             code, message = result.exit_code, result.stderr
             if result.exception and not isinstance(result.exception, SystemExit):
                 problem = "".join(traceback.format_exception(result.exception)[-4:])
-        except _TooLong:
-            problem = f"no answer in {SECONDS} s"
+        except TooLongError:
+            problem = f"no answer in {SECONDS} processor seconds"
         except BaseException as error:  # user code may raise any
             if isinstance(error, KeyboardInterrupt):
                 raise

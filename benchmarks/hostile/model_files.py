@@ -114,7 +114,7 @@ MAY_PLAN = {  # exit 0 is as good an answer as an error
     "line: a star import", "line: a seed out of range", "line: a negative seed",
     "line: an unknown optimizer", "line: a rule of nonsense", 
     "model: a parameter of no elements", "loss: changes the output", "forward: in no_grad",
-    "line: loss is text", "model: an empty sequence", "loss: a tuple",
+    "line: loss is text", "model: an empty sequence", "loss: a tuple", "model: a device that is absent",
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--count", type=int, default=2000, help="how many mutated plans")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="processor seconds for each")
     parser.add_argument("--out", type=Path, help="write every outcome to this file")
     options = parser.parse_args(arguments)
     began = time.perf_counter()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from benchmarks.mutations.independent import first_unequal
 from benchmarks.mutations.mutators import Data
 from benchmarks.mutations.subjects import Subject
+from benchmarks.time_limit import TooLongError, limited
 from hap.errors import PlanError, VerifyError
 from hap.ir.plan import Plan
 from hap.runtime.verify import verify
@@ -34,17 +31,13 @@ class Judgement(NamedTuple):
     why: str
 
 
-class _TimeUp(BaseException):
-    """No ``Exception``, so that no handler mistakes it for a failure."""
-
-
 def judge(subject: Subject, data: Data, path: Path, limit_s: float = LIMIT_S) -> Judgement:
     """Return the outcome of one mutated plan, within a time limit."""
     try:
-        with _limited(limit_s):
+        with limited(limit_s):
             return _judged(subject, data, path)
-    except _TimeUp:
-        return Judgement(HANG, f"no outcome after {limit_s:g} s")
+    except TooLongError:
+        return Judgement(HANG, f"no outcome after {limit_s:g} processor seconds")
     except Exception:
         return Judgement(TRACEBACK, traceback.format_exc())
 
@@ -70,17 +63,3 @@ def _judged(subject: Subject, data: Data, path: Path) -> Judgement:
         return Judgement(FAILED, verdict.first_bad or "")
     unequal = first_unequal(plan, data, subject.expected)
     return Judgement(FALSE_EQUAL, unequal) if unequal else Judgement(EQUAL, "")
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    def over(number: int, frame: FrameType | None) -> None:
-        raise _TimeUp
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -36,7 +36,7 @@ def packaged(
     origin: str, name: str, brings: str, make: Callable[..., nn.Module], tiny: Mapping[str, Any],
     shapes: tuple[tuple[int, ...], tuple[int, ...]], rows: tuple[int, int], *,
     pixels: bool = False, both: Mapping[str, Any] | None = None,
-    published: Mapping[str, Any] | None = None, classes: int = 1000,
+    published: Mapping[str, Any] | None = None, classes: int = 1000, called: bool = False,
 ) -> Entry:  # fmt: skip
     """An entry for a model of a package.
 
@@ -47,12 +47,15 @@ def packaged(
         shapes: of one input of the tiny and of the full model.
         rows: of their batches.
         pixels: is there a label per pixel?
+        called: call the model once, which makes its buffers.
     """
 
     def build(
         options: Mapping[str, Any], classes: int, shape: tuple[int, ...], count: int
     ) -> Built:
         model = make(num_classes=classes, **(both or {}), **options)
+        if called:
+            model(torch.zeros(1, *shape))
         labels = torch.randint(classes, (count, *shape[-2:]) if pixels else (count,))
         return Trained(model).train(), (torch.randn(count, *shape), labels)
 

@@ -32,11 +32,14 @@ def _make(name: str, small: Small | None = None, **options: Any) -> nn.Module:
 
 def row(
     name: str, brings: str, tiny_size: int = 64, full_size: int = 224, rows: int = 6,
-    small: Small | None = None, **tiny: Any,
+    small: Small | None = None, called: bool = False, **tiny: Any,
 ) -> Entry:  # fmt: skip
     shapes = (3, tiny_size, tiny_size), (3, full_size, full_size)
     tiny |= {"small": small} if small else {}
-    return packaged("timm", f"timm/{name}", brings, partial(_make, name), tiny, shapes, (rows, 64))
+    return packaged(
+        "timm", f"timm/{name}", brings, partial(_make, name), tiny, shapes, (rows, 64),
+        called=called,
+    )  # fmt: skip
 
 
 _TOKENS: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2}
@@ -128,7 +131,7 @@ ATTENTION = (
     row("beit_base_patch16_224", "relative position biases, no absolute ones", 32, **_HEADS),
     row("cait_xxs24_224", "talking heads, a class token in the last layers", 32, **_HEADS),
     row("xcit_nano_12_p16_224", "attention between channels", 32, **_HEADS),
-    row("convit_tiny", "gated attention by position", 32, **_HEADS),
+    row("convit_tiny", "gated attention by position", 32, called=True, **_HEADS),
     row("vit_relpos_small_patch16_224", "relative positions by a small network", 32, **_HEADS),
     row("eva02_tiny_patch14_224", "rotary positions in two dims, SwiGLU", 56, img_size=56, depth=2,
         embed_dim=24),

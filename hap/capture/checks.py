@@ -11,9 +11,33 @@ from hap.capture import torch_private
 from hap.errors import ModelError
 
 
+def check_module(module: nn.Module) -> None:
+    """Raise ``ModelError`` for a module whose Python code can't be traced."""
+    for path, sub in module.named_modules():
+        where = f"the module {path!r}" if path else "the model"
+        if isinstance(sub, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{where} is compiled by torch.jit, so that its Python code is not known",
+                hint="use the nn.Module that it was made of",
+            )
+        if isinstance(sub, torch_private.OptimizedModule):
+            raise ModelError(
+                f"{where} is wrapped by torch.compile",
+                hint="use the module inside; --backend inductor compiles what each rank runs",
+            )
+
+
 def check_parameters(module: nn.Module) -> None:
     """Raise ``ModelError`` if there is nothing to train."""
     parameters = dict(module.named_parameters())
+    lazy = next(
+        (n for n, p in parameters.items() if isinstance(p, nn.UninitializedParameter)), None
+    )
+    if lazy is not None:
+        raise ModelError(
+            f"the parameter {lazy!r} has no shape before the first forward",
+            hint="give the sizes (nn.Linear for nn.LazyLinear), or call the model once in model()",
+        )
     if not parameters:
         raise ModelError(
             "the model has no parameters, so that there is nothing to train",
@@ -78,6 +102,22 @@ def state_of(module: nn.Module) -> dict[str, int]:
     }
 
 
+def numbers_of(module: nn.Module) -> dict[str, object]:
+    """The numbers and texts that are plain attributes of modules, by dotted name."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, sub in module.named_modules()
+        for key, value in vars(sub).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def changed_number(before: Mapping[str, object], after: Mapping[str, object]) -> str:
+    """Return the first attribute of :func:`numbers_of` that a forward changed, or nothing."""
+    missing = object()  # an attribute of the class becomes the module's own when it is changed
+    return next((n for n, value in after.items() if before.get(n, missing) != value), "")
+
+
 def check_state(before: Mapping[str, int], after: Mapping[str, int], kept: Container[str]) -> None:
     """Raise ``ModelError`` if the forward replaces a buffer whose value the next step needs.
 
@@ -90,7 +130,8 @@ def check_state(before: Mapping[str, int], after: Mapping[str, int], kept: Conta
             leaf = name.rpartition(".")[2]
             raise ModelError(
                 f"the forward replaces the buffer {name!r}, so that its new value would be lost",
-                hint=f"write into the buffer: self.{leaf}.copy_(...), or self.{leaf} += ...",
+                hint=f"write into the buffer: self.{leaf}.copy_(...), or self.{leaf} += ...; if only "
+                "the first forward makes it, call the model once in model()",
             )
 
 

@@ -113,6 +113,14 @@ def _fill(x: Tensor, value: Tensor) -> Tensor:
     return value.to(x.dtype).expand(x.shape)
 
 
+def _split(x: Tensor, size: int, dim: int = 0) -> Any:
+    return aten.split.Tensor(x, size, dim)
+
+
+def _split_with_sizes(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
+    return aten.split_with_sizes.default(x, sizes, dim)
+
+
 def _index(x: Tensor, indices: list[Any]) -> Any:
     return aten.index.Tensor(x, indices)
 
@@ -131,6 +139,8 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
     aten.fill.Tensor: _fill,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten._unsafe_index.Tensor: _index,
     aten._unsafe_index_put.default: _index_put,
 }

@@ -176,7 +176,7 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def _execute(path: str) -> ModuleType:
-    file = Path(path).resolve()
+    file = Path(path.replace("\0", " ")).resolve()
     if not file.is_file():
         raise ModelError("no such file", where=path, hint="give a Python file: model.py")
     name = f"hap_model_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import logging
 import math
+import re
 import threading
 import types
 import warnings
@@ -21,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._decomp import get_decompositions as get_decompositions
+from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from hap.capture.data_checks import drop_checks
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
@@ -111,7 +115,9 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     try:
         with (
             warnings.catch_warnings(),
-            dynamo.config.patch(ignore_logging_functions=loggers, allow_rnn=True),
+            dynamo.config.patch(
+                ignore_logging_functions=loggers, allow_rnn=True, trace_autograd_ops=True
+            ),
             _autocast_of_any_device(),
             _without_hints(),
         ):
@@ -204,8 +210,14 @@ class GraphBreak(Exception):
 
     def __init__(self, error: Exception) -> None:
         text = str(error).strip()
-        super().__init__(text.splitlines()[0] if text else type(error).__name__)
+        (first, *lines) = text.splitlines() or [type(error).__name__]
+        told = next((x for x in lines if "Explanation: " in x), "").partition("Explanation: ")[2]
+        told = re.sub(r" in file `[^`]*`|\(.*?\)", "", told).partition(". ")[0].strip()
+        super().__init__(f"{first.strip()}: {told}" if told else first)
         self.detail = text
+        self.depends_on_data = isinstance(error, data_dependent_errors()) or bool(
+            re.search(r"data.dependent|dynamic shape|\.item\b", text, re.IGNORECASE)
+        )
         stack = getattr(error, "real_stack", None) or ()
         frames = [f for f in stack if "/torch/" not in f.filename]
         self.line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -243,6 +255,8 @@ def joint_graph(
                 return "buffer", end.target
             case d.PlainAOTInput():
                 return "input", str(end.idx)
+            case d.ForwardTokenAOTInput() | d.ForwardTokenAOTOutput():
+                return "unused", ""  # of checks, which are dropped
             case d.TangentAOTInput():
                 return "tangent", "loss"
             case d.PlainAOTOutput():
@@ -261,6 +275,7 @@ def joint_graph(
             stack, module, args, decompositions=dict(decompositions)
         )
         graph = joint.graph_module.graph
+    drop_checks(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return Joint(
         graph=graph,

@@ -10,6 +10,7 @@ import copy
 import operator
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,18 @@ from torch import Tensor as TorchTensor
 from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
-from hap.capture.attention_kernels import KERNELS
 from hap.capture.checks import (
+    changed_number,
     check_batch,
     check_hooks,
     check_loss,
+    check_module,
     check_parameters,
     check_state,
+    numbers_of,
     state_of,
 )
-from hap.capture.decompositions import DECOMPOSED
+from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.cluster.work import PRECISIONS
 from hap.errors import InputError, ModelError
@@ -38,8 +41,6 @@ from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.ir.graph_builder import Builder
 from hap.ir.regather import with_backward_aliases
-
-aten = torch.ops.aten
 
 Loss = Callable[[Any, Any], TorchTensor]
 
@@ -95,6 +96,7 @@ def capture(
         InputError: an unknown ``autocast`` or ``recompute``.
     """
     check_recipe(autocast, recompute)
+    check_module(module)
     check_parameters(module)
     check_hooks(module)
     check_batch(flatten(batch))
@@ -105,15 +107,20 @@ def capture(
     with mode, gc_paused(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
+            given = nn.ModuleList([step.module, module])  # hooks may change the original
+            numbers = numbers_of(given)
             check_loss(lambda: step(*tensors), _raised_at, skip)
+            counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
         after = state_of(step.module)
         check_state(before, after, module.state_dict(keep_vars=True))
         try:
             traced = torch_private.dynamo_graph(step, tensors)
+            if counter:
+                _check_same(step, tensors, traced, counter)
             _name_logical(traced)
-            joint = torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+            joint = _differentiated(traced, tensors)
         except torch_private.GraphBreak as error:
-            raise _not_one_graph(str(error), error.line) from error
+            raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
@@ -133,6 +140,38 @@ def capture(
         last = max((region.number for region in own.values()), default=-1)
         regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
     return with_backward_aliases(recomputed(graph, regions))
+
+
+def _check_same(step: Step, tensors: Any, traced: fx.GraphModule, counter: str) -> None:
+    """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
+    with torch_private.as_if_compiling():
+        step(*tensors)
+    if torch_private.dynamo_graph(step, tensors).code != traced.code:
+        raise ModelError(
+            f"the forward changes the attribute {counter!r}, and then computes something else",
+            hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
+        )
+
+
+def _differentiated(traced: fx.GraphModule, tensors: Any) -> torch_private.Joint:
+    """Return the forward with its backward.
+
+    Raises:
+        ModelError: an operator has no derivative, for example.
+    """
+    with warnings.catch_warnings(record=True) as forward:  # the line in the forward, if it is known
+        warnings.simplefilter("always")
+        try:
+            return torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+        except torch_private.data_dependent_errors():
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            lines = [_line(str(given.message)) for given in forward]
+            raise ModelError(
+                f"the step can't be differentiated: {str(error).partition(chr(10))[0]}",
+                where=next((line for line in reversed(lines) if line), ""),
+                hint="detach the tensor there, or compute it with operators that have a derivative",
+            ) from error
 
 
 def _name_logical(traced: fx.GraphModule) -> None:
@@ -168,12 +207,15 @@ def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = 
             raise InputError(f"{name} {given!r}", hint=f"use one of {', '.join(known)}")
 
 
-def _not_one_graph(reason: str, where: str) -> ModelError:
+def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
+    hint = (
+        "the program must not depend on tensor data: no `if` on a tensor's value, "
+        "no .item(), no shapes made from data; torch.where often does instead"
+    )
+    if not on_data:
+        hint = "compute this in __init__ or in batch(), or with torch's operators alone"
     return ModelError(
-        f"the forward can't be captured as one graph: {reason}",
-        where=where,
-        hint="the program must not depend on tensor data: no `if` on a tensor's value, "
-        "no .item(), no shapes made from data; torch.where often does instead",
+        f"the forward can't be captured as one graph: {reason}", where=where, hint=hint
     )
 
 
@@ -201,75 +243,6 @@ def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step
     return twin, tuple(fake(t) for t in batch.values())
 
 
-# --- decompositions: make local element counts explicit where ATen hides them ---
-
-
-def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    return torch.sum(x, list(dims), keepdim, dtype=dtype) / count
-
-
-def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Return ``source``, stored like ``x``: its readers may rely on a view."""
-    whole = source.to(x.dtype).expand(x.shape)
-    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
-    if order == list(range(x.dim())):
-        return whole.clone(memory_format=torch.contiguous_format)
-    stored = whole.permute(order).clone(memory_format=torch.contiguous_format)
-    return stored.permute([order.index(d) for d in range(x.dim())])
-
-
-def _nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
-    if reduction != 1:
-        return NotImplemented
-    total, count = aten.nll_loss_forward(x, target, weight, 2, ignore)
-    return total / count, count
-
-
-def _nll_loss_backward(
-    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, count: Any
-) -> Any:
-    if reduction != 1:
-        return NotImplemented
-    return aten.nll_loss_backward(grad / count, x, target, weight, 2, ignore, count)
-
-
-def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> Any:
-    *options, (want_x, want_w, want_bias) = rest
-    if not want_bias:
-        return NotImplemented
-    dx, dw, _ = aten.convolution_backward(grad, x, w, None, *options, [want_x, want_w, False])
-    return dx, dw, grad.sum([0, *range(2, grad.dim())])
-
-
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **torch_private.get_decompositions([
-        aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
-        aten.smooth_l1_loss_backward, aten.huber_loss, aten.huber_loss_backward,
-        aten.binary_cross_entropy_with_logits, aten.binary_cross_entropy,
-        aten.binary_cross_entropy_backward, aten.soft_margin_loss, aten.soft_margin_loss_backward,
-        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.xlogy, aten.norm, aten.lerp,
-        aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
-    ]),
-    **DECOMPOSED,
-    **KERNELS,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.nll_loss_backward.default: _nll_loss_backward,
-    aten.convolution_backward.default: _convolution_backward,
-    aten.copy.default: _copy,
-    aten.sgn.default: torch.sign,
-    aten.zero.default: torch.zeros_like,
-    aten.fill.Scalar: torch.full_like,
-}  # fmt: skip
-"""Mean reductions become a sum over the shards and a division by the *global* count; a
-convolution's bias gradient, which needs no input channel, becomes an operator of its own."""
-
-
 # --- fx -> Graph ---
 
 _DROPPED_KWARGS = {"device", "layout", "pin_memory"}
@@ -287,7 +260,9 @@ def _convert(
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
         target = batch_names[int(target)] if role == "input" else names.get(target, target)
-        values[node] = Ref(build.tensor(_tensor(node.name, node.meta["val"])))
+        if role == "unused":
+            continue
+        values[node] = Ref(build.tensor(_tensor(node, node.name, node.meta["val"])))
         inputs.append(Input(tensor=node.name, role=role, target=target))
 
     def arg(value: Any) -> Arg:
@@ -307,14 +282,16 @@ def _convert(
         raise ModelError(f"an operator's argument is a {type(value).__name__}: {value!r}")
 
     for node in joint.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and not isinstance(
+            getattr(joint.graph.owning_module, str(node.target)), nn.Module
+        ):
             held = _held(joint, node)
             (values[node],) = build.node(
                 name=node.name,
                 op="hap.constant.default",
                 args=(tuple(held.flatten().tolist()), tuple(held.shape)),
                 kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
-                results=[_tensor(node.name, held)],
+                results=[_tensor(node, node.name, held)],
                 source=_source(node),
                 module=_module(node),
             )
@@ -324,10 +301,16 @@ def _convert(
         if node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
             continue
+        if "." not in str(node.target):
+            raise ModelError(
+                f"the step runs programs inside of an operator ({node.target}), whose splits are "
+                "not known",
+                where=_source(node), hint="compute both branches and choose by torch.where",
+            )  # fmt: skip
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
         tensors = [
-            _tensor(f"{node.name}.{k}" if many else node.name, r)
+            _tensor(node, f"{node.name}.{k}" if many else node.name, r)
             if isinstance(r, TorchTensor) else None
             for k, r in enumerate(results if many else [results])
         ]  # fmt: skip
@@ -387,13 +370,28 @@ def _raised_at(error: Exception) -> str:
     return frames[-1] if frames else ""
 
 
-def _tensor(name: str, value: TorchTensor) -> Tensor:
+def _tensor(node: fx.Node, name: str, value: TorchTensor) -> Tensor:
+    """Describe a tensor that ``node`` makes.
+
+    Raises:
+        ModelError: programs can't hold such a tensor.
+    """
     dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
+    if value.layout != torch.strided:
         raise ModelError(
-            f"the step computes a tensor of dtype {dtype} ({name})",
-            hint=f"supported are {', '.join(ITEM_BYTES)}",
+            f"the step computes a tensor of layout {str(value.layout).removeprefix('torch.')} "
+            f"({node.target})",
+            where=_source(node),
+            hint="use dense tensors: sparse=False in an embedding, for example",
         )
+    if dtype not in ITEM_BYTES:
+        hint = f"supported are {', '.join(ITEM_BYTES)}"
+        if value.is_complex():
+            hint = "compute with real and imaginary parts as real tensors"
+        raise ModelError(
+            f"the step computes a tensor of dtype {dtype} ({node.target})",
+            where=_source(node), hint=hint,
+        )  # fmt: skip
     return Tensor(name=name, shape=tuple(int(s) for s in value.shape), dtype=dtype)
 
 

@@ -21,6 +21,8 @@ def checkpoints(folder: str | None, every: int, keep: int, resume: str) -> Check
         if resume != "no":
             raise InputError("--resume without --checkpoint", hint="give --checkpoint DIR as well")
         return None
+    if not folder:
+        raise InputError("--checkpoint names no folder", hint="give --checkpoint DIR")
     found = Checkpoints(folder=str(Path(folder).absolute()), every=every, keep=keep, resume=resume)
     found.check()
     return found

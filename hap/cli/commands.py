@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,8 @@ import click
 import hap
 from hap import cli
 from hap.cli import explain_command, init_command, report_command, what_if_command
-from hap.errors import HapError, InputError, VerifyError
+from hap.cli.answers import answered
+from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
 
@@ -46,21 +46,8 @@ def _versions(context: click.Context) -> None:
 def _command(
     function: Callable[..., None], group: click.Group = main, name: str | None = None
 ) -> click.Command:
-    """Register a command that prints errors in two lines, and their traceback with -v."""
-
-    @functools.wraps(function)
-    def told(*, verbose: bool, **given: Any) -> None:
-        try:
-            function(**given)
-        except HapError as error:
-            if verbose:
-                traceback.print_exc()
-            click.echo(f"error: {error}", err=True)
-            raise SystemExit(error.exit_code) from error
-
-    told = click.option("-v", "--verbose", is_flag=True, help="Show the traceback of an error.")(
-        told
-    )
+    """Register a command that answers errors with one paragraph."""
+    told = answered(function)
     asks = any(isinstance(p, click.Argument) for p in getattr(told, "__click_params__", ()))
     return group.command(name, no_args_is_help=asks)(told)
 
@@ -343,12 +330,12 @@ def profile(
 def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json: bool) -> None:
     """Show the program of PLAN, one instruction to a line."""
     made = hap.Plan.load(plan_file)
+    if rank is not None and rank >= made.world_size:
+        raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
     if as_json:
         figures = cli.report.figures_json.show_json(made)
         click.echo(json.dumps(figures, indent=1, allow_nan=False))
         return
-    if rank is not None and rank >= made.world_size:
-        raise InputError(f"there is no rank {rank}", hint=f"ranks are 0..{made.world_size - 1}")
     if code:
         click.echo(hap.api.code(made, rank or 0))
         return
@@ -363,9 +350,10 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
+    plan = hap.Plan.load(plan_file)
     if trace is not None:
-        check_output(trace, plan_file, hint="change --trace")
-    made = hap.plan_simulation.simulate_plan(hap.Plan.load(plan_file), overlap=not in_turn)
+        check_output(trace, plan_file, plan.source.path, hint="change --trace")
+    made = hap.plan_simulation.simulate_plan(plan, overlap=not in_turn)
     if trace is not None:
         cli.simulation.write_trace(made, trace)
         _note(f"written to {trace}")

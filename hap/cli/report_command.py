@@ -6,6 +6,7 @@ import os
 
 import click
 
+import hap
 from hap import cli
 from hap.errors import InputError
 from hap.files import check_output, write_whole
@@ -25,7 +26,8 @@ def check_log(path: str, plan_file: str) -> None:
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if path and rank == "0":
-        check_output(path, plan_file, hint="change --log")
+        source = hap.Plan.load(plan_file).source.path if os.path.exists(path) else None
+        check_output(path, plan_file, source, hint="change --log")
 
 
 @click.argument("plan_file", metavar="PLAN")
@@ -36,8 +38,9 @@ def report(plan_file: str, output: str, log_file: str | None) -> None:
 
     The page is one file that needs no network.
     """
-    check_output(output, plan_file, log_file)
-    text = cli.report.page.page_of_files(plan_file, log_file)
+    plan = hap.Plan.load(plan_file)
+    check_output(output, plan_file, log_file, plan.source.path)
+    text = cli.report.page.page_of_plan(plan, plan_file, log_file)
     try:
         write_whole(output, [text])
     except OSError as error:

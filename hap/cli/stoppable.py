@@ -55,9 +55,12 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
         yield
         return
 
+    clock = limit_s is not None  # without a limit the timer is not ours
+
     def disarm() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        if clock:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -72,7 +75,8 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
         if not isinstance(lost.exc_value, PlanningStopped):
             reported(lost)
             return
-        reason = str(lost.exc_value)
+        nonlocal clock
+        reason, clock = str(lost.exc_value), True
 
         def repeat(number: int, frame: FrameType | None) -> None:
             raise PlanningStopped(reason)
@@ -81,7 +85,7 @@ def stoppable(limit_s: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, RAISED_AGAIN_S)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGINT)}
-    for number in before:
+    for number in before if clock else (signal.SIGINT,):
         signal.signal(number, stop)
     reported = sys.unraisablehook
     sys.unraisablehook = again

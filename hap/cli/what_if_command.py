@@ -61,4 +61,6 @@ def _rows(text: str | None) -> tuple[int, ...]:
     wrong = next((part for part in found if not part.isdecimal() or not int(part)), None)
     if wrong is not None:
         raise InputError(f"--rows: {wrong!r} is no number of rows", hint="write --rows 64,128")
+    if any(len(part) > 12 for part in found):
+        raise InputError("--rows: that is too many rows", hint="write --rows 64,128")
     return tuple(map(int, found))

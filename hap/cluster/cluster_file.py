@@ -23,6 +23,7 @@ from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet
 from hap.cluster.topology import Cluster, check_size
 from hap.errors import ClusterError
+from hap.files import read_whole
 from hap.units import parse
 
 _FIGURES: Final = (*BY_KEY, *RETIRED, "source")
@@ -52,9 +53,10 @@ def load_cluster(text_or_path: str | Path) -> Cluster:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_whole(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise ClusterError(
             f"cannot read the cluster: {reason}",
             where=str(path),

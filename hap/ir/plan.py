@@ -16,7 +16,7 @@ from typing import Any
 
 from hap.cluster.topology import Cluster, digest_of
 from hap.errors import ClusterError, PlanError
-from hap.files import write_whole
+from hap.files import read_whole, write_whole
 from hap.ir import plan_json
 from hap.ir.axes import Shares
 from hap.ir.batch import Form, each
@@ -362,7 +362,7 @@ class Plan:
         where = str(path)
         infinite: list[str] = []
         try:
-            data = json.loads(Path(path).read_text(), parse_constant=plan_json.noted(infinite))
+            data = json.loads(read_whole(path), parse_constant=plan_json.noted(infinite))
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except OSError as error:
@@ -374,7 +374,7 @@ class Plan:
             raise PlanError(
                 "the plan file is nested too deep", where=where, hint="plan anew"
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise PlanError(
                 f"the plan file is damaged or cut off ({error})", where=where, hint="plan anew"
             ) from None

@@ -91,6 +91,8 @@ def import_(weights: str, to: str) -> int:
         try:
             for number, tensors in enumerate(_sources(Path(weights))):
                 part = folder.part(0) / file_of(number)
+                for name, tensor in tensors.items():
+                    _check_stored(name, tensor, weights)
                 renamed = {MODEL + n: t.detach().contiguous().clone() for n, t in tensors.items()}
                 save_file(renamed, part, {"format": "pt"})
                 sync_file(part)
@@ -100,6 +102,8 @@ def import_(weights: str, to: str) -> int:
                         what = f"two files hold {key.removeprefix(MODEL)}"
                         raise InputError(what, where=weights, hint="remove one of them")
                     entries[key] = _entry(tensor, part.name)
+            if not entries:
+                raise InputError("there are no tensors in it", where=weights)
             state = dict.fromkeys(("module", "optimizer", "scheduler", "scaler"))
             index = {
                 "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
@@ -110,6 +114,18 @@ def import_(weights: str, to: str) -> int:
             shutil.rmtree(folder.part(0), ignore_errors=True)
             raise
     return len(entries)
+
+
+def _check_stored(name: str, tensor: torch.Tensor, where: str) -> None:
+    """Raise ``InputError`` for a tensor that a checkpoint can't hold."""
+    kind = str(tensor.layout) if tensor.layout != torch.strided else ""
+    kind = kind or ("on the meta device, without data" if tensor.is_meta else "")
+    kind = kind or (f"quantized ({tensor.dtype})" if tensor.is_quantized else "")
+    if kind:
+        raise InputError(
+            f"the tensor {name!r} is {kind.removeprefix('torch.')}", where=where,
+            hint="save it as a dense tensor of numbers",
+        )  # fmt: skip
 
 
 def _entry(tensor: torch.Tensor, file: str) -> dict[str, Any]:

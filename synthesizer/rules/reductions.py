@@ -90,7 +90,7 @@ def _softmax_backward(call: Call) -> list[Row]:
 
 @rule("aten.nll_loss_forward.default")
 def _nll(call: Call) -> list[Row]:
-    # Captured with a sum (or no) reduction: see hap.capture.tracing.DECOMPOSITIONS.
+    # Captured with a sum (or no) reduction: see hap.capture.local_counts.DECOMPOSITIONS.
     batch = ["n"] if len(call.ins[0].shape) == 2 else []
     # The classes are looked up by number, as in hap.synthesizer.rules.indexing.
     x, rest = [*batch, "v"], [["v"] for _ in call.ins[2:]]

@@ -41,7 +41,11 @@ def page_of_files(plan_file: str, log_file: str | None = None) -> str:
         PlanError: the plan file cannot be used.
         InputError: the log cannot be used, or is of another number of ranks.
     """
-    plan = Plan.load(plan_file)
+    return page_of_plan(Plan.load(plan_file), plan_file, log_file)
+
+
+def page_of_plan(plan: Plan, plan_file: str, log_file: str | None = None) -> str:
+    """:func:`page_of_files` of a plan that is loaded."""
     if len(plan.prediction.ranks) != plan.world_size:
         raise PlanError(
             f"the plan predicts {len(plan.prediction.ranks)} of {plan.world_size} ranks",
