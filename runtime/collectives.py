@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hap.capture import torch_private
 from hap.runtime import messages
 
 Sizes = Sequence[int]
@@ -206,13 +205,12 @@ class ProcessGroupComm(Comm):
     def all_reduce_many(self, xs: Sequence[Tensor], how: str) -> list[Tensor]:
         # One copy in all: the results are parts of the tensor that is reduced in place.
         rest = -sum(x.numel() for x in xs) % self.world_size if how == "two step" else 0
-        given = [*xs, xs[0].new_zeros(rest)] if rest else list(xs)
-        joined = torch_private.joined(given)
+        joined = torch.cat([*(x.reshape(-1) for x in xs), xs[0].new_zeros(rest)])
         if how == "two step":
             messages.all_reduce(joined, self._group)
         else:
             dist.all_reduce(joined, group=self._group)
-        return torch_private.separated(joined, given)[: len(xs)]
+        return _parts_of(joined, xs)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         out = x.contiguous().clone()

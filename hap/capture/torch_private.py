@@ -14,7 +14,7 @@ import threading
 import types
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -448,18 +448,3 @@ def old_reparametrization(module: torch.nn.Module) -> str:
             name = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
             return f"torch.nn.utils.{name} writes {hook.name!r} before every forward"
     return ""
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a copy of all elements of tensors of one dtype, end to end.
-
-    One call takes the interpreter's lock once. Of a single tensor torch returns a view.
-    """
-    if len(tensors) == 1:
-        return tensors[0].flatten().clone(memory_format=torch.contiguous_format)
-    return torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-any-return]
-
-
-def separated(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of the tensors that :func:`joined` laid end to end."""
-    return list(torch._utils._unflatten_dense_tensors(flat, like))
