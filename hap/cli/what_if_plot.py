@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hap.errors import InputError
 
 if TYPE_CHECKING:  # it imports torch
-    from hap.cli.what_if import Answer
+    from hap.cli.crossovers import Answer
 
 FORMATS = (".svg", ".png")
 
