@@ -59,8 +59,7 @@ def narrowed(answers: Sequence[Answer], ask: Callable[[float], Answer], plans: i
         plans: most questions for each crossover of ``answers``.
     """
     found = list(answers)
-    budget = plans * len(_wide(found))
-    for _ in range(budget):
+    for _ in range(most_questions(answers, plans)):
         wide = _wide(found)
         if not wide:
             break
@@ -69,6 +68,11 @@ def narrowed(answers: Sequence[Answer], ask: Callable[[float], Answer], plans: i
         found.append(ask(value))
         found.sort(key=lambda a: a.value)
     return found
+
+
+def most_questions(answers: Sequence[Answer], plans: int) -> int:
+    """The most questions by which :func:`narrowed` narrows the crossovers of a sweep down."""
+    return plans * len(_wide(answers))
 
 
 def _wide(answers: Sequence[Answer]) -> list[tuple[Answer, Answer]]:

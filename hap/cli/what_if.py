@@ -15,7 +15,7 @@ from rich.text import Text
 from hap import api
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.capture.user_optimizer import default_optimizer
-from hap.cli.crossovers import Answer, crossovers, narrowed
+from hap.cli.crossovers import Answer, crossovers, most_questions, narrowed
 from hap.cli.terminal import alike, table
 from hap.cli.what_if_changes import (
     NOW,
@@ -64,7 +64,7 @@ def what_if(
 
     def answer(question: Question) -> Answer:
         nonlocal done
-        progress(done, max(total, done + 1), question.change)
+        progress(done, total, question.change)
         done += 1
         return _answer(file, question, asking)
 
@@ -72,7 +72,9 @@ def what_if(
     found = [[*map(answer, each_)] for each_ in asked]
     rest = [*map(answer, others)]
     answers = [now]
-    for sweep, known in zip(swept, found, strict=True):
+    most = [most_questions(known, asking.refine) for known in found]
+    for number, (sweep, known) in enumerate(zip(swept, found, strict=True)):
+        total = done + sum(most[number:])  # the sweeps before may have needed fewer
         answers += narrowed(
             known, lambda value, ask=sweep.ask: replace(answer(ask(value)), between=True),  # type: ignore[misc]
             asking.refine,
