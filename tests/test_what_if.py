@@ -167,6 +167,12 @@ def test_crossovers_name_devices_and_the_turning_point(before: str, after: str, 
     assert crossovers([answer("devices", 8, before), answer("devices", 16, after)]) == []
 
 
+def test_crossovers_name_devices_of_a_kind_that_others_have() -> None:
+    before = replace(answer("rows", 8, "2xcpu"), left_out=("slow-0:0", "slow-1:0"))
+    (turn,) = crossovers([before, answer("rows", 16, "4xcpu")])
+    assert turn.text == "2 more cpu, slow-*:0 (2x), pay from 16 rows on, not with 8 rows"
+
+
 def test_crossovers_of_programs_and_of_memory() -> None:
     (turn,) = crossovers([answer("rows", 8), answer("rows", 16, program="b")])
     assert turn.text == "between 8 rows and 16 rows the collectives change, a -> b"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hap.cli.terminal import alike
 from hap.cli.what_if_changes import DEVICES, NOW
 
 CLOSE = 1.05
@@ -135,7 +136,8 @@ def _differences(before: Answer, after: Answer) -> Iterator[str]:
 
 def _devices(before: Answer, after: Answer) -> str:
     old, new = _counts(before.used), _counts(after.used)
-    more, fewer = _shown(new - old, old), _shown(old - new, new)
+    more = _shown(new - old, old, before.left_out, after.left_out)
+    fewer = _shown(old - new, new, after.left_out, before.left_out)
     if more and not fewer:
         return f"{more} pay from {after.change} on, not with {before.change}"
     if fewer and not more:
@@ -148,8 +150,14 @@ def _counts(used: Sequence[str]) -> Counter[str]:
     return Counter({kind: int(count) for count, kind in pairs})
 
 
-def _shown(counts: Counter[str], others: Counter[str]) -> str:
-    """Devices as text: ``8 P100``, or ``2 more P100`` beside others of the kind."""
-    return " and ".join(
+def _shown(
+    counts: Counter[str], others: Counter[str], out: Sequence[str], still_out: Sequence[str]
+) -> str:
+    """Devices as text: ``8 P100``, or by name ``2 more cpu, slow-*:0 (2x),`` beside others alike."""
+    text = " and ".join(
         f"{count} {'more ' if kind in others else ''}{kind}" for kind, count in counts.items()
+    )
+    names = alike([name for name in out if name not in still_out])
+    return (
+        f"{text}, {', '.join(names)}," if names and not counts.keys().isdisjoint(others) else text
     )
