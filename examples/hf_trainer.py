@@ -31,6 +31,10 @@ CONFLICTS = {
     "fp16": "plan with autocast='bfloat16' and give --bf16",
     "torch_compile": "call hap.compile with backend='inductor'",
     "activation_checkpointing": "plan with recompute='blocks'",
+    "gradient_checkpointing": "plan with recompute='blocks'",
+    "bf16_full_eval": "the planned module evaluates as it trains",
+    "fp16_full_eval": "the planned module evaluates as it trains",
+    "save_only_model": "checkpoints have shards; hap export makes weights of one",
     "auto_find_batch_size": "a plan is made for one batch size",
     "label_smoothing_factor": "put the loss into the planned model",
     "neftune_noise_alpha": "put the noise into the planned model",
@@ -186,10 +190,17 @@ def check(plan: hap.Plan, args: TrainingArguments, others: dict[str, Any]) -> No
         )
     if not (args.dataloader_drop_last and args.average_tokens_across_devices):
         raise ValueError("give --dataloader_drop_last and leave average_tokens_across_devices on")
-    if args.optim not in ELEMENTWISE and "optimizers" not in others:
+    if args.optim not in ELEMENTWISE and not others.get("optimizer_cls_and_kwargs"):
         raise ValueError(f"optim={args.optim!s} is none of {', '.join(ELEMENTWISE)}")
-    if others.get("compute_metrics") or others.get("compute_loss_func"):
-        raise ValueError("compute_metrics and compute_loss_func need outputs; a plan has the loss")
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        if others.get(name):
+            raise ValueError(f"{name} needs outputs of the model; a plan has the loss")
+    if (others.get("optimizers") or (None,))[0] is not None:
+        raise ValueError("optimizers has whole parameters: give optimizer_cls_and_kwargs instead")
+    if not all(
+        hasattr(others.get(f"{name}_dataset") or [], "__len__") for name in ("train", "eval")
+    ):
+        raise ValueError("a dataset without a length has no rows to choose: give one with a length")
     if not any(i.target == "num_items_in_batch" for i in plan.graph.inputs):
         raise ValueError("plan a batch with num_items_in_batch=torch.tensor(1.0)")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hap import api as api
     from hap import optim as optim
+    from hap import plan_cache as plan_cache
     from hap import plan_simulation as plan_simulation
     from hap.api import GradScaler, clip_grad_norm_, compile, plan, verify
     from hap.cluster.cluster_file import load_cluster
@@ -73,7 +74,7 @@ _NAMES: Final = {
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 _HOME: Final = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES: Final = ("api", "optim", "plan_simulation")
+_MODULES: Final = ("api", "optim", "plan_cache", "plan_simulation")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
 from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
+from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
@@ -72,6 +74,7 @@ def plan(
     options: PlanOptions = PlanOptions(),
     source: Source = Source(),
     progress: Progress = lambda text: None,
+    cache: PlanCache | None = None,
 ) -> Plan:
     """Return the fastest program found for one training step of ``model`` on ``cluster``.
 
@@ -91,6 +94,7 @@ def plan(
         rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
+        cache: gives the plan if it was made before from equal inputs, and keeps a new one.
 
     Raises:
         InputError: the engine, dtype or way to recompute is unknown.
@@ -111,11 +115,18 @@ def plan(
     check_parameters(module)
     kind = examine(optimizer, module)
 
+    @functools.cache
     def captured(recompute: str, gradients: str) -> Graph:
         graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
         graph = replace(with_half_gradients(graph, gradients), products=wanted.products)
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
+    wanted = replace(wanted, batch=form_of(batch))
+    key = ""
+    if cache is not None:
+        key = cache.key(captured(options.recompute or "", ""), cluster, kind, wanted, options)
+        if known := cache.get(key):
+            return replace(known, source=source)
     graph, how, chosen = choose_with_roundings(
         captured, WAYS, cluster, kind.states, options, progress
     )
@@ -125,15 +136,18 @@ def plan(
         r for r in range(kept.world_size)
         if not inside and not staged and shares and not any(u[r] for u in shares.values())
     )  # fmt: skip
-    return Plan(
+    made = Plan(
         source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
         stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction,
-        recipe=replace(wanted, batch=form_of(batch), recompute=how[0], gradients=how[1]),
+        recipe=replace(wanted, recompute=how[0], gradients=how[1]),
         unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
+    if cache is not None:
+        cache.put(key, made)
+    return made
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:

@@ -8,18 +8,20 @@ wins. Optimality of the pair is not proved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.axes import Shares
 from hap.ir.mesh import Mesh, origin
+from hap.ir.placement import Placement
 from hap.ir.program import Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
+from hap.synthesizer.pins import pinned
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.search.program_space import Space, build_space
@@ -38,14 +40,19 @@ class MeshCandidate:
 
 
 class InsideSynthesizer(Synthesizer):
-    """Searches the step inside a machine, priced on the whole cluster."""
+    """Searches the step inside a machine, priced on the whole cluster.
+
+    Args:
+        pins: placements that programs must have, by the names of the divided graph.
+    """
 
     def __init__(
         self, between: Between, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
-        exponent: int | None = None,
+        exponent: int | None = None, pins: Mapping[str, Placement] | None = None,
     ) -> None:  # fmt: skip
         space = build_space(between.inside())
-        super().__init__(space, cluster, optimizer_states, engine=engine, exponent=exponent)
+        allowed = pinned(space, pins) if pins else None
+        super().__init__(space, cluster, optimizer_states, allowed, engine, exponent)
         self._between = between
 
     def starts(self) -> Iterator[Shares]:
@@ -95,7 +102,7 @@ class InsideSynthesizer(Synthesizer):
 def best_on_mesh(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None, beat: Candidate | None = None,
-    exponent: int | None = None,
+    exponent: int | None = None, allowed: Allowed | None = None,
 ) -> MeshCandidate | None:  # fmt: skip
     """Return the best pair of programs over the two axes; ``None`` if there is none.
 
@@ -103,10 +110,11 @@ def best_on_mesh(
         beat: skip programs between machines whose optimistic time, with each machine as one device,
             is not below this candidate's.
         exponent: first guess of the price of memory.
+        allowed: restricts the placements between machines.
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    for name, pair in _between(space, mesh, optimizer_states, engine, exponent):
+    for name, pair in _between(space, mesh, optimizer_states, engine, exponent, allowed):
         if beat and pair.least_merit >= beat.merit:
             continue
         progress(f"search inside the machines, {name} between them")
@@ -130,23 +138,29 @@ RESTRICTIONS = {
 """Restricted programs between machines, tried besides the best one."""
 
 
+def _both(first: Allowed, second: Allowed | None) -> Allowed:
+    """Allow what both restrictions allow."""
+    if second is None:
+        return first
+    return lambda tensor, p, stored: first(tensor, p, stored) and second(tensor, p, stored)
+
+
 def _used(pair: Candidate) -> Shares:
     return {axis: pair.shares[axis] for axis in pair.program.used_axes()}
 
 
 def _between(
-    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None
-) -> Iterator[tuple[str, Candidate]]:
+    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None,
+    allowed: Allowed | None = None,
+) -> Iterator[tuple[str, Candidate]]:  # fmt: skip
     """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
-    ways: dict[str, Allowed | None] = {"the best": None}
+    ways: dict[str, Allowed | None] = {"the best": allowed}
     for name, restriction in RESTRICTIONS.items():
         with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
-            ways[name] = restriction(space)
-    for name, allowed in ways.items():
-        synthesizer = Synthesizer(
-            space, mesh.between, optimizer_states, allowed, engine, exponent
-        )  # fmt: skip
+            ways[name] = _both(restriction(space), allowed)
+    for name, way in ways.items():
+        synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, engine, exponent)
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -172,6 +173,9 @@ def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None
         ({"bf16": True}, "autocast"),
         ({"torch_compile": True}, "inductor"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"gradient_checkpointing": True}, "recompute"),
+        ({"bf16_full_eval": True}, "evaluates as it trains"),
+        ({"save_only_model": True}, "hap export"),
         ({"per_device_train_batch_size": 5}, "the 16 of the plan's batch"),
         ({"dataloader_drop_last": False}, "drop_last"),
         ({"optim": "adafactor"}, "adafactor"),
@@ -180,13 +184,39 @@ def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None
 def test_flags_that_conflict_with_a_plan(
     trainer_plan: Path, changes: dict[str, Any], word: str
 ) -> None:
-    from hf_trainer import CONFLICTS, check
+    assert_refused(trainer_plan, changes, {}, word)
 
+
+@pytest.mark.parametrize(
+    ("others", "word"),
+    [
+        ({"compute_metrics": len}, "outputs of the model"),
+        ({"preprocess_logits_for_metrics": len}, "outputs of the model"),
+        ({"optimizers": (torch.optim.SGD([torch.ones(1)]), None)}, "optimizer_cls_and_kwargs"),
+        ({"train_dataset": iter(range(8))}, "without a length"),
+        ({"eval_dataset": iter(range(8))}, "without a length"),
+    ],
+)
+def test_arguments_that_conflict_with_a_plan(
+    trainer_plan: Path, others: dict[str, Any], word: str
+) -> None:
+    assert_refused(trainer_plan, {}, others, word)
+
+
+def assert_refused(
+    trainer_plan: Path, changes: dict[str, Any], others: dict[str, Any], word: str
+) -> None:
+    from hf_trainer import CONFLICTS, check
+    from transformers import TrainingArguments
+
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert names.issuperset(CONFLICTS), "flags that this Trainer does not have"
     given = dict.fromkeys(CONFLICTS) | {
         "bf16": False, "per_device_train_batch_size": 4, "world_size": 4, "optim": "adamw_torch",
         "dataloader_drop_last": True, "average_tokens_across_devices": True,
     }  # fmt: skip
     loaded = hap.Plan.load(trainer_plan)
-    check(loaded, SimpleNamespace(**given), {})
+    allowed = {"optimizers": (None, None), "train_dataset": [1, 2], "eval_dataset": None}
+    check(loaded, SimpleNamespace(**given), allowed)
     with pytest.raises(ValueError, match=word):
-        check(loaded, SimpleNamespace(**given | changes), {})
+        check(loaded, SimpleNamespace(**given | changes), others)

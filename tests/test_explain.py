@@ -13,9 +13,9 @@ import hap
 from hap import api
 from hap.cli.commands import main
 from hap.errors import InputError
+from hap.explanation.forced_choices import explain_axis, explain_devices, explain_tensor
 from hap.ir.placement import R, S
 from hap.ir.plan import Plan
-from hap.synthesizer.explanation import explain_axis, explain_device, explain_tensor
 from hap.synthesizer.pins import options_of, tensor_named
 from hap.synthesizer.search.program_space import build_space
 from tests.random_plans import make_case, verdict
@@ -65,7 +65,7 @@ def test_axes_and_devices_have_alternatives() -> None:
     for axis in plan.shares:
         rows = explain_axis(plan, axis)
         assert [row.chosen for row in rows].count(True) == 1
-    without = explain_device(plan, 0)
+    without = explain_devices(plan, "m:0", [0])
     assert [row.choice for row in without] == ["with m:0", "without m:0"]
     assert without[0].step_s < without[1].step_s
 

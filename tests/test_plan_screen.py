@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from hap.cli.plan_screen import plan_json, plan_screen, program_lines, verdict_table
-from hap.cli.terminal import emit
+from hap.cli.terminal import alike, emit
 from hap.ir.plan import Plan
 from hap.runtime.verify import ComparisonRow, Verdict
 from tests.small_plan import small_cluster, small_plan
@@ -172,3 +172,9 @@ def test_a_comparison_says_what_each_alternative_moves_and_needs(
     assert rows(text, "without")[0].endswith("lacks 0 B")
     assert rows(text, "ZeRO") == ["ZeRO - - - - - -", "ZeRO the batch can't be split"]
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_merged_names_keep_the_numbers_that_they_share() -> None:
+    names = [f"v100-1:{k}" for k in range(8)] + [f"p100-{i}:{k}" for i in range(2) for k in (0, 1)]
+    assert alike(names) == ["v100-1:* (8x)", "p100-*:* (4x)"]
+    assert alike(["layer.3.out", "layer.3.out", "fc1"]) == ["layer.3.out (2x)", "fc1"]

@@ -99,6 +99,8 @@ def test_the_page_has_stages_transfers_and_modules() -> None:
         assert f"on stage {number}" in page
     for transfer in plan.cut[1]:
         assert f"stage {transfer.src} makes it and stage {transfer.dst} reads it" in page
+    assert f"<b>{len(plan.stages.stages)}</b> stages, <b>{plan.microbatches}</b> micro" in page
+    assert "<h2>Transfers</h2>" in page
     assert page.count("<canvas ") == plan.world_size
     turns = [s for s in simulate_plan(plan).run.spans if s.stream == COMPUTE]
     assert all(str(s.what) in page for s in turns)

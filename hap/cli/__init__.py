@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hap.cli import testbed_command as testbed_command
     from hap.cli import versions as versions
     from hap.cli import what_if as what_if
+    from hap.cli import what_if_changes as what_if_changes
     from hap.cli import what_if_plot as what_if_plot
     from hap.cli import worker as worker
 

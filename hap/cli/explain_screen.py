@@ -2,77 +2,143 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hap.cli.terminal import table
+from hap.cli.terminal import no_repeats, pattern, table
+from hap.cluster.topology import Cluster
 from hap.errors import InputError
+from hap.explanation.forced_choices import (
+    ForcedChoice,
+    explain_axis,
+    explain_devices,
+    explain_left_out,
+    explain_tensor,
+    known_left_out,
+)
+from hap.explanation.mesh_choices import explain_mesh_axis, explain_mesh_device, explain_mesh_tensor
+from hap.explanation.stage_choices import (
+    explain_staged_axis,
+    explain_staged_device,
+    explain_staged_tensor,
+)
 from hap.ir.plan import Plan
-from hap.synthesizer.explanation import ForcedChoice, explain_axis, explain_device, explain_tensor
 from hap.synthesizer.pins import tensor_named
 from hap.units import format_bytes, format_seconds
 
 _MOST_CHANGES = 3
+ALONE = "No alternative: no other placement, or even shares and shares by speed are the plan's."
 
 
-def alternatives(plan: Plan, what: str) -> list[ForcedChoice]:
-    """The plan's choice and its alternatives, the fastest first.
+def alternatives(plan: Plan, what: str, cluster: Cluster | None = None) -> list[ForcedChoice]:
+    """The plan's choice and its alternatives, the fastest of each level first.
+
+    Args:
+        cluster: the one that was planned for, to search with devices that the plan leaves out.
 
     Raises:
-        InputError: the plan has no such name, or two mesh axes, or one device.
+        InputError: the plan has no such name; or it runs on one device, where nothing is placed.
     """
-    if plan.inside is not None:
-        raise InputError(
-            "the plan has two mesh axes; alternatives are searched over one",
-            hint="plan with --no-mesh to explain it",
-        )
-    devices = [d.name for d in plan.cluster.devices]
-    if what in plan.left_out:
-        raise InputError(
-            f"the plan leaves {what} out",
-            hint=f"hap plan --keep {what} plans with it; compare the steps",
-        )
+    devices = plan.cluster.devices
+    used = [rank for rank, d in enumerate(devices) if what in (d.name, d.node, d.kind)]
+    left = {name for device in plan.left_out for name in (device, device.partition(":")[0])}
+    if what in left or (cluster is not None and not used):
+        return _left_out(plan, what, cluster)
+    if used and len(used) < len(devices):
+        return _device(plan, what, used)
     if plan.world_size == 1:
         raise InputError(
             "the plan runs on one device, where nothing is placed",
             hint="hap plan --all-devices plans for all devices",
         )
-    if what in devices:
-        return explain_device(plan, devices.index(what))
-    if what in plan.shares:
-        return explain_axis(plan, what)
-    return explain_tensor(plan, tensor_named(plan.graph, what))
+    if used:
+        raise InputError(f"the plan has no devices beside {what}", hint="name some of them")
+    if what in axes_of(plan):
+        axis_rows = explain_mesh_axis if plan.inside else explain_axis
+        return (explain_staged_axis if plan.stages else axis_rows)(plan, what)
+    tensor_rows = explain_mesh_tensor if plan.inside else explain_tensor
+    explain = explain_staged_tensor if plan.stages else tensor_rows
+    try:
+        return explain(plan, tensor_named(plan.graph, what))
+    except InputError as error:
+        if not plan.left_out:
+            raise
+        hint = f"{error.hint}; for a kind of devices that the plan leaves out, give --cluster"
+        raise InputError(error.what, hint=hint) from error
+
+
+def axes_of(plan: Plan) -> tuple[str, ...]:
+    """The names of the axes of all levels."""
+    shares = [plan.shares]
+    shares += [plan.inside.shares] if plan.inside else []
+    shares += [stage.shares for stage in plan.stages.stages] if plan.stages else []
+    return tuple(dict.fromkeys(axis for each in shares for axis in each))
+
+
+def _device(plan: Plan, what: str, ranks: Sequence[int]) -> list[ForcedChoice]:
+    if len(ranks) == 1 and plan.inside:
+        return explain_mesh_device(plan, ranks[0])
+    if len(ranks) == 1 and plan.stages:
+        return explain_staged_device(plan, ranks[0])
+    return explain_devices(plan, what, ranks)
+
+
+def _left_out(plan: Plan, what: str, cluster: Cluster | None) -> list[ForcedChoice]:
+    if cluster is not None:
+        return explain_left_out(plan, what, cluster)
+    rows = known_left_out(plan)
+    if len(rows) == 1:
+        raise InputError(
+            f"the plan leaves {what} out, and its file does not say at what gain",
+            hint=f"hap explain PLAN {what} --cluster FILE searches with it",
+        )
+    return rows
 
 
 def names(plan: Plan) -> RenderableType:
     """The names that can be explained."""
     parameters = [i.target for i in plan.graph.role("parameter")]
     return Group(
-        Text(f"axes: {', '.join(plan.shares)}"),
+        Text(f"axes: {', '.join(axes_of(plan))}"),
         Text(f"devices: {', '.join(d.name for d in plan.cluster.devices)}"),
         Text(f"left out: {', '.join(plan.left_out) or 'none'}"),
         Text(f"parameters: {', '.join(parameters)}"),
     )
 
 
-def explain_screen(plan: Plan, what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
-    """A line per alternative, relative to the plan."""
+def explain_screen(what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
+    """A line per alternative, relative to the plan; the plan's levels one after the other."""
     mine = next(row for row in rows if row.chosen)
     lines = []
     for row in rows:
         if not row.step_s:
-            lines.append((row.choice, "-", "-", "", "", "no program has it"))
+            lines.append((row.level, row.choice, "-", "-", "", "", "no program has it"))
             continue
         ratio = "the plan" if row.chosen else f"{row.step_s / mine.step_s:.3f}x"
         lacks = f"lacks {format_bytes(row.lacking_bytes)}" if row.lacking_bytes else ""
-        lines.append((row.choice, format_seconds(row.step_s), ratio, str(row.collectives),
+        count = "" if row.collectives is None else str(row.collectives)
+        lines.append((row.level, row.choice, format_seconds(row.step_s), ratio, count,
                       lacks, _changes(row.changes)))  # fmt: skip
-    head = (what, "step", "relative", "collectives", "memory", "parameters stored elsewhere")
-    return table(head, lines, right=(1, 2, 3))
+    head = ("where", what, "step", "relative", "collectives", "memory",
+            "parameters stored elsewhere")  # fmt: skip
+    made = (
+        table(head, no_repeats(lines), right=(2, 3, 4)) if any(row.level for row in rows)
+        else table(head[1:], [line[1:] for line in lines], right=(1, 2, 3))
+    )  # fmt: skip
+    return made if len(rows) > 1 else Group(made, Text(ALONE))
 
 
 def _changes(changes: Sequence[str]) -> str:
-    shown = ", ".join(changes[:_MOST_CHANGES])
-    return shown + (f" and {len(changes) - _MOST_CHANGES} more" if changes[_MOST_CHANGES:] else "")
+    """Return changes as text; those of similar layers together."""
+    groups = Counter((pattern(name), how) for name, _, how in (c.partition(" ") for c in changes))
+    lines = [
+        f"{name} {how}" + (f" ({count}x)" if count > 1 else "")
+        for (name, how), count in groups.most_common()
+    ]
+    shown = lines[:_MOST_CHANGES] + [f"and {len(lines) - _MOST_CHANGES} more kinds"] * (
+        len(lines) > _MOST_CHANGES
+    )
+    return "\n".join(shown)

@@ -65,22 +65,33 @@ def no_repeats(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     ]
 
 
+_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")
+
+
 def pattern(name: str) -> str:
     """``layer.3.mlp out`` -> ``layer.*.mlp out``, for similar layers; ``fc1`` stays."""
-    return re.sub(r"(?<![A-Za-z\d])\d+", "*", name)
+    return _NUMBER.sub("*", name)
 
 
 def alike(names: Sequence[str]) -> list[str]:
-    """Merge names that differ only by numbers: ``layer.* heads (12x)``; keep the others."""
+    """Merge names that differ only by numbers: ``layer.* heads (12x)``; keep the others.
+
+    A number that all merged names have in common stays: ``old-1:* (8x)``.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
     return [
-        members[0]
-        if len(members) == 1
-        else f"{form if len(set(members)) > 1 else members[0]} ({len(members)}x)"
-        for form, members in groups.items()
+        members[0] if len(members) == 1 else f"{_merged(members)} ({len(members)}x)"
+        for members in groups.values()
     ]
+
+
+def _merged(names: Sequence[str]) -> str:
+    """Names of one pattern as one, with ``*`` for the numbers that differ."""
+    numbers = [_NUMBER.findall(name) for name in names]
+    common = iter([at[0] if len(set(at)) == 1 else "*" for at in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda _: next(common), names[0])
 
 
 def runs(counts: Sequence[int], world_size: int) -> str:

@@ -18,6 +18,21 @@ from hap.files import check_output
 @click.option("--link", metavar="RATE,...", help="Rates between nodes: `10 Gbit/s,25 Gbit/s`.")
 @click.option("--add", multiple=True, metavar="NxTYPE", help="One more node, such as 2xA100-40.")
 @click.option("--without", multiple=True, metavar="NAME", help="Without this node, device or kind.")
+@click.option(
+    "--replace", "swap", multiple=True, metavar="NAME=NxTYPE",
+    help="A new node in place of a node, device or kind, such as old=2xA100-40.",
+)  # fmt: skip
+@click.option(
+    "--memory", metavar="[NAME=]SIZE,...",
+    help="Memory of every device, or of a node, device or kind: `P100=16 GiB,P100=32 GiB`.",
+)  # fmt: skip
+@click.option(
+    "--refine", type=click.IntRange(min=0), default=4, show_default=True, metavar="N",
+    help="Plans that narrow each crossover of rows, links or memory down.",
+)  # fmt: skip
+@click.option(
+    "--cache/--no-cache", default=True, help="Keep plans, and use kept ones.  [default: on]"
+)
 @click.option("--all-devices", is_flag=True, help="Leave out no device that slows the step down.")
 @click.option("--allow-idle", is_flag=True, help="Accept a batch with fewer rows than devices.")
 @click.option(
@@ -28,28 +43,39 @@ from hap.files import check_output
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 def what_if(
     model: str, cluster: str, rows: str | None, link: str | None, add: tuple[str, ...],
-    without: tuple[str, ...], all_devices: bool, allow_idle: bool, by: str,
-    plot: str | None, as_json: bool,
+    without: tuple[str, ...], swap: tuple[str, ...], memory: str | None, refine: int, cache: bool,
+    all_devices: bool, allow_idle: bool, by: str, plot: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Plan MODEL for other batches, links and devices, one change at a time.
+    """Plan MODEL for other batches, links, memory and devices, one change at a time.
 
     Without a change: half and twice the rows, a quarter of and four times the rate between nodes,
     and without each kind of device.
     """
-    changes = cli.what_if.Changes(rows=_rows(rows), links=_listed(link), add=add, without=without)
+    changes = cli.what_if_changes.Changes(
+        rows=_rows(rows), links=_listed(link), memory=_listed(memory), add=add, without=without,
+        swap=swap,
+    )  # fmt: skip
     options = hap.PlanOptions(all_devices=all_devices, allow_idle=allow_idle)
     if plot is not None:
         check_output(plot, model, cluster, hint="change --plot")
         cli.what_if_plot.check_plot(plot)
     with cli.terminal.sweep_progress() as progress:
-        answers = cli.what_if.what_if(model, cluster, changes, options, progress)
+        kept = hap.plan_cache.PlanCache(_told) if cache else None
+        asking = cli.what_if.Asking(refine=refine, options=options, cache=kept)
+        answers = cli.what_if.what_if(model, cluster, changes, asking, progress)
+    if kept and kept.found:
+        _told(f"{kept.found} of {len(answers)} plans were kept from before, in {kept.folder}")
     if plot is not None:
         cli.what_if_plot.draw(answers, plot)
-        click.echo(f"written to {plot}", err=True)
+        _told(f"written to {plot}")
     if as_json:
         click.echo(json.dumps(cli.what_if.what_if_json(answers), indent=1, allow_nan=False))
     else:
         cli.terminal.emit(cli.what_if.what_if_screen(answers, by=by))
+
+
+def _told(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

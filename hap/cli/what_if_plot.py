@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hap.errors import InputError
 
 if TYPE_CHECKING:  # it imports torch
-    from hap.cli.what_if import Answer
+    from hap.cli.crossovers import Answer
 
 FORMATS = (".svg", ".png")
 
@@ -45,7 +45,7 @@ def draw(answers: Sequence[Answer], path: str) -> None:
         axes.bar_label(bars, [f"{value:,.4g}" if value else "-" for value in values], padding=3)
         axes.set_yticks(range(len(values)), changes)
         axes.invert_yaxis()
-        axes.margins(x=0.2)
+        axes.margins(x=0.2, y=0.01)
         axes.set_xlabel(name)
         axes.spines[["top", "right"]].set_visible(False)
     page.savefig(path, dpi=120)

@@ -1,0 +1,205 @@
+"""Alternatives to a plan's choices, and the step of the cheapest program with each of them.
+
+The search is exact for given shares. So the cost of an alternative is its min-marginal: no program
+with that placement and these shares is cheaper before collectives overlap with computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.cluster.topology import Cluster
+from hap.errors import HapError, InputError
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph
+from hap.ir.placement import Placement
+from hap.ir.plan import Plan
+from hap.ir.program import Program
+from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.pins import options_of, pinned
+from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.shares.share_solver import proportional
+from hap.synthesizer.synthesize import Synthesizer, proportional_shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedChoice:
+    """A choice, and the best plan found in which it is forced.
+
+    Attributes:
+        level: where it is made: between or inside the machines, in a stage, over time; empty for
+            plans with one program for all ranks.
+        choice: a placement, shares, or devices; ``chosen``: is it the plan's?
+        step_s: seconds of the step; 0 if no program has this choice.
+        lacking_bytes: of the rank that lacks most memory.
+        changes: parameters that are stored in another placement than in the plan.
+        collectives: how many the program has; ``None`` if the plan file does not say it.
+    """
+
+    choice: str
+    chosen: bool
+    step_s: float
+    level: str = ""
+    lacking_bytes: int = 0
+    changes: tuple[str, ...] = ()
+    collectives: int | None = 0
+
+
+def explain_tensor(plan: Plan, tensor: str) -> list[ForcedChoice]:
+    """Return the plan's placement of a tensor and every other one, the fastest first."""
+    space = build_space(plan.graph)
+    chosen = placements_in(plan.graph, plan.program, tensor)
+    found = [the_plan(plan, both(chosen))]
+    for placement in options_of(space, tensor):
+        if chosen != (placement,):
+            allowed = pinned(space, {tensor: placement})
+            part = Synthesizer(space, plan.cluster, plan.optimizer.states, allowed)
+            found.append(_forced(plan, part, str(placement), _shares(plan, space)))
+    return best_first(found)
+
+
+def explain_axis(plan: Plan, axis: str) -> list[ForcedChoice]:
+    """Return the plan's shares of an axis, even ones and shares by speed, with the plan's program."""
+    space = build_space(plan.graph)
+    whole = Synthesizer(space, plan.cluster, plan.optimizer.states)
+    mine = plan.shares[axis]
+    given = {**_shares(plan, space), **plan.shares}
+    found = [the_plan(plan, listed(mine))]
+    for name, shares in other_shares(mine, whole.machine.speed):
+        pair = whole.judge(plan.program, {**given, axis: shares})
+        found.append(_row(plan, name, pair))
+    return best_first(found)
+
+
+def explain_devices(plan: Plan, name: str, ranks: Collection[int]) -> list[ForcedChoice]:
+    """Return the plan beside the best one found without some of its devices, over one mesh axis."""
+    rest = plan.cluster.keep([r for r in range(plan.world_size) if r not in ranks])
+    return best_first([the_plan(plan, f"with {name}"), _searched(plan, f"without {name}", rest)])
+
+
+def explain_left_out(plan: Plan, name: str, cluster: Cluster) -> list[ForcedChoice]:
+    """Return the plan beside the best one found with devices that it leaves out.
+
+    Args:
+        name: a device, a node or a kind.
+        cluster: the one that was planned for, or another one with the devices of the plan.
+
+    Raises:
+        InputError: the cluster lacks a device of the plan, or has none of the name.
+    """
+    mine = {d.name for d in plan.cluster.devices}
+    more = {d.name for d in cluster.devices if name in (d.name, d.node, d.kind)} - mine
+    known = {d.name for d in cluster.devices}
+    if not more or not mine <= known:
+        lacks = f"no device {name}" if not more else f"no device {min(mine - known)}"
+        raise InputError(f"the cluster has {lacks}", hint="give the file that the plan is for")
+    both_kinds = [r for r, d in enumerate(cluster.devices) if d.name in mine | more]
+    return best_first(
+        [
+            the_plan(plan, f"without {name}"),
+            _searched(plan, f"with {name}", cluster.keep(both_kinds)),
+        ]
+    )
+
+
+def known_left_out(plan: Plan) -> list[ForcedChoice]:
+    """Return the plan beside its row for all devices; no row if the plan has none."""
+    rows = [a for a in plan.prediction.alternatives if a.name == "all devices"]
+    return best_first(
+        [the_plan(plan, "without those left out")]
+        + [
+            ForcedChoice(choice=f"with {a.name}", chosen=False, step_s=a.step_s, collectives=None)
+            for a in rows
+        ]
+    )
+
+
+def _searched(plan: Plan, choice: str, cluster: Cluster) -> ForcedChoice:
+    """Return the best plan found on a cluster, searched from shares by speed."""
+    search = Synthesizer(build_space(plan.graph), cluster, plan.optimizer.states)
+    pair = search.search(next(search.starts()))
+    return _row(plan, choice, fastest([pair, search.judge(pair.program, search.balance(pair))]))
+
+
+def placements_in(graph: Graph, program: Program, tensor: str) -> tuple[Placement, ...]:
+    """The placements in which a program stores an input, or has another tensor."""
+    if tensor in program.inputs:
+        return (program.inputs[tensor],)
+    found = [
+        v.placement for s in program.instructions for v in s.writes(graph) if v.tensor == tensor
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def the_plan(plan: Plan, choice: str, level: str = "") -> ForcedChoice:
+    """Return the row of the plan itself."""
+    programs = [stage.program for stage in plan.stages.stages] if plan.stages else [plan.program]
+    programs += [plan.inside.program] if plan.inside else []
+    return ForcedChoice(
+        choice=choice, chosen=True, step_s=plan.prediction.step_s, level=level,
+        collectives=sum(len(program.collectives) for program in programs),
+    )  # fmt: skip
+
+
+def impossible(choice: str, level: str = "") -> ForcedChoice:
+    """Return the row of a choice that no program has."""
+    return ForcedChoice(choice=choice, chosen=False, step_s=0.0, level=level)
+
+
+def other_shares(mine: tuple[int, ...], speed: PerRank) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shares): even ones and shares by speed, unless they are ``mine``."""
+    for name, weights in {"even": np.ones(len(mine)), "by speed": speed}.items():
+        shares = proportional(sum(mine), weights)
+        if shares != mine:
+            yield f"{name}: {listed(shares)}", shares
+
+
+def _forced(plan: Plan, part: Synthesizer, choice: str, shares: Shares) -> ForcedChoice:
+    try:
+        pair = part.search(shares)
+    except HapError:
+        return impossible(choice)
+    return _row(plan, choice, fastest([pair, part.judge(pair.program, part.balance(pair))]))
+
+
+def _row(plan: Plan, choice: str, pair: Candidate) -> ForcedChoice:
+    return ForcedChoice(
+        choice=choice, chosen=False, step_s=pair.timeline.step_s,
+        lacking_bytes=round(float(pair.lacking_bytes.max())),
+        changes=changed(plan.graph, plan.program, pair.program), collectives=len(pair.program.collectives),
+    )  # fmt: skip
+
+
+def changed(graph: Graph, before: Program, after: Program) -> tuple[str, ...]:
+    """Return the parameters that two programs store in other placements."""
+    stored = [(i.target, before.inputs[i.tensor], after.inputs[i.tensor])
+              for i in graph.role("parameter")]  # fmt: skip
+    return tuple(f"{target} {old} -> {new}" for target, old, new in stored if old != new)
+
+
+def _shares(plan: Plan, space: Space) -> Shares:
+    """The plan's shares of the axes of computing."""
+    even = proportional_shares(space.axes, np.ones(plan.world_size))
+    return {
+        axis: plan.shares[axis] if sum(plan.shares.get(axis, ())) == sum(even[axis]) else even[axis]
+        for axis in space.axes.axes
+    }
+
+
+def listed(shares: tuple[int, ...]) -> str:
+    """Return shares as text."""
+    return " ".join(map(str, shares))
+
+
+def both(placements: Iterable[Placement]) -> str:
+    """Return placements as text, such as ``P and R``."""
+    return " and ".join(map(str, placements))
+
+
+def best_first(rows: Iterable[ForcedChoice]) -> list[ForcedChoice]:
+    """Return the rows of each level in order: those that fit the memory, the fastest first."""
+    return sorted(rows, key=lambda r: (r.level, r.step_s == 0, r.lacking_bytes, r.step_s))

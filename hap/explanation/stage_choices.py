@@ -1,0 +1,241 @@
+"""Alternatives to the choices of a plan with pipeline stages: in each stage, and over time.
+
+A stage is searched as the planner does it, with the choice forced; the other stages stay. Then the
+pipeline is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hap.cluster.topology import Cluster
+from hap.errors import HapError, PlanError
+from hap.explanation.forced_choices import (
+    ForcedChoice,
+    best_first,
+    both,
+    changed,
+    explain_devices,
+    impossible,
+    listed,
+    other_shares,
+    placements_in,
+    the_plan,
+)
+from hap.ir.axes import Shares
+from hap.ir.graph import Graph
+from hap.ir.mesh import divide, origin
+from hap.ir.placement import Placement
+from hap.ir.plan import Plan
+from hap.ir.program import Program
+from hap.ir.stages import Stage, cut_stages
+from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.pins import options_of, pinned
+from hap.synthesizer.schedule.pipeline_simulator import simulate_pipeline
+from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.stages.stage_estimates import in_flight
+from hap.synthesizer.stages.stage_search import StageSynthesizer
+from hap.synthesizer.stages.stage_times import figures, in_parts
+from hap.synthesizer.stages.stage_transfers import stage_seconds
+from hap.synthesizer.stages.time_axis import OverTime
+
+OVER_TIME = "over time"
+
+
+def explain_staged_tensor(plan: Plan, tensor: str) -> list[ForcedChoice]:
+    """Return a tensor's placements in the stages that store or make it, the fastest first."""
+    variant, rows = _Variant.of(plan), list[ForcedChoice]()
+    for number, (part, stage) in enumerate(zip(variant.parts, variant.stages, strict=True)):
+        own = (t for t in part.tensors if origin(t).tensor == tensor and _made(part, t))
+        if (name := next(own, None)) is None:
+            continue
+        chosen = placements_in(part, stage.program, name)
+        rows.append(the_plan(plan, both(chosen), _level(number)))
+        for placement in _options(part, stage, name):
+            if chosen != (placement,):
+                forced = variant.searched(number, {name: placement})
+                rows.append(_row(plan, str(placement), number, forced))
+    return best_first(rows)
+
+
+def explain_staged_axis(plan: Plan, axis: str) -> list[ForcedChoice]:
+    """Return other numbers of microbatches, and other shares of an axis in each stage."""
+    variant, rows = _Variant.of(plan), list[ForcedChoice]()
+    if axis in plan.shares:
+        rows.append(the_plan(plan, _microbatches(variant.count), OVER_TIME))
+        for count in (variant.count // 2, variant.count * 2):
+            if count:
+                rows.append(_row(plan, _microbatches(count), None, variant.in_microbatches(count)))
+    for number, stage in enumerate(variant.stages):
+        if axis not in stage.shares:
+            continue
+        mine, level = stage.shares[axis], _level(number)
+        rows.append(the_plan(plan, listed(mine), level))
+        for name, shares in other_shares(mine, variant.machine(number).speed):
+            other = replace(stage, shares={**stage.shares, axis: shares})
+            rows.append(_row(plan, name, number, variant.with_stage(number, other)))
+    return best_first(rows)
+
+
+def explain_staged_device(plan: Plan, rank: int) -> list[ForcedChoice]:
+    """Return the plan, its stages with the device missing in one, and the best without stages."""
+    assert plan.stages is not None
+    name, variant = plan.cluster.devices[rank].name, _Variant.of(plan)
+    number, _ = plan.stages.place(rank)
+    ranks = tuple(r for r in variant.stages[number].ranks if r != rank)
+    rows = [
+        row if row.chosen else replace(row, choice=f"{row.choice}, no stages")
+        for row in explain_devices(plan, name, [rank])
+    ]  # fmt: skip
+    forced = variant.searched(number, {}, ranks) if ranks else None
+    row = _row(plan, f"without {name}, the same cuts", number, forced)
+    return best_first([*rows, replace(row, level="")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    """A pipeline of the plan's cuts on the plan's devices, and its figures.
+
+    ``part``: the step of a microbatch, of which there are ``count``.
+    """
+
+    plan: Plan
+    part: Graph
+    count: int
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Variant:
+        assert plan.stages is not None
+        return cls(
+            plan=plan, part=plan.microbatch(), count=plan.microbatches, stages=plan.stages.stages
+        )
+
+    @cached_property
+    def parts(self) -> tuple[Graph, ...]:
+        assert self.plan.stages is not None
+        return cut_stages(self.part, self.plan.stages.cuts)[0]
+
+    @property
+    def collectives(self) -> int:
+        return sum(len(stage.program.collectives) for stage in self.stages)
+
+    def machine(self, number: int) -> Machine:
+        return Machine(self._cluster(self.stages[number].ranks))
+
+    def _cluster(self, ranks: tuple[int, ...]) -> Cluster:
+        return self.plan.cluster.keep(ranks)
+
+    def with_stage(self, number: int, stage: Stage) -> _Variant:
+        stages = (*self.stages[:number], stage, *self.stages[number + 1 :])
+        return replace(self, stages=stages)
+
+    def searched(
+        self, number: int, pins: Mapping[str, Placement], ranks: tuple[int, ...] = ()
+    ) -> _Variant | None:
+        """Return the pipeline with a stage searched anew; ``None``: it has no such program.
+
+        Args:
+            pins: placements that its program must have.
+            ranks: those of the stage; default: the plan's.
+        """
+        assert self.plan.stages is not None
+        stage = self.stages[number]
+        time = OverTime(graph=self.plan.graph, program=self.plan.program)
+        whole = cut_stages(time.whole(), self.plan.stages.cuts)[0][number]
+        space, on = build_space(whole), self._cluster(ranks or stage.ranks)
+        allowed = pinned(space, pins) if pins else None
+        try:
+            search = StageSynthesizer(space, on, self.plan.optimizer.states, allowed)
+            pair = search.cheapest(next(search.starts()))
+            if on.world_size > 1:
+                pair = search.cheapest(search.balance(pair))
+                pair = search.judge(pair.program, search.balance(pair))
+        except HapError:
+            return None
+        shares = {axis: pair.shares[axis] for axis in pair.program.used_axes()}
+        scaled = in_parts(whole, self.parts[number], pair.program, shares)
+        return scaled and self._scaled(number, *scaled, ranks or stage.ranks)
+
+    def _scaled(
+        self, number: int, program: Program, shares: Shares, ranks: tuple[int, ...]
+    ) -> _Variant:
+        stage = replace(self.stages[number], program=program, shares=shares, ranks=ranks)
+        return self.with_stage(number, stage)
+
+    def in_microbatches(self, count: int) -> _Variant | None:
+        """Return the same programs in another number of microbatches, if the batch can be cut so."""
+        time = OverTime(graph=self.plan.graph, program=self.plan.program)
+        shares = time.shares(count)
+        if shares is None:
+            return None
+        try:
+            other = replace(self, part=divide(time.graph, time.program, shares, 0), count=count)
+            stages = []
+            for number, (stage, before, after) in enumerate(
+                zip(self.stages, self.parts, other.parts, strict=True)
+            ):
+                scaled = in_parts(before, after, stage.program, stage.shares)
+                if scaled is None:
+                    return None
+                flight = in_flight(len(self.stages), number, count)
+                stages.append(replace(stage, program=scaled[0], shares=scaled[1], in_flight=flight))
+        except PlanError:
+            return None
+        return replace(other, stages=tuple(stages))
+
+    def measured(self) -> tuple[float, float]:
+        """Return (seconds of the step, bytes that the rank which lacks most lacks)."""
+        plan, found, lacking = self.plan, [], 0.0
+        for number, (part, stage) in enumerate(zip(self.parts, self.stages, strict=True)):
+            each = figures(
+                part, stage.program, stage.shares, self.machine(number), plan.optimizer.states,
+                self.count, stage.in_flight,
+            )  # fmt: skip
+            found.append((each, stage.in_flight))
+            for rank, peak in zip(stage.ranks, each.peak_bytes, strict=True):
+                lacking = max(lacking, float(peak) - plan.cluster.devices[rank].memory_bytes)
+        assert plan.stages is not None
+        _, transfers = cut_stages(self.part, plan.stages.cuts)
+        groups = [stage.ranks for stage in self.stages]
+        seconds = stage_seconds(plan.cluster, groups, self.parts, transfers, found)
+        return simulate_pipeline(seconds, self.count).step_s, lacking
+
+
+def _options(part: Graph, stage: Stage, tensor: str) -> tuple[Placement, ...]:
+    """Return the placements that a stage may give a tensor; none if it is one device."""
+    return options_of(build_space(part), tensor) if len(stage.ranks) > 1 else ()
+
+
+def _made(part: Graph, tensor: str) -> bool:
+    """Return whether a stage makes or stores a tensor, rather than receives it."""
+    return tensor in part.producer or any(
+        i.tensor == tensor and i.role != "received" for i in part.inputs
+    )
+
+
+def _row(plan: Plan, choice: str, number: int | None, forced: _Variant | None) -> ForcedChoice:
+    level = OVER_TIME if number is None else _level(number)
+    if forced is None:
+        return impossible(choice, level)
+    step_s, lacking = forced.measured()
+    changes: tuple[str, ...] = ()
+    if number is not None:
+        before = _Variant.of(plan)
+        changes = changed(
+            before.parts[number], before.stages[number].program, forced.stages[number].program
+        )
+    return ForcedChoice(
+        choice=choice, chosen=False, step_s=step_s, level=level, lacking_bytes=round(lacking),
+        changes=changes, collectives=forced.collectives,
+    )  # fmt: skip
+
+
+def _level(number: int) -> str:
+    return f"stage {number}"
+
+
+def _microbatches(count: int) -> str:
+    return f"{count} microbatch{'' if count == 1 else 'es'}"
