@@ -19,6 +19,7 @@ from hap.ir.batch import Batch, call
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
+from hap.runtime.elastic.emergency import EmergencySave
 from hap.runtime.elastic.notice import Notice, SavedAndEnded
 from hap.runtime.hap_module import GradScaler
 from hap.runtime.launch import init_from_env
@@ -52,6 +53,7 @@ class Trainer:
         make = self._file.optimizer or default_optimizer
         self._optimizer = make_optimizer(make, self.module)
         half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
+        self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=half)
 
     @property
@@ -82,7 +84,12 @@ class Trainer:
 
     def load(self, folder: str) -> Saved:
         """Load a checkpoint, as :func:`hap.load` does."""
-        return load(self.module, self._optimizer, folder, scaler=self._scaler)
+        self.loaded = load(self.module, self._optimizer, folder, scaler=self._scaler)
+        return self.loaded
+
+    def follow(self, last: EmergencySave, done: int) -> None:
+        """Have what is trained here watched, from the step ``done`` on."""
+        last.follow(self.module, self._optimizer, step=done, scaler=self._scaler)
 
     def step(self, batch: Batch) -> float:
         """Train on this rank's part of a global batch; return the global loss."""
@@ -122,15 +129,21 @@ def train(
     """
     begun = time.perf_counter()
     run = _Run(plan, file, backend)
+    last = EmergencySave(checkpoints.folder, checkpoints.keep) if checkpoints else None
+    if last:
+        last.forget(run.trainer.module)
     done, batches = checkpoints.resumed(run.trainer) if checkpoints else (0, run.trainer.batches())
     run.measure(log, done, adapt)
     run.switch_s = 2 * (time.perf_counter() - begun)
     losses: list[float] = []
-    with Notice() if checkpoints else nullcontext() as notice:
+    with last or nullcontext(), Notice() if checkpoints else nullcontext() as notice:
+        run.save_losses(last, done)
         for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
             start = time.perf_counter()
             losses.append(run.trainer.step(batch))
             seconds = time.perf_counter() - start
+            if last:
+                last.ended(number, {"loss": losses[-1], "seconds": seconds})
             on_step(number, losses[-1], seconds)
             new = run.stepped(number, losses[-1], seconds, steps - number)
             if checkpoints is None or notice is None:
@@ -143,8 +156,9 @@ def train(
                 raise SavedAndEnded(number)
             if new:
                 run.go_on(new, checkpoints.folder, number)
-    if checkpoints:
-        wait_for_saves()
+                run.save_losses(last, number)
+        if checkpoints:
+            wait_for_saves()
     return losses
 
 
@@ -164,9 +178,15 @@ class _Run:
         """Measure the steps from now on, if there is a log or plans are adapted."""
         self._log = log
         if log or adapt:
-            self._logger = RunLogger(log, self.trainer.module, done)
+            loaded = self.trainer.loaded
+            self._logger = RunLogger(log, self.trainer.module, done, loaded.extra if loaded else None)
         if adapt:
             self._watch = SlowDevices(self._plan)
+
+    def save_losses(self, last: EmergencySave | None, done: int) -> None:
+        """Let the ranks that a loss leaves save their state, from the step ``done`` on."""
+        if last:
+            self.trainer.follow(last, done)
 
     def stepped(self, number: int, loss: float, seconds: float, left: int) -> Plan | None:
         """Log a step; return the plan to go on with if speeds have changed and it pays."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -16,6 +17,7 @@ from hap.cli.worker import RunJob, train_and_print
 from hap.errors import HapError, InputError
 from hap.ir.plan import Plan
 from hap.part_plans import PartPlans
+from hap.runtime.elastic.emergency import save_what_is_left
 from hap.runtime.elastic.heartbeats import Heartbeats, end
 from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
@@ -36,7 +38,7 @@ def run_elastic(job: RunJob) -> None:
     plans = PartPlans(job.path, Path(job.checkpoints.folder) / "plans")
     meeting = meet(plans.whole.cluster)
     own, ending = meeting.names.index(meeting.own), None
-    with Heartbeats(meeting.connection(), meeting.names, own):
+    with Heartbeats(meeting.connection(), meeting.names, own, _lost):
         path, how = _agreed(meeting, plans)
         try:
             ending = _train(job, meeting, path, how, plans)
@@ -48,6 +50,12 @@ def run_elastic(job: RunJob) -> None:
     if ending is not None:  # all processes end: none waits for another
         raise ending
     meeting.leave()
+
+
+def _lost(text: str) -> NoReturn:
+    print(text, file=sys.stderr, flush=True)
+    save_what_is_left()
+    end("this rank ends")
 
 
 def _train(
