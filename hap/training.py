@@ -179,7 +179,9 @@ class _Run:
         self._log = log
         if log or adapt:
             loaded = self.trainer.loaded
-            self._logger = RunLogger(log, self.trainer.module, done, loaded.extra if loaded else None)
+            self._logger = RunLogger(
+                log, self.trainer.module, done, loaded.extra if loaded else None
+            )
         if adapt:
             self._watch = SlowDevices(self._plan)
 

@@ -12,6 +12,7 @@ seen by all that are left. ``loss-TOKEN`` in it belongs to one start of the rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -127,18 +128,19 @@ class Survivors:
 
     def _replace(self, name: str, content: Any) -> None:
         """Write a file so that others see all of it or nothing."""
-        made = self.folder / f"{self._rank}.tmp"
-        made.write_text(json.dumps(content))
-        os.replace(made, self.folder / name)
+        os.replace(self._made(content), self.folder / name)
 
     def _propose(self, name: str, content: Any) -> None:
         """Write a file unless it is there."""
+        made = self._made(content)
+        with contextlib.suppress(FileExistsError):  # another rank was first
+            os.link(made, self.folder / name)
+        made.unlink()  # both names are one file: written again, it would change the other
+
+    def _made(self, content: Any) -> Path:
         made = self.folder / f"{self._rank}.tmp"
         made.write_text(json.dumps(content))
-        try:
-            os.link(made, self.folder / name)
-        except FileExistsError:
-            return  # another rank was first
+        return made
 
 
 def _choice(steps: dict[int, int | None], holds: Callable[[Collection[int]], bool]) -> Decision:
