@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import InputError
+from hap.ir.plan_digest import short_digest
 from hap.run_log import LoggedStep, RankFigures
 from hap.runtime.hap_module import HapModule
 from hap.runtime.timed_lane import TimedLane, TimedStreamLane
@@ -37,6 +38,7 @@ class RunLogger:
         self, path: str, module: HapModule, done: int = 0, last: Mapping[str, float] | None = None
     ) -> None:
         self._path, self._world_size = path, module._comm.world_size
+        self._plan = short_digest(module._digest)
         self._device = module._device
         context: Any = module._ctx
         self._lane: TimedLane | TimedStreamLane
@@ -81,7 +83,9 @@ class RunLogger:
             ranks = [own] * dist.get_world_size()
             dist.all_gather_object(ranks, own)
         if self._path and _rank() == 0:
-            step = LoggedStep(step=number, loss=loss, seconds=seconds, ranks=tuple(ranks))
+            step = LoggedStep(
+                step=number, loss=loss, seconds=seconds, ranks=tuple(ranks), plan=self._plan
+            )
             self._write(step.line(), "a")
         return ranks
 
