@@ -20,11 +20,12 @@ from typing import Any
 import torch.distributed as dist
 
 import hap
-from hap.api import Trainer, plan_file
+from hap.api import plan_file
 from hap.cluster.cluster_file import load_cluster
 from hap.ir.plan import Plan
 from hap.runtime.launch import spawn
 from hap.synthesizer.plan_options import PlanOptions
+from hap.training import Trainer
 from hap.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent

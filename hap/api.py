@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InputError, ModelError
+from hap.errors import InfeasibleError, InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
@@ -27,7 +28,7 @@ from hap.ir.batch import Batch, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
-from hap.ir.plan import Plan, Recipe, Source
+from hap.ir.plan import OptimizerKind, Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
@@ -40,7 +41,7 @@ from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
-from hap.synthesizer.planner import PlannedPair
+from hap.synthesizer.planner import PlannedPair, choose_for_model
 
 __all__ = [
     "GradScaler",
@@ -49,6 +50,7 @@ __all__ = [
     "compile",
     "model_file_of",
     "plan",
+    "plan_again",
     "plan_file",
     "verify",
 ]
@@ -116,6 +118,36 @@ def plan(
     graph, how, chosen = choose_with_roundings(
         captured, WAYS, cluster, kind.states, options, progress
     )
+    recipe = replace(wanted, batch=form_of(batch), recompute=how[0], gradients=how[1])
+    return _plan_of(chosen, cluster, source, graph, kind, recipe)
+
+
+def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return :func:`plan_file` of a plan's model file on another cluster.
+
+    The graph is that of the plan, unless it has to be captured in another way, such as with more
+    recomputation.
+
+    Args:
+        options: they allow idle devices.
+
+    Raises:
+        Those of :func:`plan`.
+    """
+    source, recipe = plan.source, plan.recipe
+    if not (recipe.recompute or recipe.gradients or options.recompute or options.allow):
+        with contextlib.suppress(InfeasibleError):  # with more recomputation, there may be one
+            graph, _, chosen = choose_for_model(
+                lambda mode: plan.graph, (), cluster, plan.optimizer.states, options
+            )
+            return _plan_of(chosen, cluster, source, graph, plan.optimizer, recipe)
+    return plan_file(f"{source.path}:{source.function}", cluster, options=options)
+
+
+def _plan_of(
+    chosen: PlannedPair, cluster: Cluster, source: Source, graph: Graph, kind: OptimizerKind,
+    recipe: Recipe,
+) -> Plan:  # fmt: skip
     program, shares, inside = _programs(chosen)
     kept, staged = chosen.cluster, chosen.pipeline
     idle = tuple(
@@ -128,7 +160,7 @@ def plan(
         stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction,
-        recipe=replace(wanted, batch=form_of(batch), recompute=how[0], gradients=how[1]),
+        recipe=recipe,
         unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
 

@@ -32,13 +32,17 @@ class Trainer:
 
     Create it on every rank, inside a process group, or under torchrun or srun.
 
+    Args:
+        backend, check: as in :func:`hap.compile`.
+
     Raises:
         PlanError: the model file or the world size differs from the plan's.
     """
 
     def __init__(
-        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
-    ) -> None:
+        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager",
+        check: bool = True,
+    ) -> None:  # fmt: skip
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
         self._file = file or model_file_of(plan)
@@ -48,7 +52,7 @@ class Trainer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = with_weights(self._file.model(), self._file)
         self.module = compile(
-            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
+            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend, check=check
         )
         make = self._file.optimizer or default_optimizer
         self._optimizer = make_optimizer(make, self.module)
@@ -111,6 +115,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     log: str = "",
     adapt: bool = False,
+    check: bool = True,
 ) -> list[float]:
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
@@ -121,6 +126,7 @@ def train(
         on_step: called with (step from 1, global loss, seconds of the step).
         checkpoints: where and how often to save, and what to resume from. With them, SIGTERM
             ends training after the current step, which is saved.
+        check: as in :func:`compile`.
         adapt: plan anew when a device becomes slower or faster, as :mod:`hap.slow_devices` decides;
             needs ``checkpoints``.
 
@@ -128,7 +134,7 @@ def train(
         SavedAndEnded: there was a SIGTERM on some rank.
     """
     begun = time.perf_counter()
-    run = _Run(plan, file, backend)
+    run = _Run(plan, file, backend, check)
     last = EmergencySave(checkpoints.folder, checkpoints.keep) if checkpoints else None
     if last:
         last.forget(run.trainer.module)
@@ -165,10 +171,10 @@ def train(
 class _Run:
     """One rank's run: its trainer and log, which a new plan replaces."""
 
-    def __init__(self, plan: Plan, file: ModelFile | None, backend: str) -> None:
+    def __init__(self, plan: Plan, file: ModelFile | None, backend: str, check: bool) -> None:
         self._file, self._backend = file or model_file_of(plan), backend
         self._plan = plan
-        self.trainer = Trainer(plan, self._file, backend=backend)
+        self.trainer = Trainer(plan, self._file, backend=backend, check=check)
         self.switch_s = 0.0
         self._logger: RunLogger | None = None
         self._watch: SlowDevices | None = None
@@ -213,6 +219,6 @@ class _Run:
         """Go on by another plan, from the checkpoint that has just been saved."""
         wait_for_saves()
         self._plan = plan
-        self.trainer = Trainer(plan, self._file, backend=self._backend)
+        self.trainer = Trainer(plan, self._file, backend=self._backend, check=False)
         self.trainer.load(folder)
         self._logger = RunLogger(self._log, self.trainer.module, number)

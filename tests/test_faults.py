@@ -297,6 +297,11 @@ def test_plans_for_losses_are_made_once(planned: Path, tmp_path: Path) -> None:
     names = {d.name for d in hap.Plan.load(file).cluster.devices}
     assert names and names <= {"a:1", "b:0"}
     assert plans.file(("a:1", "b:0")) == file
+    part = plans.whole.cluster.keep([1, 2])
+    anew = hap.api.plan_file(
+        f"{planned / 'model.py'}", part, options=PlanOptions(allow_idle=True)
+    )  # which captures the model once more
+    assert hap.Plan.load(file) == anew
     assert file.stat().st_mtime_ns == made
 
 

@@ -52,6 +52,7 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
             name = names[failure.rank]
             job, names = _again(job, names, failure, twice=name == last and not trained.any)
             last = name
+            job = replace(job, again=job.again or trained.any)
 
 
 class _Steps:

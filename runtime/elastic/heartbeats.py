@@ -21,7 +21,7 @@ from hap.runtime.launch import LOST
 PERIOD_S = 1.0
 """Seconds between two heartbeats."""
 
-PATIENCE_S = 8.0
+PATIENCE_S = 6.0
 """Seconds without a heartbeat after which a process counts as lost."""
 
 
