@@ -94,7 +94,8 @@ class EmergencySave:
         survivors = Survivors(folder, writing.rank, writing.world_size)
         state = {"scheduler": scheduler, "scaler": scaler}
         self._watch = _Watch(model, optimizer, state, self._place, self._keep, survivors)
-        self._watch.ended(step, {})
+        if step:  # a start anew has nothing to save
+            self._watch.ended(step, {})
         self._watch.start()
 
     def ended(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
