@@ -4,7 +4,7 @@
     python -m benchmarks.saving --every 50 --rounds 8
 
 Memory is a rank's peak above what it has before its model is made: in training steps, in a save
-between two steps and the first step beside it, and in a load by a new trainer.
+between two steps and the first step beside it, and in making the model and loading it, by new processes.
 
 Blocks of steps with and without saves take turns in the same processes. Blocks with saves are
 timed until their last checkpoint is on the disk.
@@ -13,7 +13,6 @@ timed until their last checkpoint is on the disk.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
@@ -70,12 +69,13 @@ def train(data: dict[str, Any], folder: str, every: int, saves: int, rounds: int
             hap.wait_for_saves()
             dist.barrier()
             found.append((time.perf_counter() - start) / (every * saves))
-    del trainer, batches  # a run that resumes has no other one
-    gc.collect()
-    before = _resident_bytes("VmRSS")
-    again = Trainer(Plan.from_json(data))
-    peaks["loading"] = _peak_bytes(lambda: again.load(folder)) - before
     return times, held, peaks, held_bytes, written
+
+
+def load_bytes(data: dict[str, Any], folder: str) -> int:
+    """Return the peak memory of a rank that makes its model and loads a checkpoint."""
+    before = _resident_bytes("VmRSS")
+    return _peak_bytes(lambda: Trainer(Plan.from_json(data)).load(folder)) - before
 
 
 def _steps(trainer: Trainer, batches: Any, count: int) -> None:
@@ -123,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = (plan.to_json(), folder, options.every, options.saves, options.rounds)
         ranks = spawn(train, plan.world_size, args=args)
+        loads = spawn(load_bytes, plan.world_size, args=args[:2])
         times, held, *_ = ranks[0]
         newest = max(Path(folder).glob("step-*"), key=lambda p: int(p.name.split("-")[1]))
         size = sum(file.stat().st_size for file in newest.iterdir())
@@ -139,6 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"a save holds up its step by {format_seconds(statistics.median(held))}")
     for rank, (_, _, peaks, held_bytes, written) in enumerate(ranks):
         most = peaks["training"]
+        peaks["loading"] = loads[rank]
         print(
             f"rank {rank} holds {format_bytes(held_bytes)} and writes {format_bytes(written)}; peak "
             + ", ".join(f"{n} {format_bytes(b)} ({b / most:.2f})" for n, b in peaks.items())
