@@ -20,7 +20,7 @@ from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
 from hap.runtime.checkpoints.checkpoint_layout import survivable, writers
 from hap.runtime.collectives import ProcessGroupComm
 from hap.runtime.elastic.emergency import EmergencySave
-from hap.runtime.elastic.survivors import Decision, Survivors, forget, new_folder
+from hap.runtime.elastic.survivors import SaveDecision, Survivors, forget, new_folder
 from hap.runtime.launch import spawn
 from tests.checkpoint_runs import Run, data, net
 from tests.random_plans import random_plan
@@ -59,9 +59,11 @@ def test_what_is_left_is_written_once_or_something_is_lost(seed: int) -> None:
             assert written is not None or not whole or plan.mesh
 
 
-def of_ranks(folder: Path, steps: dict[int, int | None], needed: Collection[int]) -> list[Decision]:
+def of_ranks(
+    folder: Path, steps: dict[int, int | None], needed: Collection[int]
+) -> list[SaveDecision]:
     """Let ranks agree that stand still after their steps; all of ``needed`` hold everything."""
-    found: list[Decision] = []
+    found: list[SaveDecision] = []
 
     def agree(rank: int, step: int | None) -> None:
         mine = Survivors(folder, rank, 4)
@@ -78,16 +80,16 @@ def of_ranks(folder: Path, steps: dict[int, int | None], needed: Collection[int]
 @pytest.mark.parametrize(
     ("steps", "needed", "decided"),
     [
-        ({0: 7, 1: 7, 3: 7}, (0, 3), Decision(7, (0, 1, 3))),
-        ({0: 7, 1: 8, 3: 8}, (1, 3), Decision(8, (1, 3))),  # rank 0 missed the end of step 8
-        ({0: 8, 1: 7, 3: 7}, (1, 3), Decision(7, (1, 3))),
-        ({0: 7, 1: 8, 3: 8}, (0, 3), Decision(None, ())),
-        ({0: None, 1: 7, 3: 7}, (1, 3), Decision(7, (1, 3))),
-        ({0: 7, 1: None, 3: 7}, (1, 3), Decision(None, ())),  # in the middle of an update
+        ({0: 7, 1: 7, 3: 7}, (0, 3), SaveDecision(7, (0, 1, 3))),
+        ({0: 7, 1: 8, 3: 8}, (1, 3), SaveDecision(8, (1, 3))),  # rank 0 missed the end of step 8
+        ({0: 8, 1: 7, 3: 7}, (1, 3), SaveDecision(7, (1, 3))),
+        ({0: 7, 1: 8, 3: 8}, (0, 3), SaveDecision(None, ())),
+        ({0: None, 1: 7, 3: 7}, (1, 3), SaveDecision(7, (1, 3))),
+        ({0: 7, 1: None, 3: 7}, (1, 3), SaveDecision(None, ())),  # in the middle of an update
     ],
 )
 def test_ranks_agree_on_one_step(
-    tmp_path: Path, steps: dict[int, int | None], needed: tuple[int, ...], decided: Decision
+    tmp_path: Path, steps: dict[int, int | None], needed: tuple[int, ...], decided: SaveDecision
 ) -> None:
     found = of_ranks(new_folder(tmp_path), steps, needed)
     assert found == [decided] * len(steps)

@@ -32,7 +32,7 @@ from hap.runtime.elastic.survivors import (
     DECIDE_S,
     PERIOD_S,
     SAVE_S,
-    Decision,
+    SaveDecision,
     Survivors,
     forget,
     new_folder,
@@ -251,7 +251,7 @@ class _Watch:
     def _holds(self, ranks: Collection[int]) -> bool:
         return writers(self._model._plan, self._model._inputs.values(), ranks) is not None
 
-    def _write(self, steady: _Steady, decision: Decision) -> None:
+    def _write(self, steady: _Steady, decision: SaveDecision) -> None:
         rank, first = self._model._comm.rank, decision.ranks[0]
         if rank == first and is_complete(self._place.at(steady.step)):
             self._survivors.end("it is saved already")

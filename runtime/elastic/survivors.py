@@ -37,7 +37,7 @@ SAVE_S = 60.0
 _NAME = "loss-"
 
 
-class Decision(NamedTuple):
+class SaveDecision(NamedTuple):
     """What is saved; ``step`` is ``None`` if nothing is."""
 
     step: int | None
@@ -58,7 +58,7 @@ class Survivors:
         """Does any rank stand still because it noticed a loss?"""
         return self.folder.is_dir() and any(self.folder.glob("rank-*.json"))
 
-    def agree(self, step: int | None, holds: Callable[[Collection[int]], bool]) -> Decision:
+    def agree(self, step: int | None, holds: Callable[[Collection[int]], bool]) -> SaveDecision:
         """Tell the step after which this rank stands still; return what all save.
 
         Args:
@@ -70,7 +70,7 @@ class Survivors:
         while True:
             decided = self._read("decision.json")
             if decided is not None:
-                return Decision(decided["step"], tuple(decided["ranks"]))
+                return SaveDecision(decided["step"], tuple(decided["ranks"]))
             choice = _choice(self._steps(), holds)
             waited_s = time.monotonic() - begun
             almost_all = len(self._steps()) >= self._world_size - 1
@@ -143,13 +143,13 @@ class Survivors:
         return made
 
 
-def _choice(steps: dict[int, int | None], holds: Callable[[Collection[int]], bool]) -> Decision:
+def _choice(steps: dict[int, int | None], holds: Callable[[Collection[int]], bool]) -> SaveDecision:
     """Return the last step after which ranks that hold everything stand still."""
     for step in sorted({s for s in steps.values() if s is not None}, reverse=True):
         ranks = tuple(sorted(rank for rank, at in steps.items() if at == step))
         if holds(ranks):
-            return Decision(step, ranks)
-    return Decision(None, ())
+            return SaveDecision(step, ranks)
+    return SaveDecision(None, ())
 
 
 def new_folder(folder: Path) -> Path:
