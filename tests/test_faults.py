@@ -98,7 +98,7 @@ def _hap(planned: Path, *options: str, **variables: str) -> subprocess.Popen[str
     )  # fmt: skip
 
 
-def _until(true: Callable[[], bool], limit_s: float = 60) -> None:
+def _until(true: Callable[[], bool], limit_s: float = 150) -> None:
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, "it took too long"
