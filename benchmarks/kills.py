@@ -2,12 +2,13 @@
 
     python -m benchmarks.kills --count 30        about 10 s per kill on two cores
 
-``hap run`` trains two MLPs on gloo ranks, by sharded plans and by plans with replicas, and saves a checkpoint every 5 steps. A third of the kills
-(SIGKILL) falls into a save. Half of the kills hits one rank, half all processes at once. Every
-second resume is by a plan for another number of ranks. After each kill the newest checkpoint must
-be complete and no older than the newest before, and after each resume every loss must be that of
-the run without kills. The ranks that are left after the kill of one save the step that they are at,
-where they hold everything: then no step is trained again.
+``hap run`` trains two MLPs on gloo ranks, one by sharded plans and one by plans with replicas, and
+saves a checkpoint every 5 steps. A third of the kills (SIGKILL) falls into a save. Half of the kills
+hits one rank, half all processes at once. Every second resume is by a plan for another number of
+ranks. After each kill the newest checkpoint must be complete and no older than the newest before,
+and after each resume every loss must be that of the run without kills. The ranks that are left after
+the kill of one save the step that they are at, where they hold everything: then no step is trained
+again.
 """
 
 from __future__ import annotations
