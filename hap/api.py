@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InputError, ModelError
+from hap.errors import InfeasibleError, InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
@@ -29,7 +30,7 @@ from hap.ir.batch import Batch, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
-from hap.ir.plan import Plan, Recipe, Source
+from hap.ir.plan import OptimizerKind, Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
@@ -43,7 +44,7 @@ from hap.runtime.verify import Observer, Verdict
 from hap.runtime.verify import verify as verify_plan
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import unruled
-from hap.synthesizer.planner import PlannedPair
+from hap.synthesizer.planner import PlannedPair, choose_for_model
 
 __all__ = [
     "GradScaler",
@@ -52,6 +53,7 @@ __all__ = [
     "compile",
     "model_file_of",
     "plan",
+    "plan_again",
     "plan_file",
     "verify",
 ]
@@ -130,24 +132,54 @@ def plan(
     graph, how, chosen = choose_with_roundings(
         captured, WAYS, cluster, kind.states, options, progress
     )
+    recipe = replace(wanted, recompute=how[0], gradients=how[1])
+    made = _plan_of(chosen, cluster, source, graph, kind, recipe)
+    if cache is not None:
+        cache.put(key, made)
+    return made
+
+
+def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return :func:`plan_file` of a plan's model file on another cluster.
+
+    The graph is that of the plan, unless it has to be captured in another way, such as with more
+    recomputation.
+
+    Args:
+        options: they allow idle devices.
+
+    Raises:
+        Those of :func:`plan`.
+    """
+    source, recipe = plan.source, plan.recipe
+    if not (recipe.recompute or recipe.gradients or options.recompute or options.allow):
+        with contextlib.suppress(InfeasibleError):  # with more recomputation, there may be one
+            graph, _, chosen = choose_for_model(
+                lambda mode: plan.graph, (), cluster, plan.optimizer.states, options
+            )
+            return _plan_of(chosen, cluster, source, graph, plan.optimizer, recipe)
+    return plan_file(f"{source.path}:{source.function}", cluster, options=options)
+
+
+def _plan_of(
+    chosen: PlannedPair, cluster: Cluster, source: Source, graph: Graph, kind: OptimizerKind,
+    recipe: Recipe,
+) -> Plan:  # fmt: skip
     program, shares, inside = _programs(chosen)
     kept, staged = chosen.cluster, chosen.pipeline
     idle = tuple(
         r for r in range(kept.world_size)
         if not inside and not staged and shares and not any(u[r] for u in shares.values())
     )  # fmt: skip
-    made = Plan(
+    return Plan(
         source=source, graph=graph, cluster=kept, optimizer=kind,
         program=program, shares=shares, inside=inside, idle=idle,
         stages=staged.stages if staged else None,
         left_out=tuple(cluster.devices[r].name for r in chosen.left),
         prediction=chosen.prediction,
-        recipe=replace(wanted, recompute=how[0], gradients=how[1]),
+        recipe=recipe,
         unruled=unruled(chosen.pair, chosen.cost), stopped=chosen.stopped,
     )  # fmt: skip
-    if cache is not None:
-        cache.put(key, made)
-    return made
 
 
 def _programs(chosen: PlannedPair) -> tuple[Program, Shares, Inside | None]:

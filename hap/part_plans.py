@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hap.api import plan_file
+from hap.api import plan_again
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.plan import Plan
@@ -44,12 +44,10 @@ class PartPlans:
             InfeasibleError: they have too little memory.
         """
         part, path = self._part(names)
-        source = self.whole.source
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
             options = PlanOptions(allow_idle=True, stages=self.whole.stages is not None)
-            made = plan_file(f"{source.path}:{source.function}", part, options=options)
-            made.save(path)
+            plan_again(self.whole, part, options).save(path)
         return path
 
     def has(self, names: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """The log of a run: JSON lines, one per step, that ``hap run --log`` writes and the page shows.
 
 A line is ``{"step": 3, "loss": 2.31, "seconds": 0.412, "ranks": [{"computing_s": ..,
-"communicating_s": .., "waiting_s": .., "memory_bytes": ..}, ..]}``, with an entry per rank. A
-figure that was not measured is left out or ``null``.
+"communicating_s": .., "waiting_s": .., "memory_bytes": ..}, ..], "plan": "1a2b.."}``, with an entry
+per rank. A figure that was not measured is left out or ``null``. Ranks and plan may change in a run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class RankFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedStep:
-    """One line of the log."""
+    """One line of the log; ``plan`` tells plans apart, and is empty if it is not known."""
 
     step: int
     loss: float
     seconds: float
     ranks: tuple[RankFigures, ...]
+    plan: str = ""
 
     def line(self) -> str:
         """The line of the file; the inverse of :func:`read_log`."""
@@ -51,15 +52,21 @@ class LoggedStep:
             for r in self.ranks
         ]
         loss = self.loss if math.isfinite(self.loss) else None
-        data = {"step": self.step, "loss": loss, "seconds": self.seconds, "ranks": measured}
+        data: dict[str, Any] = {
+            "step": self.step,
+            "loss": loss,
+            "seconds": self.seconds,
+            "ranks": measured,
+        }
+        data |= {"plan": self.plan} if self.plan else {}
         return json.dumps(data, allow_nan=False) + "\n"
 
 
-def read_log(path: str, world_size: int) -> list[LoggedStep]:
-    """Read the log of a run of ``world_size`` ranks.
+def read_log(path: str) -> list[LoggedStep]:
+    """Read the log of a run.
 
     Raises:
-        InputError: no such file, a line of another form, or another number of ranks.
+        InputError: no such file, no steps, or a line of another form.
     """
     try:
         lines = read_whole(path).splitlines()
@@ -80,11 +87,6 @@ def read_log(path: str, world_size: int) -> list[LoggedStep]:
                 f"this is no line of a run's log ({what})", where=f"{path}:{number}",
                 hint="write the lines as docs/report.md says",
             ) from None  # fmt: skip
-        if len(found[-1].ranks) != world_size:
-            raise InputError(
-                f"the log has {len(found[-1].ranks)} ranks, the plan {world_size}",
-                where=f"{path}:{number}", hint="give the log of a run of this plan",
-            )  # fmt: skip
     if not found:
         raise InputError("the log has no steps", where=path, hint="train for a step or more")
     return found
@@ -106,13 +108,41 @@ def _step(data: Any) -> LoggedStep:
     for rank in data["ranks"]:
         if not isinstance(rank, dict):
             raise TypeError(f"a rank is {rank!r}")
+    plan = data.get("plan", "")
+    if not isinstance(plan, str):
+        raise TypeError(f"plan is {plan!r}")
     ranks = tuple(
         RankFigures(**{name: _figure(rank, name) for name in names if name in rank})
         for rank in data["ranks"]
     )
     return LoggedStep(
-        step=number, loss=math.nan if loss is None else float(loss), seconds=seconds, ranks=ranks
-    )
+        step=number, loss=math.nan if loss is None else float(loss), seconds=seconds, ranks=ranks,
+        plan=plan,
+    )  # fmt: skip
+
+
+def steps_of_plan(
+    steps: Sequence[LoggedStep], plan: str, world_size: int, path: str
+) -> list[LoggedStep]:
+    """Return the steps of a run that were trained by one plan.
+
+    A step that does not tell its plan is taken for one of it if it has as many ranks.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = [s for s in steps if s.plan in (plan, "") and len(s.ranks) == world_size]
+    if found:
+        return found
+    counts = sorted({len(s.ranks) for s in steps})
+    what = f"they have {', '.join(map(str, counts))} ranks, it has {world_size}"
+    if counts == [world_size]:
+        what = "they are of another one with as many ranks"
+    raise InputError(
+        f"no step of the log is by this plan: {what}", where=path,
+        hint="give a plan of this run; those that hap run made are in the folder plans of its "
+        "--checkpoint",
+    )  # fmt: skip
 
 
 def _figure(data: dict[str, Any], name: str) -> float | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hap.api import plan_file
+from hap.api import plan_again
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.plan import Plan
@@ -92,9 +92,9 @@ class SlowDevices:
         who = f"{name} computes {slowness[at]:.2f} times as long as predicted"
         begun = time.perf_counter()
         try:
-            new = plan_file(
-                f"{self._plan.source.path}:{self._plan.source.function}", cluster,
-                options=PlanOptions(
+            new = plan_again(
+                self._plan, cluster,
+                PlanOptions(
                     all_devices=True, allow_idle=True, stages=self._plan.stages is not None
                 ),
             )  # fmt: skip

@@ -19,6 +19,7 @@ from hap.ir.batch import Batch, call
 from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
+from hap.runtime.elastic.emergency import EmergencySave
 from hap.runtime.elastic.notice import Notice, SavedAndEnded
 from hap.runtime.hap_module import GradScaler
 from hap.runtime.launch import init_from_env
@@ -31,13 +32,17 @@ class Trainer:
 
     Create it on every rank, inside a process group, or under torchrun or srun.
 
+    Args:
+        backend, check: as in :func:`hap.compile`.
+
     Raises:
         PlanError: the model file or the world size differs from the plan's.
     """
 
     def __init__(
-        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager"
-    ) -> None:
+        self, plan: Plan, file: ModelFile | None = None, *, backend: str = "eager",
+        check: bool = True,
+    ) -> None:  # fmt: skip
         if plan.world_size > 1 and not dist.is_initialized():
             init_from_env()
         self._file = file or model_file_of(plan)
@@ -47,11 +52,12 @@ class Trainer:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = with_weights(self._file.model(), self._file)
         self.module = compile(
-            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend
+            model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend, check=check
         )
         make = self._file.optimizer or default_optimizer
         self._optimizer = make_optimizer(make, self.module)
         half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
+        self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=half)
 
     @property
@@ -82,7 +88,12 @@ class Trainer:
 
     def load(self, folder: str) -> Saved:
         """Load a checkpoint, as :func:`hap.load` does."""
-        return load(self.module, self._optimizer, folder, scaler=self._scaler)
+        self.loaded = load(self.module, self._optimizer, folder, scaler=self._scaler)
+        return self.loaded
+
+    def follow(self, last: EmergencySave, done: int) -> None:
+        """Have what is trained here watched, from the step ``done`` on."""
+        last.follow(self.module, self._optimizer, step=done, scaler=self._scaler)
 
     def step(self, batch: Batch) -> float:
         """Train on this rank's part of a global batch; return the global loss."""
@@ -104,6 +115,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     log: str = "",
     adapt: bool = False,
+    check: bool = True,
 ) -> list[float]:
     """Train a planned model file on this rank by a :class:`Trainer`; return the losses.
 
@@ -114,6 +126,7 @@ def train(
         on_step: called with (step from 1, global loss, seconds of the step).
         checkpoints: where and how often to save, and what to resume from. With them, SIGTERM
             ends training after the current step, which is saved.
+        check: as in :func:`compile`.
         adapt: plan anew when a device becomes slower or faster, as :mod:`hap.slow_devices` decides;
             needs ``checkpoints``.
 
@@ -121,16 +134,22 @@ def train(
         SavedAndEnded: there was a SIGTERM on some rank.
     """
     begun = time.perf_counter()
-    run = _Run(plan, file, backend)
+    run = _Run(plan, file, backend, check)
+    last = EmergencySave(checkpoints.folder, checkpoints.keep) if checkpoints else None
+    if last:
+        last.forget(run.trainer.module)
     done, batches = checkpoints.resumed(run.trainer) if checkpoints else (0, run.trainer.batches())
     run.measure(log, done, adapt)
     run.switch_s = 2 * (time.perf_counter() - begun)
     losses: list[float] = []
-    with Notice() if checkpoints else nullcontext() as notice:
+    with last or nullcontext(), Notice() if checkpoints else nullcontext() as notice:
+        run.save_losses(last, done)
         for number, batch in enumerate(itertools.islice(batches, max(steps - done, 0)), done + 1):
             start = time.perf_counter()
             losses.append(run.trainer.step(batch))
             seconds = time.perf_counter() - start
+            if last:
+                last.ended(number, {"loss": losses[-1], "seconds": seconds})
             on_step(number, losses[-1], seconds)
             new = run.stepped(number, losses[-1], seconds, steps - number)
             if checkpoints is None or notice is None:
@@ -143,18 +162,19 @@ def train(
                 raise SavedAndEnded(number)
             if new:
                 run.go_on(new, checkpoints.folder, number)
-    if checkpoints:
-        wait_for_saves()
+                run.save_losses(last, number)
+        if checkpoints:
+            wait_for_saves()
     return losses
 
 
 class _Run:
     """One rank's run: its trainer and log, which a new plan replaces."""
 
-    def __init__(self, plan: Plan, file: ModelFile | None, backend: str) -> None:
+    def __init__(self, plan: Plan, file: ModelFile | None, backend: str, check: bool) -> None:
         self._file, self._backend = file or model_file_of(plan), backend
         self._plan = plan
-        self.trainer = Trainer(plan, self._file, backend=backend)
+        self.trainer = Trainer(plan, self._file, backend=backend, check=check)
         self.switch_s = 0.0
         self._logger: RunLogger | None = None
         self._watch: SlowDevices | None = None
@@ -164,9 +184,17 @@ class _Run:
         """Measure the steps from now on, if there is a log or plans are adapted."""
         self._log = log
         if log or adapt:
-            self._logger = RunLogger(log, self.trainer.module, done)
+            loaded = self.trainer.loaded
+            self._logger = RunLogger(
+                log, self.trainer.module, done, loaded.extra if loaded else None
+            )
         if adapt:
             self._watch = SlowDevices(self._plan)
+
+    def save_losses(self, last: EmergencySave | None, done: int) -> None:
+        """Let the ranks that a loss leaves save their state, from the step ``done`` on."""
+        if last:
+            self.trainer.follow(last, done)
 
     def stepped(self, number: int, loss: float, seconds: float, left: int) -> Plan | None:
         """Log a step; return the plan to go on with if speeds have changed and it pays."""
@@ -191,6 +219,6 @@ class _Run:
         """Go on by another plan, from the checkpoint that has just been saved."""
         wait_for_saves()
         self._plan = plan
-        self.trainer = Trainer(plan, self._file, backend=self._backend)
+        self.trainer = Trainer(plan, self._file, backend=self._backend, check=False)
         self.trainer.load(folder)
         self._logger = RunLogger(self._log, self.trainer.module, number)

@@ -16,6 +16,7 @@ from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given
 from hap.ir.plan import Plan
+from hap.ir.plan_digest import program_digest
 from hap.runtime.collectives import Comm
 from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
@@ -57,13 +58,7 @@ class HapModule(nn.Module):
                 f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
                 hint="start as many processes as the cluster file has devices, or plan anew",
             )
-        digest = f"{plan.graph.digest}/{plan.program.schedule_digest}/{sorted(plan.shares.items())}"
-        if plan.inside:
-            inner = plan.inside
-            digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
-        for stage in plan.stages.stages if plan.stages else ():
-            digest += f"/{stage.ranks}/{stage.in_flight}/{stage.program.schedule_digest}"
-            digest += f"/{sorted(stage.shares.items())}"
+        digest = program_digest(plan)
         if not comm.agree(digest):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"

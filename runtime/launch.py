@@ -46,8 +46,11 @@ from hap.errors import HapError, InputError
 T = TypeVar("T")
 
 _POLL_S = 0.1  # interval between checks for dead ranks
-_GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see _failure
+GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see _failure
 _EXIT_S = 5.0  # after the last result: time until ranks that still run are killed
+LOST = 75
+"""Exit code of a rank whose peer was lost: EX_TEMPFAIL of <sysexits.h>."""
+
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
@@ -186,6 +189,7 @@ def spawn(
     before_rank: Callable[[int, int], None] | None = None,
     on_report: Callable[[int, Any], None] | None = None,
     timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
     where: Where | None = None,
 ) -> list[T]:
     """Run ``target(*args)`` on ``world_size`` new local processes that form a process group.
@@ -200,6 +204,7 @@ def spawn(
             it joins the group; no target runs before all of these calls have returned.
         on_report: Called in the parent with (rank, obj) for each :func:`report` of a rank.
         timeout_s: Limit of the whole call in seconds; None: no limit.
+        grace_s: After a failure, the longest time for the other ranks to end by themselves.
         where: The hosts that ranks run on; default: this machine.
 
     Returns:
@@ -231,7 +236,7 @@ def spawn(
             with _environment({**variables, **where.variables(rank)}), where.inside(rank):
                 ranks.append(_start(backend))
             where.started(rank, ranks[rank].pid)
-        results = _collect(ranks, payload, before_rank, on_report, timeout_s)
+        results = _collect(ranks, payload, before_rank, on_report, timeout_s, grace_s)
         patience_ends = time.monotonic() + _EXIT_S
         for one in ranks:
             one.process.join(max(0.0, patience_ends - time.monotonic()))
@@ -272,6 +277,7 @@ def _collect(
     before_rank: Callable[[int, int], None] | None,
     on_report: Callable[[int, Any], None] | None,
     timeout_s: float | None,
+    grace_s: float,
 ) -> list[Any]:
     """Handle the ranks' messages until all results have arrived; raise on the first failure."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -308,7 +314,8 @@ def _collect(
             and (n in ended or not ranks[n].pipe.poll())  # no message is unread
         }
         if died or raised:
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            all_ended = len(results) + len(raised) + len(died) == len(ranks)
+            deadline = min(deadline, time.monotonic() + (0.0 if all_ended else grace_s))
         if time.monotonic() >= deadline:
             raise _failure(died, raised, late, timeout_s)
     return [results[n] for n in range(len(ranks))]
@@ -343,7 +350,7 @@ def _failure(
     timeout_s: float | None,
 ) -> HapError:
     """Return one error for the cause; a death comes first, since the rank's peers then raise."""
-    for n, code in died.items():
+    for n, code in sorted(died.items(), key=lambda found: found[1] == LOST):
         if code >= 0:
             hint = "see its output above for the reason"
             return RankDiedError(f"exited with code {code} and no result", n, hint)

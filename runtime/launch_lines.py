@@ -14,7 +14,7 @@ NOTICE_S = 120
 ENDED = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM ended, after its checkpoint."""
 
-_CONF = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
+_CONF = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 """Of torch's rendezvous: seconds to wait for further machines, and until a lost one is left out."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import InputError
+from hap.ir.plan_digest import short_digest
 from hap.run_log import LoggedStep, RankFigures
 from hap.runtime.hap_module import HapModule
 from hap.runtime.timed_lane import TimedLane, TimedStreamLane
@@ -24,6 +25,7 @@ class RunLogger:
     Args:
         path: of the log; empty to measure without one.
         done: steps of the checkpoint that training resumes from; their lines stay in the file.
+        last: the loss and the seconds of the last of them, if its line may be absent.
 
     Memory is measured on CUDA alone, times in collectives on CPUs alone. A step's line is in the
     file when :meth:`step` returns.
@@ -32,8 +34,11 @@ class RunLogger:
         InputError: rank 0 cannot write the file.
     """
 
-    def __init__(self, path: str, module: HapModule, done: int = 0) -> None:
-        self._path = path
+    def __init__(
+        self, path: str, module: HapModule, done: int = 0, last: Mapping[str, float] | None = None
+    ) -> None:
+        self._path, self._world_size = path, module._comm.world_size
+        self._plan = short_digest(module._digest)
         self._device = module._device
         context: Any = module._ctx
         self._lane: TimedLane | TimedStreamLane
@@ -44,9 +49,9 @@ class RunLogger:
             self._lane = TimedLane(context._lane)
         context._lane = self._lane
         if path and _rank() == 0:
-            self._write("".join(self._kept(done)), "w")
+            self._write("".join(self._kept(done, last)), "w")
 
-    def _kept(self, done: int) -> list[str]:
+    def _kept(self, done: int, last: Mapping[str, float] | None) -> list[str]:
         """Return the lines of earlier steps, without those that will be trained again."""
         try:
             lines = Path(self._path).read_text().splitlines(keepends=True) if done else []
@@ -56,10 +61,18 @@ class RunLogger:
             raise InputError(
                 f"the log cannot be read ({error})", where=self._path, hint="change --log"
             ) from error
-        kept = []
+        kept, newest = [], 0
         for line in lines:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off by a crash
-                kept += [line] if json.loads(line)["step"] <= done else []
+                step = json.loads(line)["step"]
+                kept += [line] if step <= done else []
+                newest = max(newest, step)
+        if last and newest == done - 1:  # the ranks were lost before they told its figures
+            figures = (RankFigures(),) * self._world_size
+            missing = LoggedStep(
+                step=done, loss=last["loss"], seconds=last["seconds"], ranks=figures
+            )
+            kept.append(missing.line())
         return kept
 
     def step(self, number: int, loss: float, seconds: float) -> Sequence[RankFigures]:
@@ -70,7 +83,9 @@ class RunLogger:
             ranks = [own] * dist.get_world_size()
             dist.all_gather_object(ranks, own)
         if self._path and _rank() == 0:
-            step = LoggedStep(step=number, loss=loss, seconds=seconds, ranks=tuple(ranks))
+            step = LoggedStep(
+                step=number, loss=loss, seconds=seconds, ranks=tuple(ranks), plan=self._plan
+            )
             self._write(step.line(), "a")
         return ranks
 

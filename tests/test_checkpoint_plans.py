@@ -33,10 +33,10 @@ def uneven(plan: Plan) -> set[str]:
 
 
 @pytest.mark.gloo
-def test_four_ranks_three_two_axes_one_process_and_four_again(tmp_path: Path) -> None:
+def test_four_ranks_three_two_axes_and_one_process(tmp_path: Path) -> None:
     """Compare losses, weights, buffers and optimizer states with training on one device."""
     case = net()
-    four, three, again = (random_plan(case, n, seed) for n, seed in ((4, 1), (3, 2), (4, 5)))
+    four, three = (random_plan(case, n, seed) for n, seed in ((4, 1), (3, 2)))
     mesh = random_mesh_plan(case, 2, 2, 0)
     assert {"whole", "unlike", "empty", "dim 0", "dim 1"} <= uneven(four) | uneven(three)
     stored = [n for plan in (four, three) for n in plan.program.used_axes() if "stored" in n]
@@ -63,8 +63,7 @@ def test_four_ranks_three_two_axes_one_process_and_four_again(tmp_path: Path) ->
     same_state(plain, reference)
     follows(start, plain.train(start, start + STEPS))
     plain.save(folder, start + STEPS, keep=2, block=True)
-    trained(again)
-    assert CheckpointFolder(folder).steps() == [4 * STEPS + 1, 5 * STEPS]
+    assert CheckpointFolder(folder).steps() == [3 * STEPS, 4 * STEPS]
     last = Run(None, shift=1.0)
     last.load(folder)
     same_state(last, reference)

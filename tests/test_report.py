@@ -9,7 +9,10 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +317,7 @@ def write_log(*steps: LoggedStep) -> str:
 
 def test_a_log_is_read_as_it_was_written() -> None:
     steps = logged()
-    assert read_log(write_log(*steps), 4) == steps
+    assert read_log(write_log(*steps)) == steps
 
 
 def test_a_run_is_laid_over_the_prediction() -> None:
@@ -331,6 +334,36 @@ def test_a_run_is_laid_over_the_prediction() -> None:
         assert json.loads(figures[f"run.predicted.{rank}.memory_bytes"]) == use["peak_bytes"]
         assert f"run.measured.{rank}.memory_bytes" not in figures
     assert "not measured" in page.text
+
+
+def test_a_run_whose_plan_changed_is_read() -> None:
+    """Figures are those of the plan's own steps; the course is that of the whole run."""
+    other = [replace(s, step=s.step + 3, seconds=9.0) for s in logged(ranks=3)]
+    again = [replace(s, step=s.step + 6, plan="of another cluster", seconds=9.0) for s in logged()]
+    page = page_of("small.json", "--log", write_log(*logged(), *other, *again))
+    figures = dict(page.figures)
+    assert (figures["run.steps"], figures["run.own"], figures["run.counted"]) == ("9", "3", "2")
+    assert json.loads(figures["run.seconds"]) == pytest.approx((0.25 + 0.5 / 3) / 2)
+    message = refused("report", "small.json", "--log", write_log(*again))
+    assert "no step of the log is by this plan: they are of another one" in message
+
+
+def test_files_for_tensorboard_hold_the_run() -> None:
+    assert "without --log" in refused("report", "small.json", "--tensorboard", "events")
+    if find_spec("tensorboard") is None:
+        message = refused(
+            "report", "small.json", "--log", write_log(*logged()), "--tensorboard", "events"
+        )
+        assert "files for TensorBoard need its package" in message
+        return
+    done("report", "small.json", "--log", write_log(*logged()), "--tensorboard", "events")
+    accumulator = import_module(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator("events")
+    accumulator.Reload()
+    assert len(accumulator.Tags()["scalars"]) == 2 + 3 * 4
+    found = {e.step: e.value for e in accumulator.Scalars("computing_s/rank 2")}
+    assert found == pytest.approx({n: 0.1 * (2 + n) for n in (1, 2, 3)})
 
 
 def test_a_run_that_diverges_has_a_page() -> None:
@@ -356,7 +389,7 @@ def test_a_run_that_diverges_has_a_page() -> None:
         ('{"step": 1, "loss": 1, "seconds": 1, "ranks": [7]}\n', "a rank is 7"),
         (
             '{"step": 1, "loss": 1, "seconds": 1, "ranks": [{}]}\n',
-            "the log has 1 ranks, the plan 4",
+            "no step of the log is by this plan: they have 1 ranks, it has 4",
         ),
         ("\0\xff", "this is no line of a run's log"),
     ],
@@ -410,7 +443,7 @@ def test_a_real_run_writes_its_log(folder: Path) -> None:
     done("plan", "model.py", "--cluster", "slow.yaml", "--no-mesh")
     assert Plan.load("plan.json").program.collectives
     done("run", "plan.json", "--nproc", "2", "--steps", "4", "--log", "run.jsonl")
-    steps = read_log("run.jsonl", 2)
+    steps = read_log("run.jsonl")
     assert [s.step for s in steps] == [1, 2, 3, 4]
     for step in steps:
         assert step.loss > 0

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines: from shards to stages, to one process, and back to shards."""
+"""Checkpoints of every kind of plan: shards, two mesh axes, stages, one process, and shards again."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hap.runtime.launch import spawn
 from hap.runtime.one_device import reference_mode
 from tests.random_plans import Case, benchmark_case, random_plan, widened
 from tests.random_stages import random_staged_plan
+from tests.test_two_axes import random_mesh_plan
 
 STEPS = 2
 
@@ -57,12 +58,13 @@ def on_rank(data: dict[str, Any], folder: str) -> list[float]:
 
 
 @pytest.mark.gloo
-def test_shards_then_stages_then_one_process_then_stages(tmp_path: Path) -> None:
+def test_four_ranks_three_two_axes_stages_one_process_and_four_again(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     plans = (
-        random_plan(case(), 3, 1), random_staged_plan(case(), (2, 1), 2), None,
-        random_staged_plan(case(), (1, 2, 1), 3),
+        random_plan(case(), 4, 2), random_plan(case(), 3, 1), random_mesh_plan(case(), 2, 2, 0),
+        random_staged_plan(case(), (1, 2, 1), 3), None, random_plan(case(), 4, 5),
     )  # fmt: skip
+    assert plans[3] is not None and plans[3].stages
     losses: list[float] = []
     for plan in plans:
         if plan is None:

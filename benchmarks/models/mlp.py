@@ -65,3 +65,11 @@ def small_double_batch():
 
 def small_batch():
     return inputs(size=192, features=256)
+
+
+def narrow_double():
+    return build(features=32, hidden=64, layers=3, dropout=0.0).double()
+
+
+def narrow_double_batch():
+    return inputs(size=4096, features=32).double()

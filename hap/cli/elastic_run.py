@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -16,6 +19,8 @@ from hap.cli.worker import RunJob, train_and_print
 from hap.errors import HapError, InputError
 from hap.ir.plan import Plan
 from hap.part_plans import PartPlans
+from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
+from hap.runtime.elastic.emergency import save_what_is_left
 from hap.runtime.elastic.heartbeats import Heartbeats, end
 from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
@@ -32,11 +37,14 @@ def run_elastic(job: RunJob) -> None:
         SavedAndEnded: there was a SIGTERM.
     """
     assert job.checkpoints is not None
+    folder = job.checkpoints.folder
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    job = replace(job, again=restarted and bool(CheckpointFolder(folder).steps()))
     sys.argv = [sys.argv[0], *job.extra]  # what the model file may read
-    plans = PartPlans(job.path, Path(job.checkpoints.folder) / "plans")
+    plans = PartPlans(job.path, Path(folder) / "plans")
     meeting = meet(plans.whole.cluster)
     own, ending = meeting.names.index(meeting.own), None
-    with Heartbeats(meeting.connection(), meeting.names, own):
+    with Heartbeats(meeting.connection(), meeting.names, own, _lost):
         path, how = _agreed(meeting, plans)
         try:
             ending = _train(job, meeting, path, how, plans)
@@ -48,6 +56,12 @@ def run_elastic(job: RunJob) -> None:
     if ending is not None:  # all processes end: none waits for another
         raise ending
     meeting.leave()
+
+
+def _lost(text: str) -> NoReturn:
+    print(text, file=sys.stderr, flush=True)
+    save_what_is_left()
+    end("this rank ends")
 
 
 def _train(

@@ -18,8 +18,10 @@ from hap.cli.worker import RunJob, check_world_size, train_rank
 from hap.errors import HapError
 from hap.ir.plan import Plan
 from hap.part_plans import PartPlans
+from hap.runtime.checkpoints.checkpoint_layout import survivable
+from hap.runtime.elastic.emergency import LONGEST_S
 from hap.runtime.elastic.notice import SavedAndEnded
-from hap.runtime.launch import RankDiedError, RankError, spawn
+from hap.runtime.launch import GRACE_S, RankDiedError, RankError, spawn
 
 
 def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
@@ -50,6 +52,7 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
             name = names[failure.rank]
             job, names = _again(job, names, failure, twice=name == last and not trained.any)
             last = name
+            job = replace(job, again=job.again or trained.any)
 
 
 class _Steps:
@@ -85,6 +88,7 @@ def _again(
 
 def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     """Start all ranks and wait for them; SIGTERM is passed on to them."""
+    plan = Plan.load(job.path)
     group = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
     pids: list[int] = []
     noticed = False
@@ -99,6 +103,7 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
         ended = spawn(
             train_rank, nproc, args=(job,), backend=group, on_report=on_report,
             before_rank=lambda rank, pid: pids.append(pid),
+            grace_s=LONGEST_S if job.checkpoints and survivable(plan) else GRACE_S,
         )  # fmt: skip
     except HapError:
         if noticed:  # some rank had not begun to train

@@ -10,6 +10,7 @@ import hap
 from hap import cli
 from hap.errors import InputError
 from hap.files import check_output, write_whole
+from hap.run_log import read_log
 
 log_option = click.option(
     "--log", default="", metavar="FILE",
@@ -33,11 +34,16 @@ def check_log(path: str, plan_file: str) -> None:
 @click.argument("plan_file", metavar="PLAN")
 @click.option("-o", "--output", default="plan.html", show_default=True, help="The page.")
 @click.option("--log", "log_file", help="Lay this run, a file of `hap run --log`, beside the plan.")
-def report(plan_file: str, output: str, log_file: str | None) -> None:
+@click.option(
+    "--tensorboard", metavar="DIR", help="Also write that run for `tensorboard --logdir DIR`."
+)
+def report(plan_file: str, output: str, log_file: str | None, tensorboard: str | None) -> None:
     """Write PLAN as a page for a browser: shares, timeline, collectives, modules, baselines.
 
     The page is one file that needs no network.
     """
+    if tensorboard and not log_file:
+        raise InputError("--tensorboard without --log", hint="give the log of a run")
     plan = hap.Plan.load(plan_file)
     check_output(output, plan_file, log_file, plan.source.path)
     text = cli.report.page.page_of_plan(plan, plan_file, log_file)
@@ -48,4 +54,6 @@ def report(plan_file: str, output: str, log_file: str | None) -> None:
             f"the page cannot be written there ({error.strerror or error})",
             where=output, hint="change -o",
         ) from error  # fmt: skip
+    if tensorboard and log_file:
+        cli.report.tensorboard_events.write_events(read_log(log_file), tensorboard)
     click.echo(f"written to {output}, {len(text.encode()):,} bytes", err=True)

@@ -32,6 +32,7 @@ class RunJob:
         max_restarts: how often lost ranks are started again.
         elastic: go on with the devices that are there.
         adapt: plan anew when a device becomes slower or faster.
+        again: the ranks were started before in this run, and checked that the model is the plan's.
     """
 
     path: str
@@ -43,6 +44,7 @@ class RunJob:
     max_restarts: int = 0
     elastic: bool = False
     adapt: bool = False
+    again: bool = False
 
 
 def run_as_rank(job: RunJob) -> None:
@@ -122,7 +124,7 @@ def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
     train(
         plan, model_file_of(plan), steps=job.steps, on_step=on_step if first else _ignore,
         backend=job.backend, checkpoints=job.checkpoints, log=job.log,
-        adapt=job.adapt,
+        adapt=job.adapt, check=not job.again,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from hap.errors import CheckpointError, InputError
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest
-from hap.runtime.checkpoints.checkpoint_layout import layout
+from hap.runtime.checkpoints.checkpoint_layout import Layout, layout
 from hap.runtime.checkpoints.checkpoint_match import MODEL, Saved, match
 from hap.runtime.checkpoints.checkpoint_optimizer import take
 from hap.runtime.checkpoints.checkpoint_shard import ShardLoadPlanner, ShardSavePlanner, StoredShard
@@ -81,19 +81,14 @@ def save(
 
     def prepared() -> tuple[dict[str, StoredShard], dict[str, Any]]:
         if writing.rank == 0:
-            _make(place, writing.folders)
+            make(place, writing.folders)
             place.check_newest(step)
-        shards, state = _taken(model, optimizer, step)
-        state |= {
-            "world_size": writing.world_size,
-            "extra": encode(dict(extra or {})),
-            "scheduler": scheduler and encode(scheduler.state_dict(), "the scheduler's state"),
-            "scaler": scaler and encode(scaler.state_dict(), "the scaler's state"),
-        }
-        return shards, state
+        shards, state = taken(model, optimizer, step, layout(model))
+        state |= {"world_size": writing.world_size, "extra": encode(dict(extra or {}))}
+        return shards, state | beside(scheduler, scaler)
 
     shards, state = writing.together(prepared)
-    own = {"rng": random_states()}
+    own = {"rng": encode(random_states(), "rng")}
     copies: dict[str, StoredShard] = {}
     for name, shard in shards.items():
         copies[name] = shard.like(_copied(shard.tensor)) if shard.written else shard
@@ -170,11 +165,18 @@ def load(
     return found.saved
 
 
-def _taken(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int
+def beside(scheduler: Any, scaler: Any) -> dict[str, Any]:
+    """Return the states of a scheduler and a scaler as JSON; ``None`` for what there is not."""
+    return {
+        "scheduler": scheduler and encode(scheduler.state_dict(), "the scheduler's state"),
+        "scaler": scaler and encode(scaler.state_dict(), "the scaler's state"),
+    }
+
+
+def taken(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, held: Layout
 ) -> tuple[dict[str, StoredShard], dict[str, Any]]:
     """Return the shards of a checkpoint, and the JSON that describes them."""
-    held = layout(model)
     shards = {MODEL + name: shard for name, shard in held.tensors.items()}
     state: dict[str, Any] = {"step": step, "plan": "", "batch_size": 0, "module": None}
     if isinstance(model, HapModule):
@@ -196,7 +198,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _make(folder: CheckpointFolder, known: set[str]) -> None:
+def make(folder: CheckpointFolder, known: set[str]) -> None:
     """Make a folder of checkpoints; one that this run made before must still be there."""
     path = str(folder.path)
     if path in known and not folder.path.is_dir():

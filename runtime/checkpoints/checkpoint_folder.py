@@ -46,10 +46,10 @@ class CheckpointFolder:
             shutil.rmtree(left)
         self.part(step).mkdir()
 
-    def publish(self, step: int, index: dict[str, Any], keep: int | None) -> None:
-        """Write the index, publish the checkpoint, and remove all but the last ``keep``."""
-        part, final = self.part(step), self.at(step)
-        _write_durably(part / INDEX, json.dumps(index, separators=(",", ":"), allow_nan=False))
+    def publish(self, part: Path, step: int, index: dict[str, Any], keep: int | None) -> None:
+        """Write the index, publish the checkpoint in ``part``, and remove all but the last ``keep``."""
+        final = self.at(step)
+        write_durably(part / INDEX, json.dumps(index, separators=(",", ":"), allow_nan=False))
         _sync_folder(part)
         again = final.exists()
         if again:
@@ -58,11 +58,11 @@ class CheckpointFolder:
         _sync_folder(self.path)
         if again:
             shutil.rmtree(self._old(step))
-        _write_durably(self.path / f"{LATEST}.tmp", f"{final.name}\n")
+        write_durably(self.path / f"{LATEST}.tmp", f"{final.name}\n")
         os.replace(self.path / f"{LATEST}.tmp", self.path / LATEST)
         _sync_folder(self.path)
         for other in self.steps():
-            if other > step:  # incomplete: see :meth:`check_newest`
+            if other > step and not is_complete(self.at(other)):
                 self._remove(other)
         if keep is not None:
             for old in self.steps()[:-keep]:
@@ -92,7 +92,7 @@ class CheckpointFolder:
             InputError: there is one, of a run that went further than this one.
         """
         for other in self.steps():
-            if other > step and _is_complete(self.at(other)):
+            if other > step and is_complete(self.at(other)):
                 raise InputError(
                     f"there is a checkpoint of the later step {other}", where=str(self.path),
                     hint=f"save step {step} into another folder, or remove the later checkpoints",
@@ -106,7 +106,8 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in found if match)
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """Is there a checkpoint whose files all have their sizes?"""
     try:
         read_index(path)
     except CheckpointError:
@@ -204,7 +205,7 @@ def newest(path: str | Path) -> tuple[Path, list[str]]:
     )  # fmt: skip
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
     with path.open("w") as file:
         file.write(text)
         file.flush()

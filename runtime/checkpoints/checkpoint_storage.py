@@ -45,13 +45,15 @@ class SafetensorsWriter(StorageWriter):
         state: everything but tensors, as JSON; that of rank 0 is written.
         own: what differs between ranks, as JSON; it goes into the header of the rank's file.
         keep: the number of checkpoints that stay; ``None``: all.
+        part: the folder of the unpublished checkpoint, if not the usual one.
     """
 
     def __init__(
         self, folder: CheckpointFolder, step: int, rank: int, state: Mapping[str, Any],
-        own: Mapping[str, Any], keep: int | None,
+        own: Mapping[str, Any], keep: int | None, part: Path | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._step, self._rank = folder, step, rank
+        self._part = part or folder.part(step)
         self._state, self._own, self._keep = state, own, keep
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -68,7 +70,7 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder = self._folder.part(self._step)
+        folder = self._part
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {self._rank} does not see the folder that rank 0 made", where=str(folder),
@@ -112,7 +114,7 @@ class SafetensorsWriter(StorageWriter):
             "files": {r.storage_data: r.size_in_bytes for r in every if r.index == _FILE},
             "tensors": tensors,
         }
-        self._folder.publish(self._step, index, self._keep)
+        self._folder.publish(self._part, self._step, index, self._keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -108,19 +108,17 @@ _DECODE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the random generators of torch, Python and NumPy as JSON."""
-    found = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    """Return the states of the random generators of torch, Python and NumPy, for :func:`encode`."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = (kind, keys.tolist(), *rest)
-    encoded: dict[str, Any] = encode(found, "rng")
-    return encoded
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    return found
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore what :func:`random_states` returned, decoded."""
+    """Restore what :func:`random_states` returned, also after :func:`decode`."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():

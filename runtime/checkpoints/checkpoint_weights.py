@@ -109,7 +109,7 @@ def import_(weights: str, to: str) -> int:
                 "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
                 "same": {}, "extra": {}, **state, "files": files, "tensors": entries,
             }  # fmt: skip
-            folder.publish(0, index, None)
+            folder.publish(folder.part(0), 0, index, None)
         except BaseException:
             shutil.rmtree(folder.part(0), ignore_errors=True)
             raise

@@ -16,14 +16,13 @@ from typing import NoReturn, Self
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from hap.runtime.launch import LOST
+
 PERIOD_S = 1.0
 """Seconds between two heartbeats."""
 
-PATIENCE_S = 8.0
+PATIENCE_S = 6.0
 """Seconds without a heartbeat after which a process counts as lost."""
-
-LOST = 75
-"""Exit code of a process whose peer was lost: EX_TEMPFAIL of <sysexits.h>."""
 
 
 def end(text: str) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hap.cli.report import figures_json as figures_json
     from hap.cli.report import page as page
+    from hap.cli.report import tensorboard_events as tensorboard_events
 
 
 def __getattr__(name: str) -> Any:

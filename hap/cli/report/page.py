@@ -20,8 +20,9 @@ from hap.cli.simulation import simulation_json
 from hap.cli.terminal import alike, runs
 from hap.errors import PlanError
 from hap.ir.plan import Plan
+from hap.ir.plan_digest import program_digest, short_digest
 from hap.plan_simulation import simulate_plan
-from hap.run_log import LoggedStep, read_log
+from hap.run_log import LoggedStep, read_log, steps_of_plan
 from hap.synthesizer.cost.peak_memory import KINDS
 from hap.units import format_bytes, format_seconds
 
@@ -39,7 +40,7 @@ def page_of_files(plan_file: str, log_file: str | None = None) -> str:
 
     Raises:
         PlanError: the plan file cannot be used.
-        InputError: the log cannot be used, or is of another number of ranks.
+        InputError: the log cannot be used, or the plan had no part in it.
     """
     return page_of_plan(Plan.load(plan_file), plan_file, log_file)
 
@@ -51,21 +52,29 @@ def page_of_plan(plan: Plan, plan_file: str, log_file: str | None = None) -> str
             f"the plan predicts {len(plan.prediction.ranks)} of {plan.world_size} ranks",
             where=plan_file, hint="plan anew",
         )  # fmt: skip
-    steps = read_log(log_file, plan.world_size) if log_file is not None else None
-    return report_page(plan, name=plan_file, steps=steps)
+    steps = read_log(log_file) if log_file is not None else None
+    return report_page(plan, name=plan_file, steps=steps, log=log_file or "")
 
 
-def report_page(plan: Plan, *, name: str = "", steps: Sequence[LoggedStep] | None = None) -> str:
+def report_page(
+    plan: Plan, *, name: str = "", steps: Sequence[LoggedStep] | None = None, log: str = ""
+) -> str:
     """The page as text. The same plan and run give the same page.
 
     Args:
         name: of the plan file, for the title.
-        steps: a run of the plan.
+        steps: a run, in which other plans may have had a part.
+        log: its file, for messages.
+
+    Raises:
+        InputError: the plan had no part in the run.
     """
     made = simulate_plan(plan)
     figures: dict[str, Any] = {"plan": shown_with(made), "simulation": simulation_json(made)}
     if steps:
-        figures["run"] = run_json(made, steps)
+        digest = short_digest(program_digest(plan))
+        own = steps_of_plan(steps, digest, plan.world_size, log)
+        figures["run"] = run_json(made, steps, own)
     environment = Environment(
         loader=PackageLoader("hap.cli.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

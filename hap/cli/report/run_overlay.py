@@ -40,11 +40,18 @@ def predicted_figures(made: Simulation) -> list[RankFigures]:
     ]
 
 
-def run_json(made: Simulation, steps: Sequence[LoggedStep]) -> dict[str, Any]:
-    """The figures of section "run" of the page: medians, and the predictions beside them."""
-    used = counted(steps)
+def run_json(
+    made: Simulation, steps: Sequence[LoggedStep], own: Sequence[LoggedStep]
+) -> dict[str, Any]:
+    """The figures of section "run" of the page: medians, and the predictions beside them.
+
+    Args:
+        own: the steps that were trained by this plan.
+    """
+    used = counted(own)
     return {
         "steps": len(steps),
+        "own": len(own),
         "counted": len(used),
         "predicted_s": made.run.step_s,
         "seconds": statistics.median(s.seconds for s in used),
