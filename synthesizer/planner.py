@@ -34,7 +34,7 @@ from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch,
 from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
-from hap.synthesizer.stages.stage_prediction import predict_pipeline
+from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
@@ -198,16 +198,15 @@ def _searched(
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress)
     fastest_pair = two.pair if two else best
-    if options.stages and (
-        staged := _in_stages(
-            synthesizer, cluster, optimizer_states, options, fastest_pair, progress
-        )
-    ):
+    search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
+    staged = search and _in_stages(search, fastest_pair, progress)
+    if search and staged:
         shown = {"without stages": best, **beside}
         rows = alternatives(graph, shown, fewer, notes)
+        proof = stage_bound(staged.times.step_s, search)
         return PlannedPair(
             cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
-            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows),
+            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows, (proof,)),
         )  # fmt: skip
     if two:
         _must_fit(two.pair, two.cost)
@@ -223,24 +222,36 @@ def _searched(
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
     rows = alternatives(graph, beside, fewer, notes)
     proofs = bounds(synthesizer, best, options.prove)
+    if search:
+        proofs = (*proofs, stage_bound(best.timeline.step_s, search))
     return PlannedPair(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
 
 
-def _in_stages(
+def _stage_search(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    best: Candidate, progress: Progress,
-) -> Pipeline | None:  # fmt: skip
-    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    progress: Progress,
+) -> StageSearch | None:  # fmt: skip
+    """The search for pipelines if it is asked for and the step can be run in microbatches."""
+    if not options.stages:
+        return None
     progress("searching pipeline stages")
-    limit_s = best.timeline.step_s if best.fits else float("inf")
     everyone = range(cluster.world_size)
     keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
     try:
-        search = StageSearch(synthesizer.space, cluster, optimizer_states)
-        return search.best(limit_s, keep, progress)
+        return StageSearch(synthesizer.space, cluster, optimizer_states, keep)
+    except HapError as error:
+        progress(f"no pipeline: {error.what}")
+        return None
+
+
+def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:
+    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    limit_s = best.timeline.step_s if best.fits else float("inf")
+    try:
+        return search.best(limit_s, progress)
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None

@@ -269,9 +269,8 @@ def _bounds(plan: Plan) -> Iterator[Text]:
             "without baselines and lower bounds",
             style="yellow",
         )
-    if plan.inside or plan.stages:
-        kind = "two mesh axes" if plan.inside else "pipeline stages"
-        yield Text(f"lower bound: none is worked out for {kind}")
+    if plan.inside:
+        yield Text("lower bound: none is worked out for two mesh axes")
     for b in p.bounds:
         yield Text(
             f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "

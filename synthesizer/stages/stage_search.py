@@ -7,7 +7,7 @@ promising ones get an exact search of each stage on its group, and are simulated
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, PlanError
@@ -15,6 +15,7 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
+from hap.synthesizer.bounds.lower_bound import Relaxation
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.schedule.pipeline_simulator import (
@@ -24,14 +25,21 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import program_axes
-from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, in_flight
+from hap.synthesizer.stages.flights import chosen_flights
+from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer
 
 SEARCHED = 3
-"""Estimated pipelines that get an exact search of each stage."""
+"""Groupings of devices whose stages are searched exactly."""
+
+VARIANTS = 6
+"""Most cuts and numbers of microbatches that are searched of one grouping."""
+
+NEAR = 1.1
+"""Estimated seconds, relative to the best of a grouping, up to which others are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,96 +84,107 @@ class StageSynthesizer(Synthesizer):
 class StageSearch:
     """Searches pipelines of a graph on a cluster.
 
+    Args:
+        keep: ranks that each pipeline must use.
+
     Raises:
         HapError: the step can't be run in microbatches.
     """
 
-    def __init__(self, space: Space, cluster: Cluster, optimizer_states: int) -> None:
-        self._cluster, self._states = cluster, optimizer_states
+    def __init__(
+        self, space: Space, cluster: Cluster, optimizer_states: int,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._space, self._cluster, self._states = space, cluster, optimizer_states
+        self._relaxed: dict[Ranks, Relaxation] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
         self._whole = self._time.whole()
         self._found: dict[object, tuple[Program, Shares] | None] = {}
+        self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep)
+
+    def relaxed(self, ranks: Ranks) -> Relaxation:
+        """Return the bound of all programs without stages on a set of devices."""
+        if ranks not in self._relaxed:
+            part = self._cluster.keep(ranks)
+            self._relaxed[ranks] = Synthesizer(self._space, part, self._states).relaxed
+        return self._relaxed[ranks]
 
     def best(
-        self, limit_s: float, keep: frozenset[int] = frozenset(),
-        progress: Callable[[str], None] = lambda text: None,
-    ) -> Pipeline | None:  # fmt: skip
-        """Return the fastest pipeline that fits, if one is faster than ``limit_s``.
-
-        Args:
-            keep: ranks that it must use.
-        """
-        estimates = StageEstimates(self._time, self._cluster)
-        sketches = [s for s in estimates.sketches() if keep <= {r for g in s.groups for r in g}]
-        sketches.sort(key=lambda s: s.estimate_s)
-        chosen, seen = [], set[object]()
+        self, limit_s: float, progress: Callable[[str], None] = lambda text: None
+    ) -> Pipeline | None:
+        """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
+        sketches = sketch_order(list(self.estimates.sketches(limit_s)))
+        best: Pipeline | None = None
+        tried: dict[object, list[Sketch]] = {}
         for sketch in sketches:
-            key = sketch.groups, len(sketch.cuts)
-            if key not in seen and sketch.estimate_s < limit_s:
-                seen.add(key)
-                chosen.append(sketch)
-        found = []
-        for sketch in chosen[:SEARCHED]:
-            shown = " | ".join(str(len(g)) for g in sketch.groups)
-            progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
-            near = [
-                s for s in sketches
-                if s.groups == sketch.groups and s.estimate_s <= 1.1 * sketch.estimate_s
-            ]  # fmt: skip
-            found += [p for s in near[:6] if (p := self.pipeline(s)) is not None and p.fits]
-        best = min(found, key=lambda p: p.times.step_s, default=None)
-        return best if best and best.times.step_s < limit_s else None
+            near = tried.setdefault(sketch.groups, [])
+            if len(tried) > SEARCHED and not near:
+                del tried[sketch.groups]
+                continue
+            close = not near or sketch.estimate_s <= NEAR * near[0].estimate_s
+            if len(near) >= VARIANTS or not close or sketch.least_s >= limit_s:
+                continue
+            if not near:
+                shown = " | ".join(str(len(g)) for g in sketch.groups)
+                progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
+            near.append(sketch)
+            found = self.pipeline(sketch)
+            if found is not None and found.fits and found.times.step_s < limit_s:
+                best, limit_s = found, found.times.step_s
+        return best
 
     def pipeline(self, sketch: Sketch) -> Pipeline | None:
         """Return the pipeline of a sketch with the cheapest program of each stage, if there is one."""
+        count = sketch.microbatches
         try:
             wholes, _ = cut_stages(self._whole, sketch.cuts)
-            parts, transfers = cut_stages(self._time.part(sketch.microbatches), sketch.cuts)
+            parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
         except PlanError:
             return None
         kept = tuple(sorted(r for group in sketch.groups for r in group))
-        stages, found, seconds = [], [], []
-        for number, (group, whole, part) in enumerate(
-            zip(sketch.groups, wholes, parts, strict=True)
-        ):
+        chosen, found = [], []
+        for group, whole, part in zip(sketch.groups, wholes, parts, strict=True):
             ranks = tuple(sorted(group))
-            searched = self._searched(whole, ranks, sketch.cuts, number)
+            searched = self._searched(whole, ranks)
             scaled = searched and in_parts(whole, part, *searched)
             if not scaled:
                 return None
-            program, shares = scaled
-            flight = in_flight(len(parts), number, sketch.microbatches)
             machine = Machine(self._cluster.keep(ranks))
-            each = figures(
-                part, program, shares, machine, self._states, sketch.microbatches, flight
+            chosen.append(scaled)
+            found.append(figures(part, *scaled, machine, self._states, count, 1))
+        memory = [[self._cluster.devices[r].memory_bytes for r in g] for g in sketch.groups]
+        most = [f.most_in_flight(m, count) for f, m in zip(found, memory, strict=True)]
+        ones = [(f, 1) for f in found]
+        times = stage_seconds(self._cluster, sketch.groups, parts, transfers, ones)
+        flights = chosen_flights(times, count, most)
+        if not flights:
+            return None
+        times = [replace(t, in_flight=n) for t, n in zip(times, flights, strict=True)]
+        found = [f.with_in_flight(min(n, count)) for f, n in zip(found, flights, strict=True)]
+        stages = [
+            Stage(
+                ranks=tuple(kept.index(r) for r in sorted(group)), program=program,
+                shares=shares, in_flight=flight,
             )
-            stages.append(
-                Stage(
-                    ranks=tuple(kept.index(r) for r in ranks), program=program, shares=shares,
-                    in_flight=flight,
-                )
-            )  # fmt: skip
-            found.append(each)
-            seconds.append((each, flight))
-        times = stage_seconds(self._cluster, sketch.groups, parts, transfers, seconds)
+            for group, (program, shares), flight in zip(
+                sketch.groups, chosen, flights, strict=True
+            )
+        ]  # fmt: skip
         return Pipeline(
             cluster=self._cluster.keep(kept),
             left=tuple(r for r in range(self._cluster.world_size) if r not in kept),
-            over_time=self._time, microbatches=sketch.microbatches,
+            over_time=self._time, microbatches=count,
             stages=PipelineStages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
-            seconds=tuple(times), times=simulate_pipeline(times, sketch.microbatches),
+            seconds=tuple(times), times=simulate_pipeline(times, count),
             transfers=transfers, parts=parts,
         )  # fmt: skip
 
-    def _searched(
-        self, whole: Graph, ranks: Ranks, cuts: tuple[str, ...], number: int
-    ) -> tuple[Program, Shares] | None:
+    def _searched(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
         """Return the cheapest program of a stage on its devices, with its shares."""
-        key = (
-            tuple(self._cluster.devices[r] for r in ranks),
-            (None, *cuts, None)[number : number + 2],
-        )
+        devices = tuple(self._cluster.devices[r] for r in ranks)
+        # The same operators may send to other stages, if other cuts differ.
+        key = devices, whole.inputs, whole.outputs, tuple(n.name for n in whole.nodes)
         if key not in self._found:
             self._found[key] = self._search(whole, ranks)
         return self._found[key]

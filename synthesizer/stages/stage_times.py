@@ -54,6 +54,21 @@ class StageFigures:
     stored_bytes: PerRank
     saved_bytes: PerRank
     peak_bytes: PerRank
+    in_flight: int = 1
+
+    def with_in_flight(self, count: int) -> StageFigures:
+        """Return the figures with another number of microbatches in flight."""
+        more = (count - self.in_flight) * self.saved_bytes
+        return replace(self, peak_bytes=self.peak_bytes + more, in_flight=count)
+
+    def most_in_flight(self, memory_bytes: Sequence[float], microbatches: int) -> int:
+        """Return how many microbatches in flight fit the ranks' memory; 0 if not even one does."""
+        one = self.with_in_flight(1)
+        spare = np.array(memory_bytes, dtype=np.float64) - one.peak_bytes
+        if (spare < 0).any():
+            return 0
+        further = np.floor(spare / np.maximum(one.saved_bytes, 1.0))
+        return int(min(microbatches, 1 + further.min()))
 
 
 def in_parts(
@@ -118,6 +133,7 @@ def figures(
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
         stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved,
+        in_flight=ahead + 1,
     )  # fmt: skip
 
 

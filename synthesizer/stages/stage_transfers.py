@@ -22,6 +22,13 @@ def send_s(cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float
     return link.latency_s + nbytes / link.bandwidth_bytes_per_s
 
 
+def least_send_s(cluster: Cluster, nbytes: float) -> float:
+    """Return seconds that no message between two devices of a cluster falls below."""
+    links = [cluster.intra[node] for node in cluster.nodes if len(cluster.ranks(node)) > 1]
+    links += [cluster.inter] * (len(cluster.nodes) > 1)
+    return min((k.latency_s + nbytes / k.bandwidth_bytes_per_s for k in links), default=0.0)
+
+
 def stage_seconds(
     cluster: Cluster, groups: Sequence[Ranks], parts: Sequence[Graph],
     transfers: Sequence[Transfer], found: Sequence[tuple[StageFigures, int]],

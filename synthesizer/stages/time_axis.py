@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
@@ -29,6 +29,7 @@ class OverTime:
 
     graph: Graph
     program: Program
+    _parts: dict[int, Graph] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, microbatches: int) -> Shares | None:
         """Return equal shares of every axis; ``None`` if there are none."""
@@ -39,9 +40,11 @@ class OverTime:
 
     def part(self, microbatches: int) -> Graph:
         """Return the step of one microbatch."""
-        shares = self.shares(microbatches)
-        assert shares is not None
-        return divide(self.graph, self.program, shares, 0)
+        if microbatches not in self._parts:
+            shares = self.shares(microbatches)
+            assert shares is not None
+            self._parts[microbatches] = divide(self.graph, self.program, shares, 0)
+        return self._parts[microbatches]
 
     def whole(self) -> Graph:
         """Return the step of a microbatch with the sizes of the whole batch."""

@@ -1,0 +1,54 @@
+"""The number of microbatches in flight of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+
+SLOPES = (1, 2, 3, 4)
+"""Multiples of 1F1B's microbatches in flight that are tried."""
+
+
+def in_flight(stages: int, number: int, count: int) -> int:
+    """Return microbatches in flight: twice those of 1F1B, so that transfers are hidden."""
+    return min(count, 2 * (stages - number) - 1)
+
+
+def chosen_flights(
+    stages: Sequence[StageSeconds], count: int, most: Sequence[int]
+) -> tuple[int, ...]:
+    """Return microbatches in flight per stage: the fewest of the fastest found; empty if none fit.
+
+    Args:
+        count: microbatches of a step.
+        most: that fit each stage's memory. A stage never holds fewer than the next one.
+    """
+    if min(most) < 1:
+        return ()
+    limits = [min(count, *most[: number + 1]) for number in range(len(stages))]
+
+    def step_s(flights: Sequence[int]) -> float:
+        tried = [replace(s, in_flight=f) for s, f in zip(stages, flights, strict=True)]
+        return simulate_pipeline(tried, count).step_s
+
+    found: dict[
+        tuple[int, ...], float
+    ] = {}  # more in flight may be slower: forwards delay the backwards that others wait for
+    for slope in SLOPES:
+        for less in range(slope):
+            ahead = [slope * (len(stages) - number) - less for number in range(len(stages))]
+            flights = tuple(min(pair) for pair in zip(limits, ahead, strict=True))
+            found.setdefault(flights, 0.0)
+    found = {flights: step_s(flights) for flights in found}
+    enough_s = min(found.values()) * (1 + 1e-6)
+    best = list(min((f for f, s in found.items() if s <= enough_s), key=lambda f: (sum(f), f)))
+    for number in range(len(best)):  # the first stages hold the most
+        floor = best[number + 1] if number + 1 < len(best) else 1
+        while best[number] > floor:
+            fewer = [*best[:number], best[number] - 1, *best[number + 1 :]]
+            if step_s(fewer) > enough_s:
+                break
+            best = fewer
+    return tuple(best)
