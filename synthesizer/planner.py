@@ -15,7 +15,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
-from hap.ir.prediction import Prediction
+from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
 from hap.synthesizer.candidate import Candidate, fastest
@@ -34,6 +34,7 @@ from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch,
 from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
+from hap.synthesizer.stages.even_pipeline import even_row
 from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
@@ -199,10 +200,11 @@ def _searched(
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress)
     fastest_pair = two.pair if two else best
     search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
+    even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options)
     staged = search and _in_stages(search, fastest_pair, progress)
     if search and staged:
         shown = {"without stages": best, **beside}
-        rows = alternatives(graph, shown, fewer, notes)
+        rows = (*alternatives(graph, shown, fewer, notes), *even)
         proof = stage_bound(staged.times.step_s, search)
         return PlannedPair(
             cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
@@ -211,7 +213,8 @@ def _searched(
     if two:
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
-        rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
+        shown = {"one mesh axis": best, **beside}
+        rows = (*alternatives(graph, shown, fewer, notes), *even)
         return PlannedPair(
             cluster=on, left=left if on is synthesizer.cluster else (), pair=two.pair,
             between=two.between, cost=two.cost,
@@ -220,7 +223,7 @@ def _searched(
     best = aligned(synthesizer, best)
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
-    rows = alternatives(graph, beside, fewer, notes)
+    rows = (*alternatives(graph, beside, fewer, notes), *even)
     proofs = bounds(synthesizer, best, options.prove)
     if search:
         proofs = (*proofs, stage_bound(best.timeline.step_s, search))
@@ -245,6 +248,16 @@ def _stage_search(
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None
+
+
+def _even_pipeline(
+    search: StageSearch | None, synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int,
+    options: PlanOptions,
+) -> list[Alternative]:  # fmt: skip
+    """The row of an even pipeline, if all baselines are asked for."""
+    if not options.compare:
+        return []
+    return [even_row(lambda: search or StageSearch(synthesizer.space, cluster, optimizer_states))]
 
 
 def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:

@@ -15,6 +15,7 @@ from hap.cluster.topology import Cluster
 from hap.ir.stages import cut_stages, stage_ranges
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
+from hap.synthesizer.stages.even_pipeline import even_pipelines, even_row
 from hap.synthesizer.stages.flights import chosen_flights
 from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
@@ -140,3 +141,23 @@ def test_no_more_in_flight_than_gain_time() -> None:
     assert ahead[0] > 2
     assert chosen_flights(slow, 8, (2, 8))[0] == 2
     assert chosen_flights(slow, 8, (8, 0)) == ()
+
+
+def test_the_even_pipeline_is_even() -> None:
+    case, cluster = benchmark_case("vit", "tiny"), two_machines(4)
+    search = StageSearch(case.space, cluster, 2)
+    row = even_row(lambda: search)
+    assert row.step_s > 0
+    assert row.fits
+    assert "stages" in row.note
+    odd = even_row(lambda: StageSearch(case.space, two_machines(3), 2))
+    assert odd.step_s == 0.0
+    assert "equal stages" in odd.note
+    cuts = search.estimates.even_cuts(2)
+    found = {how: p for p, how in even_pipelines(search) if p.stages.cuts == cuts}
+    assert found.keys() == {"data", "tensor"}
+    for made in found.values():
+        assert [s.ranks for s in made.stages.stages] == [(0, 1), (2, 3)]
+        assert [s.in_flight for s in made.stages.stages] == [2, 1]
+        for stage in made.stages.stages:
+            assert all(max(units) - min(units) <= 1 for units in stage.shares.values())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hap
-from hap.errors import HapError, PlanError
+from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.microbatch import Phase, phases
 from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
@@ -25,10 +25,9 @@ from hap.runtime.pipeline.boundary import messages
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages.time_axis import over_time
 from tests.random_plans import Case, adamw, benchmark_case, make_case, two_machines, verdict
-from tests.random_stages import divided, random_staged_plan
+from tests.random_stages import FAMILIES, divided, random_staged_plan
 from tests.test_verify import on_gloo, story
 
-FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
 GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
 
 
@@ -272,3 +271,24 @@ def test_cuts_must_follow_the_model() -> None:
     forward = [n.name for n in graph.nodes if n.name not in graph.backward]
     with pytest.raises(PlanError, match="order"):
         cut_stages(graph, (forward[-2], forward[9]))
+
+
+def test_microbatches_without_stages_serve_memory() -> None:
+    case = benchmark_case("vit", "tiny")
+    cluster = two_machines(1)
+    small = tuple(replace(d, memory_bytes=900_000) for d in cluster.devices)
+
+    def planned(stages: bool) -> Plan:
+        return hap.plan(
+            case.model, case.batch, replace(cluster, devices=small), loss=case.loss,
+            optimizer=case.optimizer, options=hap.PlanOptions(stages=stages, recompute=""),
+        )  # fmt: skip
+
+    with pytest.raises(InfeasibleError):
+        planned(stages=False)
+    plan = planned(stages=True)
+    assert plan.stages is not None
+    assert len(plan.stages.stages) == 1
+    assert plan.microbatches > 1
+    assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
+    assert verdict(case, plan).ok

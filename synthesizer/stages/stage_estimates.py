@@ -153,6 +153,13 @@ class StageEstimates:
             )
         return found
 
+    def even_cuts(self, stages: int) -> tuple[str, ...]:
+        """Return the cuts by which stages have about equal work; empty if there are too few places."""
+        work = np.cumsum(self._costs(1).busy_s.sum(axis=0)[:, 0])
+        ends = work[-1] * np.arange(1, stages) / stages
+        found = [int(np.abs(work[:-1] - end).argmin()) for end in ends] if self.places else []
+        return tuple(self.places[k] for k in found) if len(set(found)) == stages - 1 else ()
+
     def _costs(self, count: int) -> SegmentCosts:
         part = self._over_time.part(count)
         return segment_costs(

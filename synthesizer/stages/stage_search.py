@@ -42,9 +42,13 @@ NEAR = 1.1
 """Estimated seconds, relative to the best of a grouping, up to which others are searched."""
 
 
+Programs = Callable[[Graph, Ranks], tuple[Program, Shares] | None]
+"""A stage of the whole batch, and its ranks -> its program and shares, if it has one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """PipelineStages with their predictions. Ranks are those of ``cluster``."""
+    """Stages with their predictions. Ranks are those of ``cluster``."""
 
     cluster: Cluster
     left: Ranks
@@ -95,7 +99,7 @@ class StageSearch:
         self, space: Space, cluster: Cluster, optimizer_states: int,
         keep: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self._space, self._cluster, self._states = space, cluster, optimizer_states
+        self._space, self.cluster, self.states = space, cluster, optimizer_states
         self._relaxed: dict[Ranks, Relaxation] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
@@ -106,8 +110,8 @@ class StageSearch:
     def relaxed(self, ranks: Ranks) -> Relaxation:
         """Return the bound of all programs without stages on a set of devices."""
         if ranks not in self._relaxed:
-            part = self._cluster.keep(ranks)
-            self._relaxed[ranks] = Synthesizer(self._space, part, self._states).relaxed
+            part = self.cluster.keep(ranks)
+            self._relaxed[ranks] = Synthesizer(self._space, part, self.states).relaxed
         return self._relaxed[ranks]
 
     def best(
@@ -134,8 +138,16 @@ class StageSearch:
                 best, limit_s = found, found.times.step_s
         return best
 
-    def pipeline(self, sketch: Sketch) -> Pipeline | None:
-        """Return the pipeline of a sketch with the cheapest program of each stage, if there is one."""
+    def pipeline(
+        self, sketch: Sketch, programs: Programs | None = None, flights: tuple[int, ...] = ()
+    ) -> Pipeline | None:
+        """Return the pipeline of a sketch, if each stage has a program.
+
+        Args:
+            programs: of the stages; by default the cheapest ones.
+            flights: microbatches in flight of each stage; by default chosen, within the memory.
+        """
+        programs = programs or self._searched
         count = sketch.microbatches
         try:
             wholes, _ = cut_stages(self._whole, sketch.cuts)
@@ -146,18 +158,18 @@ class StageSearch:
         chosen, found = [], []
         for group, whole, part in zip(sketch.groups, wholes, parts, strict=True):
             ranks = tuple(sorted(group))
-            searched = self._searched(whole, ranks)
+            searched = programs(whole, ranks)
             scaled = searched and in_parts(whole, part, *searched)
             if not scaled:
                 return None
-            machine = Machine(self._cluster.keep(ranks))
+            machine = Machine(self.cluster.keep(ranks))
             chosen.append(scaled)
-            found.append(figures(part, *scaled, machine, self._states, count, 1))
-        memory = [[self._cluster.devices[r].memory_bytes for r in g] for g in sketch.groups]
+            found.append(figures(part, *scaled, machine, self.states, count, 1))
+        memory = [[self.cluster.devices[r].memory_bytes for r in g] for g in sketch.groups]
         most = [f.most_in_flight(m, count) for f, m in zip(found, memory, strict=True)]
         ones = [(f, 1) for f in found]
-        times = stage_seconds(self._cluster, sketch.groups, parts, transfers, ones)
-        flights = chosen_flights(times, count, most)
+        times = stage_seconds(self.cluster, sketch.groups, parts, transfers, ones)
+        flights = flights or chosen_flights(times, count, most)
         if not flights:
             return None
         times = [replace(t, in_flight=n) for t, n in zip(times, flights, strict=True)]
@@ -172,8 +184,8 @@ class StageSearch:
             )
         ]  # fmt: skip
         return Pipeline(
-            cluster=self._cluster.keep(kept),
-            left=tuple(r for r in range(self._cluster.world_size) if r not in kept),
+            cluster=self.cluster.keep(kept),
+            left=tuple(r for r in range(self.cluster.world_size) if r not in kept),
             over_time=self._time, microbatches=count,
             stages=PipelineStages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
             seconds=tuple(times), times=simulate_pipeline(times, count),
@@ -182,7 +194,7 @@ class StageSearch:
 
     def _searched(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
         """Return the cheapest program of a stage on its devices, with its shares."""
-        devices = tuple(self._cluster.devices[r] for r in ranks)
+        devices = tuple(self.cluster.devices[r] for r in ranks)
         # The same operators may send to other stages, if other cuts differ.
         key = devices, whole.inputs, whole.outputs, tuple(n.name for n in whole.nodes)
         if key not in self._found:
@@ -191,7 +203,7 @@ class StageSearch:
 
     def _search(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
         try:
-            search = StageSynthesizer(build_space(whole), self._cluster.keep(ranks), self._states)
+            search = StageSynthesizer(build_space(whole), self.cluster.keep(ranks), self.states)
             pair = search.cheapest(next(search.starts()))
             if len(ranks) > 1:
                 pair = search.cheapest(search.balance(pair))
