@@ -6,6 +6,7 @@ its backward returns the gradients that the forward computed, times the gradient
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,17 +51,9 @@ def pipeline(
     stage = _Stage(plan, comm, device, widen, backend)
     buffers = tuple(o.target for o in plan.graph.outputs if o.role == "buffer")
     return Runnable(
-        forward=stage.forward, backward=_scaled, buffers=buffers, gradient_of=stage.gradient_of
-    )
-
-
-def _scaled(ctx: Context, given: list[Any]) -> Sequence[Tensor]:
-    """Return the gradients that the forward computed, times the gradient of the loss."""
-    *gradients, tangent = given
-    given.clear()
-    if not gradients:
-        raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
-    return [g * tangent.to(g.dtype) for g in gradients]
+        forward=stage.forward, backward=stage.backward, buffers=buffers,
+        gradient_of=stage.gradient_of,
+    )  # fmt: skip
 
 
 Env = dict[Value, Tensor]
@@ -95,6 +88,9 @@ class _Stage:
         self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
         """Values of a microbatch that are read after all of them; each makes the same."""
         self._count = plan.microbatches
+        self._half = any(t.dtype == "float16" for t in self._graph.tensors.values())
+        self.loss_scale = 1.0
+        """The gradient of the loss in the backwards of microbatches."""
 
     def _emit(self, place: int, backend: str) -> list[dict[StageSegment, Run]]:
         """Return the functions of the segments per microbatch; equal microbatches share them."""
@@ -116,9 +112,26 @@ class _Stage:
 
     def forward(self, ctx: Context, tensors: list[Any]) -> Sequence[Tensor]:
         """Run a step; return the loss, the buffers and, if they are wanted, the gradients."""
+        if ctx.loss_scale is not None and not self._widen:
+            self.loss_scale = ctx.loss_scale()
+        elif self._half and ctx.wanted and not self._widen:
+            warnings.warn(
+                "gradients of float16 may vanish in a pipeline: create hap.GradScaler(module) "
+                "before the first step",
+                stacklevel=2,
+            )
         step = _Step(self, ctx, dict(zip(self._inputs, tensors, strict=True)))
         tensors.clear()
         return step.run()
+
+    def backward(self, ctx: Context, given: list[Any]) -> Sequence[Tensor]:
+        """Return the gradients that the forward computed, times what the loss's gradient lacks."""
+        *gradients, tangent = given
+        given.clear()
+        if not gradients:
+            raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
+        factor = tangent / self.loss_scale
+        return [g * factor.to(g.dtype) for g in gradients]
 
 
 class _Step:
@@ -227,7 +240,7 @@ class _Step:
             if i.role == "tangent":
                 shape = s._graph.tensors[i.tensor].shape
                 dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
-                self._env[value] = torch.ones(shape, dtype=dtype, device=s._device)
+                self._env[value] = torch.full(shape, s.loss_scale, dtype=dtype, device=s._device)
             elif i.role == "input":
                 self._cut_input(i.tensor, value, s.place)
             elif i.role != "received":

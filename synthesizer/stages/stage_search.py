@@ -106,6 +106,12 @@ class StageSearch:
         self._whole = self._time.whole()
         self._found: dict[object, tuple[Program, Shares] | None] = {}
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep)
+        if not self.estimates.counts:
+            units = " or ".join(str(n) for n in self._time.program.used_axes().values())
+            raise HapError(
+                f"a batch of {units} parts cannot be divided into equal microbatches",
+                hint="use a number of rows that 2, 3 or 4 divides",
+            )
 
     def relaxed(self, ranks: Ranks) -> Relaxation:
         """Return the bound of all programs without stages on a set of devices."""
@@ -217,8 +223,6 @@ def _check(graph: Graph) -> None:
     """Raise ``HapError`` for a step that the runtime does not run in stages."""
     if any(o.role == "buffer" for o in graph.outputs):
         raise HapError("the step updates buffers, which stages do not")
-    if any(t.dtype == "float16" for t in graph.tensors.values()):
-        raise HapError("float16 gradients need a loss scale, which stages do not apply")
     scalars = [i.target for i in graph.role("parameter") if not graph.tensors[i.tensor].shape]
     if scalars:
         raise HapError(f"{scalars[0]} is a parameter without dims, which no stage can store alone")
