@@ -40,13 +40,13 @@ def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
     cuts = tuple(places[k] for k in sorted(rng.sample(range(len(places)), len(groups) - 1)))
     graphs, _ = cut_stages(micro, cuts)
     dealt = rng.sample(range(world), world)
-    stages, more = [], rng.choice((1, 2))
+    stages, more, delay = [], rng.choice((1, 2)), rng.choice((0, 1, 2, 9))
     for number, (graph, count) in enumerate(zip(graphs, groups, strict=True)):
         ranks = tuple(sorted(dealt[:count]))
         dealt = dealt[count:]
         program, own = random_program(build_space(graph), two_machines(count), rng)
         ahead = (len(groups) - number) * more
-        stages.append(Stage(ranks=ranks, program=program, shares=own, in_flight=ahead))
+        stages.append(Stage(ranks=ranks, program=program, shares=own, in_flight=ahead, delay=delay))
     plan = random_plan(case, world, 0)
     return replace(
         plan, program=time.program, shares=shares, idle=(),

@@ -55,6 +55,7 @@ def pack_stages(stages: PipelineStages) -> dict[str, Any]:
         "stages": [
             {
                 "ranks": list(stage.ranks), "in_flight": stage.in_flight,
+                **({"delay": stage.delay} if stage.delay else {}),
                 "program": stage.program.to_json(),
                 "shares": {name: list(units) for name, units in stage.shares.items()},
             }
@@ -76,6 +77,7 @@ def unpack_stages(data: Any) -> PipelineStages:
                 program=Program.from_json(stage["program"]),
                 shares=read_shares(stage["shares"]),
                 in_flight=read_count(stage["in_flight"], f"the microbatches in flight of {where}"),
+                delay=read_count(stage.get("delay", 0), f"the delay of {where}"),
             )
         )
     cuts = tuple(read_text(c, "a cut") for c in read_list(fields["cuts"], "the cuts"))

@@ -26,13 +26,15 @@ class Stage:
     """A stage of a plan: its ranks, and the program that they run over its graph.
 
     ``shares`` has an entry per rank of the stage; ``in_flight`` is the largest number of microbatches
-    whose activations it holds.
+    whose activations it holds. ``delay`` is that of its gradients of weights: see
+    :func:`hap.ir.pipeline_order.turns`.
     """
 
     ranks: tuple[int, ...]
     program: Program
     shares: Shares
     in_flight: int
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,8 @@ class _Stage:
         self._number, self.place = plan.stages.place(comm.rank)
         graphs, transfers = plan.cut
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
-        self._layout = layout_of(self._graph, self._stage.program)
+        delayed = self._stage.delay > 0
+        self._layout = layout_of(self._graph, self._stage.program, delayed=delayed)
         self._boundaries = [
             Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
         ]
@@ -164,7 +165,7 @@ class _Step:
                 self._run(StageSegment.COUNT, part, number)
             self._finish_sums()
             self._run(StageSegment.COUNTED, self._env)
-            for turn in turns(s._count, s._stage.in_flight):
+            for turn in turns(s._count, s._stage.in_flight, s._stage.delay):
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
             self._env |= self._kept
@@ -178,14 +179,19 @@ class _Step:
             self._ctx.across, self._ctx.microbatch = across, None
 
     def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
-        """Run the forward or the backward of a microbatch."""
+        """Run the forward or the backward of a microbatch, or what was delayed of the backward."""
         number, part = turn.microbatch, self._parts[turn.microbatch]
-        for value, arrivals in coming.items():
-            part[value] = arrivals.pop(number).wait()
-        self._run(StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD, part, number)
-        for b in self._crossing(turn.backward, once=False, sending=True):
-            self._sending += b.send(self._value(b.sends, part), self._s._comm)
-        if turn.backward or not self._ctx.wanted:
+        if turn.weights:
+            self._run(StageSegment.WEIGHTS, part, number)
+        else:
+            for value, arrivals in coming.items():
+                part[value] = arrivals.pop(number).wait()
+            side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
+            self._run(side, part, number)
+            for b in self._crossing(turn.backward, once=False, sending=True):
+                self._sending += b.send(self._value(b.sends, part), self._s._comm)
+        last = turn.backward and turn.weights == (self._s._stage.delay > 0)
+        if last or not self._ctx.wanted:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 

@@ -7,6 +7,12 @@ from dataclasses import replace
 
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 
+DELAYS = (1, 2, 3, 4, 6, 8)
+"""Delays of gradients of weights that are tried, besides none."""
+
+WORTH = 0.999
+"""Ratio of steps from which on a delay is taken."""
+
 SLOPES = (1, 2, 3, 4)
 """Multiples of 1F1B's microbatches in flight that are tried."""
 
@@ -52,3 +58,28 @@ def chosen_flights(
                 break
             best = fewer
     return tuple(best)
+
+
+def chosen_delays(
+    stages: Sequence[StageSeconds], count: int, most: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the delay of each stage's gradients of weights; 0 for none.
+
+    Args:
+        stages: with their microbatches in flight.
+        most: the largest delay that fits each stage's memory.
+    """
+
+    def step_s(delays: Sequence[int]) -> float:
+        tried = [replace(s, delay=d) for s, d in zip(stages, delays, strict=True)]
+        return simulate_pipeline(tried, count).step_s
+
+    best = tuple(0 for _ in stages)
+    least_s = step_s(best)
+    for delay in (d for d in DELAYS if d <= count):
+        delays = tuple(
+            min(delay, m) if s.weights_s else 0 for s, m in zip(stages, most, strict=True)
+        )
+        if (found_s := step_s(delays)) < WORTH * least_s:
+            best, least_s = delays, found_s
+    return best

@@ -203,7 +203,8 @@ def _subsets(kinds: int) -> list[tuple[int, ...]]:
 class GroupSeconds:
     """Seconds of all segments from one place on, on all groups: dims [last segment, group].
 
-    ``each_s`` is of one microbatch, forward and backward; ``all_s`` is of a whole step.
+    ``each_s`` is of one microbatch before the next stage may work, and after it, if it must; ``all_s`` is
+    of a whole step.
     """
 
     each_s: Floats
@@ -234,7 +235,8 @@ def optimistic(costs: SegmentCosts, speed: Floats, devices: npt.NDArray[np.int64
         within = costs.least_s[:, first:, first:].sum(axis=1)  # by the last segment
         total = np.cumsum(within, axis=1)[:, :, column] / power
         each = total[FORWARD] + total[BACKWARD]
-        return GroupSeconds(each_s=each, all_s=costs.microbatches * each + total[ONCE])
+        # Behind the last stage's end there may be nothing to do: gradients of weights may be its last.
+        return GroupSeconds(each_s=total[FORWARD], all_s=costs.microbatches * each + total[ONCE])
 
     return priced
 

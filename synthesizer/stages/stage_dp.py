@@ -1,7 +1,7 @@
 """Dynamic programming over (cut, devices left): the least seconds of pipelines of segments on groups.
 
 A pipeline's step is at least, for each stage, the chain of the first microbatch through the stages before
-it and back, and all microbatches in the stage:
+it, and all microbatches in the stage:
 
     least(first, devices) = min over (next, group) of
         max(all_s(first..next, group), each_s(first..next, group) + transfers + least(next, rest))
@@ -22,7 +22,7 @@ from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Seconds at each place of a cut: one microbatch forward and back, and all in one direction."""
+    """Seconds at each place of a cut: of one microbatch in the chain, and of all in one direction."""
 
     round_s: Floats
     stream_s: Floats

@@ -141,14 +141,16 @@ class StageEstimates:
                 np.array([least_send_s(self._cluster, b) for b in nbytes.tolist()])
                 for nbytes in (costs.forward_bytes, costs.backward_bytes)
             )
-            between = Boundaries(round_s=there + back, stream_s=count * np.maximum(there, back))
+            stream_s = count * np.maximum(there, back)
+            once = Boundaries(round_s=there, stream_s=stream_s)
+            between = Boundaries(round_s=there + back, stream_s=stream_s)
             segments = len(self.places) + 1
             devices = self.blocks.devices
             least = optimistic(costs, self._speed, devices)
             usual = estimated(costs, devices, self._reduce_s)
             found[count] = _Count(
                 costs=costs,
-                optimistic=ChainSearch(segments, self.blocks, least, between, MOST_STAGES),
+                optimistic=ChainSearch(segments, self.blocks, least, once, MOST_STAGES),
                 estimated=ChainSearch(segments, self.blocks, usual, between, MOST_STAGES),
             )
         return found

@@ -25,7 +25,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import program_axes
-from hap.synthesizer.stages.flights import chosen_flights
+from hap.synthesizer.stages.flights import chosen_delays, chosen_flights
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
@@ -151,8 +151,10 @@ class StageSearch:
 
         Args:
             programs: of the stages; by default the cheapest ones.
-            flights: microbatches in flight of each stage; by default chosen, within the memory.
+            flights: microbatches in flight of each stage; by default chosen, within the memory, as are
+                delays of gradients of weights.
         """
+        delaying = not flights
         programs = programs or self._searched
         count = sketch.microbatches
         try:
@@ -180,13 +182,18 @@ class StageSearch:
             return None
         times = [replace(t, in_flight=n) for t, n in zip(times, flights, strict=True)]
         found = [f.with_in_flight(min(n, count)) for f, n in zip(found, flights, strict=True)]
+        if delaying:
+            longest = [f.most_delay(m, count) for f, m in zip(found, memory, strict=True)]
+            delays = chosen_delays(times, count, longest)
+            times = [replace(t, delay=d) for t, d in zip(times, delays, strict=True)]
+            found = [f.with_in_flight(f.in_flight, d) for f, d in zip(found, delays, strict=True)]
         stages = [
             Stage(
                 ranks=tuple(kept.index(r) for r in sorted(group)), program=program,
-                shares=shares, in_flight=flight,
+                shares=shares, in_flight=flight, delay=each.delay,
             )
-            for group, (program, shares), flight in zip(
-                sketch.groups, chosen, flights, strict=True
+            for group, (program, shares), flight, each in zip(
+                sketch.groups, chosen, flights, found, strict=True
             )
         ]  # fmt: skip
         return Pipeline(

@@ -63,7 +63,7 @@ def stage_seconds(
                 return_s=sent(k + 1, k, False) if k < last else 0.0,
                 before_s=each.before_s + (sent(k - 1, k, True) if k else 0.0),
                 after_s=each.after_s + (sent(k + 1, k, True) if k < last else 0.0),
-                in_flight=flight,
+                in_flight=flight, weights_s=each.weights_s, delay=each.delay,
             )
         )  # fmt: skip
     return stages
