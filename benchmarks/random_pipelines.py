@@ -41,8 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = verdict(case, plan)
             failed += not found.ok
             ranks = " | ".join(map(str, groups))
-            rows.append((family, str(seed), ranks, str(plan.microbatches), worst(found)))
-    emit(table(("family", "seed", "ranks per stage", "microbatches", "difference"), rows))
+            assert plan.stages is not None
+            delay = plan.stages.stages[0].delay
+            again = sum(stage.recompute for stage in plan.stages.stages)
+            rows.append(
+                (
+                    family, str(seed), ranks, str(plan.microbatches), str(delay), str(again),
+                    worst(found),
+                )
+            )  # fmt: skip
+    head = (
+        "family", "seed", "ranks per stage", "microbatches", "delay of weights",
+        "stages that run forwards again", "difference",
+    )  # fmt: skip
+    emit(table(head, rows))
     emit(f"{len(rows) - failed} of {len(rows)} plans compute what one device does")
     return int(failed > 0)
 

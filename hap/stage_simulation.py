@@ -69,7 +69,7 @@ def stage_figures(plan: Plan) -> list[StageFigures]:
     return [
         figures(
             part, stage.program, stage.shares, cost.machine, plan.optimizer.states,
-            plan.microbatches, stage.in_flight, stage.delay,
+            plan.microbatches, stage.in_flight, stage.delay, stage.recompute,
         )
         for part, stage, cost in stage_costs(plan)
     ]  # fmt: skip

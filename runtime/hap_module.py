@@ -62,9 +62,7 @@ class HapModule(nn.Module):
             inner = plan.inside
             digest += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
         for stage in plan.stages.stages if plan.stages else ():
-            digest += (
-                f"/{stage.ranks}/{stage.in_flight}/{stage.delay}/{stage.program.schedule_digest}"
-            )
+            digest += f"/{stage.ranks}/{stage.in_flight}/{stage.delay}/{stage.recompute}/{stage.program.schedule_digest}"
             digest += f"/{sorted(stage.shares.items())}"
         if not comm.agree(digest):
             raise PlanError(

@@ -46,7 +46,16 @@ def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
         dealt = dealt[count:]
         program, own = random_program(build_space(graph), two_machines(count), rng)
         ahead = (len(groups) - number) * more
-        stages.append(Stage(ranks=ranks, program=program, shares=own, in_flight=ahead, delay=delay))
+        stages.append(
+            Stage(
+                ranks=ranks,
+                program=program,
+                shares=own,
+                in_flight=ahead,
+                delay=delay,
+                recompute=rng.random() < 0.3,
+            )
+        )
     plan = random_plan(case, world, 0)
     return replace(
         plan, program=time.program, shares=shares, idle=(),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hap.cluster.topology import Cluster
+from hap.ir.plan import Plan
 from hap.ir.stages import cut_stages, stage_ranges
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
@@ -22,7 +23,7 @@ from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_prediction import stage_bound
 from hap.synthesizer.stages.stage_search import StageSearch
-from tests.random_plans import benchmark_case, two_machines
+from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
 
 
@@ -161,3 +162,33 @@ def test_the_even_pipeline_is_even() -> None:
         assert [s.in_flight for s in made.stages.stages] == [2, 1]
         for stage in made.stages.stages:
             assert all(max(units) - min(units) <= 1 for units in stage.shares.values())
+
+
+def test_a_stage_that_lacks_memory_alone_runs_its_forwards_again() -> None:
+    case, cluster = benchmark_case("vit", "tiny"), two_machines(2)
+    search = StageSearch(case.space, cluster, 2)
+    sketch = Sketch(
+        groups=((0,), (1,)), cuts=search.estimates.even_cuts(2), microbatches=6, estimate_s=0.0,
+        least_s=0.0,
+    )  # fmt: skip
+    free = search.pipeline(sketch)
+    assert free is not None
+    assert free.seconds[0].in_flight > 1
+    assert not any(stage.recompute for stage in free.stages.stages)
+    one = free.figures[0].with_in_flight(1)
+    little = round(float(one.peak_bytes[0] + 0.5 * one.saved_bytes[0]))
+    devices = tuple(
+        replace(d, memory_bytes=little if k == 0 else d.memory_bytes)
+        for k, d in enumerate(cluster.devices)
+    )
+    made = StageSearch(case.space, replace(cluster, devices=devices), 2).pipeline(sketch)
+    assert made is not None
+    assert made.fits
+    assert [stage.recompute for stage in made.stages.stages] == [True, False]
+    assert made.times.step_s > free.times.step_s
+    plan = replace(
+        random_plan(case, 2, 0), program=made.over_time.program,
+        shares=made.over_time.shares(6) or {}, idle=(), stages=made.stages,
+    )  # fmt: skip
+    assert verdict(case, plan).ok
+    assert Plan.from_json(plan.to_json()) == plan

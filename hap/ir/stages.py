@@ -27,7 +27,8 @@ class Stage:
 
     ``shares`` has an entry per rank of the stage; ``in_flight`` is the largest number of microbatches
     whose activations it holds. ``delay`` is that of its gradients of weights: see
-    :func:`hap.ir.pipeline_order.turns`.
+    :func:`hap.ir.pipeline_order.turns`. With ``recompute`` it keeps no results of a forward, and runs the
+    forward of a microbatch again before its backward.
     """
 
     ranks: tuple[int, ...]
@@ -35,6 +36,7 @@ class Stage:
     shares: Shares
     in_flight: int
     delay: int = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

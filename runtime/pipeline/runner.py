@@ -186,10 +186,15 @@ class _Step:
         else:
             for value, arrivals in coming.items():
                 part[value] = arrivals.pop(number).wait()
+            if turn.backward and self._s._stage.recompute:
+                self._run(StageSegment.FORWARD, part, number, again=True)
             side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
             self._run(side, part, number)
             for b in self._crossing(turn.backward, once=False, sending=True):
                 self._sending += b.send(self._value(b.sends, part), self._s._comm)
+        if not turn.backward and self._s._stage.recompute:
+            for value in self._layout.results[StageSegment.FORWARD]:
+                part.pop(value, None)
         last = turn.backward and turn.weights == (self._s._stage.delay > 0)
         if last or not self._ctx.wanted:
             self._parts[number] = {}
@@ -278,15 +283,17 @@ class _Step:
                 found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
         return found
 
-    def _run(self, segment: StageSegment, part: Env, number: int = 0) -> None:
-        """Run a segment; its results go to ``part``, and terms to the sums."""
+    def _run(
+        self, segment: StageSegment, part: Env, number: int = 0, *, again: bool = False
+    ) -> None:
+        """Run a segment; its results go to ``part``, and terms to the sums unless it runs ``again``."""
         layout, run = self._layout, self._s._runs[number].get(segment)
         if run is not None:
             self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
             self._ctx.microbatch = number
             given = [self._value(v, part) for v in layout.given[segment]]
             part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
-        if segment in PER_PART:
+        if segment in PER_PART and not again:
             self._add({term: part[term] for term in layout.added[segment]})
 
     def _add(self, terms: Env) -> None:

@@ -1,11 +1,12 @@
-"""The number of microbatches in flight of each stage."""
+"""Microbatches in flight of each stage, delays of gradients of weights, forwards that run again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages.stage_times import StageFigures
 
 DELAYS = (1, 2, 3, 4, 6, 8)
 """Delays of gradients of weights that are tried, besides none."""
@@ -83,3 +84,59 @@ def chosen_delays(
         if (found_s := step_s(delays)) < WORTH * least_s:
             best, least_s = delays, found_s
     return best
+
+
+Arranged = tuple[list[StageFigures], list[StageSeconds]]
+
+
+def arrange(
+    of_stage: Callable[[int, bool], StageFigures],
+    seconds: Callable[[Sequence[StageFigures]], list[StageSeconds]],
+    memory: Sequence[Sequence[float]], count: int, flights: tuple[int, ...] = (),
+) -> Arranged | None:  # fmt: skip
+    """Return the fastest arrangement of a pipeline's turns that fits the memory, if one does.
+
+    Stages that lack memory for as many microbatches in flight as would be fastest may run their forwards
+    again.
+
+    Args:
+        of_stage: (number, whether its forwards run again) -> a stage's figures.
+        seconds: the stages' figures -> their seconds.
+        memory: bytes of each stage's ranks.
+        count: microbatches of a step.
+        flights: microbatches in flight to use, whether they fit or not.
+    """
+    plain = [of_stage(number, False) for number in range(len(memory))]
+    if flights:
+        return _with(plain, seconds(plain), flights, (0,) * len(memory))
+    wanted = chosen_flights(seconds(plain), count, (count,) * len(memory))
+    most = [f.most_in_flight(m, count) for f, m in zip(plain, memory, strict=True)]
+    short = [k for k, (n, m) in enumerate(zip(wanted, most, strict=True)) if m < n]
+    again = [of_stage(k, True) if k in short else f for k, f in enumerate(plain)]
+    found = [_arranged(f, seconds(f), memory, count) for f in (plain, *([again] if short else []))]
+    fitting = [each for each in found if each is not None]
+    return min(fitting, key=lambda a: simulate_pipeline(a[1], count).step_s, default=None)
+
+
+def _arranged(
+    figures: Sequence[StageFigures], times: Sequence[StageSeconds],
+    memory: Sequence[Sequence[float]], count: int,
+) -> Arranged | None:  # fmt: skip
+    most = [f.most_in_flight(m, count) for f, m in zip(figures, memory, strict=True)]
+    flights = chosen_flights(times, count, most)
+    if not flights:
+        return None
+    none = (0,) * len(flights)
+    found, times = _with(figures, times, flights, none)
+    longest = [f.most_delay(m, count) for f, m in zip(found, memory, strict=True)]
+    return _with(found, times, flights, chosen_delays(times, count, longest))
+
+
+def _with(
+    figures: Sequence[StageFigures], times: Sequence[StageSeconds], flights: Sequence[int],
+    delays: Sequence[int],
+) -> Arranged:  # fmt: skip
+    return (
+        [f.with_in_flight(n, d) for f, n, d in zip(figures, flights, delays, strict=True)],
+        [replace(t, in_flight=n, delay=d) for t, n, d in zip(times, flights, delays, strict=True)],
+    )

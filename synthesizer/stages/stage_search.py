@@ -6,8 +6,8 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, PlanError
@@ -25,7 +25,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import program_axes
-from hap.synthesizer.stages.flights import chosen_delays, chosen_flights
+from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
@@ -152,48 +152,47 @@ class StageSearch:
         Args:
             programs: of the stages; by default the cheapest ones.
             flights: microbatches in flight of each stage; by default chosen, within the memory, as are
-                delays of gradients of weights.
+                delays of gradients of weights, and stages that run their forwards again.
         """
-        delaying = not flights
         programs = programs or self._searched
-        count = sketch.microbatches
+        count, groups = sketch.microbatches, [tuple(sorted(g)) for g in sketch.groups]
         try:
             wholes, _ = cut_stages(self._whole, sketch.cuts)
             parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
         except PlanError:
             return None
-        kept = tuple(sorted(r for group in sketch.groups for r in group))
-        chosen, found = [], []
-        for group, whole, part in zip(sketch.groups, wholes, parts, strict=True):
-            ranks = tuple(sorted(group))
+        chosen = []
+        for ranks, whole, part in zip(groups, wholes, parts, strict=True):
             searched = programs(whole, ranks)
             scaled = searched and in_parts(whole, part, *searched)
             if not scaled:
                 return None
-            machine = Machine(self.cluster.keep(ranks))
             chosen.append(scaled)
-            found.append(figures(part, *scaled, machine, self.states, count, 1))
-        memory = [[self.cluster.devices[r].memory_bytes for r in g] for g in sketch.groups]
-        most = [f.most_in_flight(m, count) for f, m in zip(found, memory, strict=True)]
-        ones = [(f, 1) for f in found]
-        times = stage_seconds(self.cluster, sketch.groups, parts, transfers, ones)
-        flights = flights or chosen_flights(times, count, most)
-        if not flights:
+
+        def of_stage(number: int, recompute: bool) -> StageFigures:
+            machine = Machine(self.cluster.keep(groups[number]))
+            return figures(
+                parts[number], *chosen[number], machine, self.states, count, 1,
+                recompute=recompute,
+            )  # fmt: skip
+
+        def seconds(found: Sequence[StageFigures]) -> list[StageSeconds]:
+            ones = [(f, 1) for f in found]
+            return stage_seconds(self.cluster, groups, parts, transfers, ones)
+
+        memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
+        arranged = arrange(of_stage, seconds, memory, count, flights)
+        if arranged is None:
             return None
-        times = [replace(t, in_flight=n) for t, n in zip(times, flights, strict=True)]
-        found = [f.with_in_flight(min(n, count)) for f, n in zip(found, flights, strict=True)]
-        if delaying:
-            longest = [f.most_delay(m, count) for f, m in zip(found, memory, strict=True)]
-            delays = chosen_delays(times, count, longest)
-            times = [replace(t, delay=d) for t, d in zip(times, delays, strict=True)]
-            found = [f.with_in_flight(f.in_flight, d) for f, d in zip(found, delays, strict=True)]
+        found, times = arranged
+        kept = tuple(sorted(r for group in groups for r in group))
         stages = [
             Stage(
-                ranks=tuple(kept.index(r) for r in sorted(group)), program=program,
-                shares=shares, in_flight=flight, delay=each.delay,
+                ranks=tuple(kept.index(r) for r in group), program=program, shares=shares,
+                in_flight=time.in_flight, delay=each.delay, recompute=each.recompute,
             )
-            for group, (program, shares), flight, each in zip(
-                sketch.groups, chosen, flights, found, strict=True
+            for group, (program, shares), time, each in zip(
+                groups, chosen, times, found, strict=True
             )
         ]  # fmt: skip
         return Pipeline(

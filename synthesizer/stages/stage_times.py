@@ -11,7 +11,7 @@ from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Node
-from hap.ir.microbatch import Phase, is_sum, phases
+from hap.ir.microbatch import EACH, Phase, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
@@ -61,6 +61,7 @@ class StageFigures:
     waiting_bytes: PerRank
     in_flight: int = 1
     delay: int = 0
+    recompute: bool = False
 
     def with_in_flight(self, count: int, delay: int = 0) -> StageFigures:
         """Return the figures with other microbatches in flight and another delay."""
@@ -108,9 +109,9 @@ def in_parts(
 
 def figures(
     part: Graph, program: Program, shares: Shares, machine: Machine, states: int,
-    microbatches: int, in_flight: int, delay: int = 0,
+    microbatches: int, in_flight: int, delay: int = 0, recompute: bool = False,
 ) -> StageFigures:  # fmt: skip
-    """Return the figures of a stage's program."""
+    """Return the figures of a stage's program; ``recompute``: the forward runs again."""
     cost = CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
     world = machine.cluster.world_size
     compute = {phase: np.zeros(world) for phase in ("before", "forward", "backward", "after")}
@@ -138,12 +139,18 @@ def figures(
     for i in part.role("parameter"):
         if i.target in part.gradients:
             compute["after"] += cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
+    if recompute:
+        compute["backward"] += compute["forward"]
+        moved["backward"] += moved["forward"]
     for name, each in compute.items():
         slowest[name] = float(each.max()) + moved[name]
     stored, peak = memory(part, program, cost)
     ahead = min(in_flight, microbatches) - 1
     saved = sum(
-        (cost.local_bytes(part.tensors[v.tensor], v.placement) for v in _saved(part, program)),
+        (
+            cost.local_bytes(part.tensors[v.tensor], v.placement)
+            for v in (_received(part, program) if recompute else _saved(part, program))
+        ),
         np.zeros(world),
     )
     waiting = sum(
@@ -161,7 +168,7 @@ def figures(
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
         stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved + delay * waiting,
         weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,
-        in_flight=ahead + 1, delay=delay,
+        in_flight=ahead + 1, delay=delay, recompute=recompute,
     )  # fmt: skip
 
 
@@ -192,6 +199,15 @@ def _phase(
         return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
     source = made[Value(step.tensor, step.src)]
     return source if source == "after" or not step.backward else side
+
+
+def _received(part: Graph, program: Program) -> list[Value]:
+    """Return the values of a microbatch that its forward gets from other stages."""
+    return [
+        Value(i.tensor, program.inputs[i.tensor]) for i in part.inputs
+        if i.role == "received" and i.target == EACH
+        and any(n.name not in part.backward for n in part.consumers[i.tensor])
+    ]  # fmt: skip
 
 
 def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]:
