@@ -6,6 +6,7 @@ its backward returns the gradients that the forward computed, times the gradient
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,6 +146,8 @@ class _Step:
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
         self._sending: list[tuple[Tensor, Waiting]] = []
+        self._activations: dict[int, list[tuple[Tensor, Waiting]]] = {}
+        """Of each microbatch, what is on its way to later stages."""
         self._sent: set[Transfer] = set()
         self._kept: Env = {}
 
@@ -172,7 +175,7 @@ class _Step:
             self._finish_sums()
             self._run(StageSegment.END, self._env)
             gradients = self._end(after) if wanted else []
-            for _, wait in self._sending:
+            for _, wait in (*self._sending, *itertools.chain(*self._activations.values())):
                 wait()
             return [self._loss(), *gradients]
         finally:
@@ -190,8 +193,15 @@ class _Step:
                 self._run(StageSegment.FORWARD, part, number, again=True)
             side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
             self._run(side, part, number)
+            for _, wait in self._activations.pop(number, []):
+                wait()  # they have arrived: their gradients are here
+            sent = []
             for b in self._crossing(turn.backward, once=False, sending=True):
-                self._sending += b.send(self._value(b.sends, part), self._s._comm)
+                sent += b.send(self._value(b.sends, part), self._s._comm)
+            if turn.backward:
+                self._sending += sent
+            else:
+                self._activations[number] = sent
         if not turn.backward and self._s._stage.recompute:
             for value in self._layout.results[StageSegment.FORWARD]:
                 part.pop(value, None)
