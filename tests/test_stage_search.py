@@ -156,7 +156,7 @@ def test_the_even_pipeline_is_even() -> None:
     assert "equal stages" in odd.note
     cuts = search.estimates.even_cuts(2)
     found = {how: p for p, how in even_pipelines(search) if p.stages.cuts == cuts}
-    assert found.keys() == {"data", "tensor"}
+    assert found.keys() == {"data parallel", "tensor parallel"}
     for made in found.values():
         assert [s.ranks for s in made.stages.stages] == [(0, 1), (2, 3)]
         assert [s.in_flight for s in made.stages.stages] == [2, 1]

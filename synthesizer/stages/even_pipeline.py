@@ -51,7 +51,7 @@ def even_row(search: Callable[[], StageSearch]) -> Alternative:
     ]
     return Alternative(
         name=NAME, step_s=made.times.step_s, fits=made.fits,
-        note=f"Megatron-LM: {len(peaks)} stages, {how} parallel in each, {made.microbatches} microbatches",
+        note=f"Megatron-LM: {len(peaks)} stages, {how} in each, {made.microbatches} microbatches",
         communicate_s=max(each.communicate_s for each in made.figures),
         communicate_bytes=sum(
             made.parts[t.src].tensors[t.tensor].nbytes * (1 if t.once else made.microbatches)
@@ -70,7 +70,9 @@ def even_pipelines(search: StageSearch) -> Iterator[tuple[Pipeline, str]]:
             continue
         size = world // stages
         groups = tuple(tuple(range(k * size, (k + 1) * size)) for k in range(stages))
-        ways = {"data": _data_parallel, "tensor": tensor_parallel} if size > 1 else {"no": _whole}
+        ways = {"one device": _whole}
+        if size > 1:
+            ways = {"data parallel": _data_parallel, "tensor parallel": tensor_parallel}
         for how, restriction in ways.items():
             programs = _Programs(search, restriction)
             for count in estimates.counts:
