@@ -39,7 +39,7 @@ from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_boun
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
-from hap.units import format_bytes
+from hap.units import format_bytes, format_seconds
 
 Progress = Callable[[str], None]
 
@@ -244,10 +244,14 @@ def _stage_search(
     everyone = range(cluster.world_size)
     keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
     try:
-        return StageSearch(synthesizer.space, cluster, optimizer_states, keep)
+        search = StageSearch(synthesizer.space, cluster, optimizer_states, keep)
+        least_s = search.estimates.pipelines_s
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None
+    if np.isfinite(least_s):
+        progress(f"no pipeline takes less than {format_seconds(least_s)}")
+    return search
 
 
 def _even_pipeline(

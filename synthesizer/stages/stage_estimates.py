@@ -9,7 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.ir.stages import crossing, repeatable
+from hap.errors import PlanError
+from hap.ir.graph import Graph
+from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
@@ -182,7 +184,7 @@ class StageEstimates:
         for k in sorted(range(len(names)), key=lambda k: (nbytes[k], k)):
             best.setdefault(round(float(work[k]) * 2 * CUTS), k)
         kept = sorted(sorted(best.values(), key=lambda k: (nbytes[k], k))[:CUTS])
-        return tuple(names[k] for k in kept)
+        return _possible(graph, tuple(names[k] for k in kept))
 
     def _sketch(
         self, count: int, costs: SegmentCosts, chain: Chain, groups: tuple[Ranks, ...],
@@ -239,6 +241,23 @@ class StageEstimates:
                 rate[group] = (many - few) / (sizes[1] - sizes[0])
                 start[group] = max(0.0, few - sizes[0] * rate[group])
         return start, rate
+
+
+def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the places without those at which a sum over the microbatches would cross."""
+    try:
+        cut_stages(graph, places)
+    except PlanError:
+        return tuple(p for p in places if _cuts(graph, p))
+    return places
+
+
+def _cuts(graph: Graph, place: str) -> bool:
+    try:
+        cut_stages(graph, (place,))
+    except PlanError:
+        return False
+    return True
 
 
 def sketch_order(sketches: Sequence[Sketch]) -> list[Sketch]:
