@@ -39,6 +39,8 @@ class SegmentCosts:
     least_s: Floats
     forward_bytes: Floats
     backward_bytes: Floats
+    once_bytes: Floats
+    """At each place, what crosses once per step: weights and sums of gradients, dims [direction, place]."""
     parameter_bytes: Floats
     stored_bytes: Floats
     """With gradients and optimizer states."""
@@ -93,8 +95,12 @@ def segment_costs(
                    for i in g.role("parameter"))) for g in graphs]
     )  # fmt: skip
     maker = {o: n.name for n in part.nodes for o in n.outputs if o}
-    crossing = np.zeros((2, max(len(places), 1)))
+    crossing, once = np.zeros((2, 2, max(len(places), 1)))
     seen = set[tuple[str, int, bool]]()
+    for t in (t for t in transfers if t.once):
+        once[int(t.backward), min(t.src, t.dst) : max(t.src, t.dst)] += part.tensors[
+            t.tensor
+        ].nbytes
     for t in transfers:
         if t.once or (t.backward and maker.get(t.tensor) not in ranges):
             continue
@@ -108,7 +114,7 @@ def segment_costs(
                 crossing[int(t.backward), place] += part.tensors[t.tensor].nbytes
     return SegmentCosts(
         microbatches=microbatches, busy_s=busy, start_s=start, least_s=sure,
-        forward_bytes=crossing[0], backward_bytes=crossing[1], parameter_bytes=parameters,
+        once_bytes=once, forward_bytes=crossing[0], backward_bytes=crossing[1], parameter_bytes=parameters,
         stored_bytes=trained,
         saved_bytes=np.array([_saved_bytes(part, g) for g in graphs]),
     )  # fmt: skip

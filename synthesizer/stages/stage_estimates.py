@@ -192,23 +192,29 @@ class StageEstimates:
     ) -> Sketch:  # fmt: skip
         starts = [0, *(p + 1 for p in chain.places)]
         ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
-        stages, lacking = [], False
+        stages, lacking, before = [], False, 0.0
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
             sides = [self._side_s(costs, side, first, last, group) for side in range(3)]
-            there = back = 0.0
+            there = back = weights = sums = 0.0
             if number + 1 < len(groups):
                 place = last - 1
                 there = send_s(self._cluster, groups, number, float(costs.forward_bytes[place]))
                 back = send_s(self._cluster, groups, number, float(costs.backward_bytes[place]))
+                weights, sums = (
+                    send_s(self._cluster, groups, number, float(nbytes)) if nbytes else 0.0
+                    for nbytes in costs.once_bytes[:, place]
+                )
             nbytes = costs.parameter_bytes[first:last].sum()
             reduce_s = float(self._reduce_s(np.array([nbytes]))[0, group])
             flight = in_flight(len(groups), number, count)
             stages.append(
                 StageSeconds(
                     forward_s=sides[FORWARD], backward_s=sides[BACKWARD], send_s=there,
-                    return_s=back, after_s=sides[ONCE] + reduce_s, in_flight=flight,
+                    return_s=back, before_s=before, after_s=sides[ONCE] + reduce_s + sums,
+                    in_flight=flight,
                 )
             )  # fmt: skip
+            before = weights
             held = costs.stored_bytes[first:last].sum() + costs.saved_bytes[first:last].sum()
             lacking |= bool(held > self._memory[list(groups[number])].sum())
         return Sketch(

@@ -39,7 +39,8 @@ VARIANTS = 6
 """Most cuts and numbers of microbatches that are searched of one grouping."""
 
 NEAR = 1.1
-"""Estimated seconds, relative to the best of a grouping, up to which others are searched."""
+"""Estimated seconds up to which a pipeline is searched, relative to the best of its grouping and to the
+best plan so far."""
 
 
 Programs = Callable[[Graph, Ranks], tuple[Program, Shares] | None]
@@ -128,12 +129,14 @@ class StageSearch:
         best: Pipeline | None = None
         tried: dict[object, list[Sketch]] = {}
         for sketch in sketches:
+            if sketch.least_s >= limit_s or sketch.estimate_s > NEAR * limit_s:
+                continue
             near = tried.setdefault(sketch.groups, [])
             if len(tried) > SEARCHED and not near:
                 del tried[sketch.groups]
                 continue
             close = not near or sketch.estimate_s <= NEAR * near[0].estimate_s
-            if len(near) >= VARIANTS or not close or sketch.least_s >= limit_s:
+            if len(near) >= VARIANTS or not close:
                 continue
             if not near:
                 shown = " | ".join(str(len(g)) for g in sketch.groups)
