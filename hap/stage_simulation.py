@@ -69,7 +69,7 @@ def stage_figures(plan: Plan) -> list[StageFigures]:
     return [
         figures(
             part, stage.program, stage.shares, cost.machine, plan.optimizer.states,
-            plan.microbatches, stage.in_flight,
+            plan.microbatches, stage.in_flight, stage.delay, stage.recompute,
         )
         for part, stage, cost in stage_costs(plan)
     ]  # fmt: skip
@@ -91,7 +91,7 @@ def _spans(
     for stage, turn, transfer, start_s, end_s in turns:
         side = "backward" if turn.backward else "forward"
         if not transfer:
-            work = StageWork(stage, turn.microbatch, side)
+            work = StageWork(stage, turn.microbatch, side, weights=turn.weights)
             found.append(span(COMPUTE, work, start_s, end_s))
         else:
             to = stage - 1 if turn.backward else stage + 1
@@ -158,8 +158,9 @@ def _curve(own: list[Span], rank: int, stored: float, saved: float, turn: float)
         assert isinstance(span.what, StageWork)
         in_turn = span.what.microbatch >= 0
         forward = in_turn and span.what.part == "forward"
-        others = live if forward else live - 1
-        live += 0 if not in_turn else 1 if forward else -1
+        others = live if forward else max(live - 1, 0)
+        if in_turn and not span.what.weights:
+            live += 1 if forward else -1
         times += [float(span.start_s[rank]), float(span.end_s[rank])]
         held += [stored + others * saved + turn if in_turn else stored, stored + live * saved]
         at += [span.at, span.at]

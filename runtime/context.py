@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Context:
         """The microbatch that runs, in a pipeline."""
         self.wanted = True
         """Whether the step's gradients are wanted; a pipeline computes them with the loss."""
+        self.loss_scale: Callable[[], float] | None = None
+        """Returns the factor of the loss in the next backward, for a pipeline; a gradient scaler's."""
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
         self.drawn: dict[str, Tensor] | None = None

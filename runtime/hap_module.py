@@ -261,6 +261,8 @@ class GradScaler(torch_private.AgreeingGradScaler):
     def __init__(self, module: HapModule, **options: Any) -> None:
         super().__init__(module._device.type, **options)
         self._comm = module._comm
+        if self.is_enabled():  # a pipeline computes its gradients before the backward is called
+            module._ctx.loss_scale = self.get_scale
 
     def agreed(self, found: Tensor) -> Tensor:
         """Return the sum over all ranks of ``found``, which is 0 or 1 on each."""

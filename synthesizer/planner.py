@@ -15,7 +15,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError, InfeasibleError, InputError, PlanningStopped, TooEntangledError
 from hap.ir.graph import Graph
 from hap.ir.mesh import is_mesh
-from hap.ir.prediction import Prediction
+from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
 from hap.synthesizer.candidate import Candidate, fastest
@@ -34,11 +34,12 @@ from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch,
 from hap.synthesizer.search.engines import engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.share_alignment import aligned
-from hap.synthesizer.stages.stage_prediction import predict_pipeline
+from hap.synthesizer.stages.even_pipeline import even_row
+from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
-from hap.units import format_bytes
+from hap.units import format_bytes, format_seconds
 
 Progress = Callable[[str], None]
 
@@ -198,21 +199,22 @@ def _searched(
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress)
     fastest_pair = two.pair if two else best
-    if options.stages and (
-        staged := _in_stages(
-            synthesizer, cluster, optimizer_states, options, fastest_pair, progress
-        )
-    ):
+    search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
+    even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options)
+    staged = search and _in_stages(search, fastest_pair, progress)
+    if search and staged:
         shown = {"without stages": best, **beside}
-        rows = alternatives(graph, shown, fewer, notes)
+        rows = (*alternatives(graph, shown, fewer, notes), *even)
+        proof = stage_bound(staged.times.step_s, search)
         return PlannedPair(
             cluster=staged.cluster, left=staged.left, pair=best, between=None, pipeline=staged,
-            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows),
+            cost=synthesizer.cost(best), prediction=predict_pipeline(staged, rows, (proof,)),
         )  # fmt: skip
     if two:
         _must_fit(two.pair, two.cost)
         on = two.between.mesh.cluster
-        rows = alternatives(graph, {"one mesh axis": best, **beside}, fewer, notes)
+        shown = {"one mesh axis": best, **beside}
+        rows = (*alternatives(graph, shown, fewer, notes), *even)
         return PlannedPair(
             cluster=on, left=left if on is synthesizer.cluster else (), pair=two.pair,
             between=two.between, cost=two.cost,
@@ -221,26 +223,52 @@ def _searched(
     best = aligned(synthesizer, best)
     cost = synthesizer.cost(best)
     _must_fit(best, cost, lambda: _smaller_batch(space, synthesizer, best))
-    rows = alternatives(graph, beside, fewer, notes)
+    rows = (*alternatives(graph, beside, fewer, notes), *even)
     proofs = bounds(synthesizer, best, options.prove)
+    if search:
+        proofs = (*proofs, stage_bound(best.timeline.step_s, search))
     return PlannedPair(
         cluster=synthesizer.cluster, left=left, pair=best, between=None, cost=cost,
         prediction=predict(graph, best, cost, rows, proofs),
     )  # fmt: skip
 
 
-def _in_stages(
+def _stage_search(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    best: Candidate, progress: Progress,
-) -> Pipeline | None:  # fmt: skip
-    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    progress: Progress,
+) -> StageSearch | None:  # fmt: skip
+    """The search for pipelines if it is asked for and the step can be run in microbatches."""
+    if not options.stages:
+        return None
     progress("searching pipeline stages")
-    limit_s = best.timeline.step_s if best.fits else float("inf")
     everyone = range(cluster.world_size)
     keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
     try:
-        search = StageSearch(synthesizer.space, cluster, optimizer_states)
-        return search.best(limit_s, keep, progress)
+        search = StageSearch(synthesizer.space, cluster, optimizer_states, keep)
+        least_s = search.estimates.pipelines_s
+    except HapError as error:
+        progress(f"no pipeline: {error.what}")
+        return None
+    if np.isfinite(least_s):
+        progress(f"no pipeline takes less than {format_seconds(least_s)}")
+    return search
+
+
+def _even_pipeline(
+    search: StageSearch | None, synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int,
+    options: PlanOptions,
+) -> list[Alternative]:  # fmt: skip
+    """The row of an even pipeline, if all baselines are asked for."""
+    if not options.compare:
+        return []
+    return [even_row(lambda: search or StageSearch(synthesizer.space, cluster, optimizer_states))]
+
+
+def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:
+    """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
+    limit_s = best.timeline.step_s if best.fits else float("inf")
+    try:
+        return search.best(limit_s, progress)
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None

@@ -11,6 +11,14 @@ from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from tests.random_plans import Case, random_plan, random_program, two_machines
 
+FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
+"""Models of ``benchmarks/models`` whose step can be run in microbatches."""
+
+
+def random_groups(rng: random.Random) -> tuple[int, ...]:
+    """Draw 2 to 4 stages of 1 to 3 ranks each."""
+    return tuple(rng.randrange(1, 4) for _ in range(rng.randrange(2, 5)))
+
 
 def divided(case: Case) -> OverTime:
     """Return the program over time of a case."""
@@ -24,8 +32,7 @@ def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
     """
     rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
     time = divided(case)
-    counts = [m for m in range(1, 7) if time.shares(m)]
-    microbatches = rng.choice(counts[1:])
+    microbatches = rng.choice([m for m in range(1, 9) if time.shares(m)])
     shares = time.shares(microbatches)
     assert shares is not None
     micro = time.part(microbatches)
@@ -33,13 +40,22 @@ def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
     cuts = tuple(places[k] for k in sorted(rng.sample(range(len(places)), len(groups) - 1)))
     graphs, _ = cut_stages(micro, cuts)
     dealt = rng.sample(range(world), world)
-    stages, more = [], rng.choice((1, 2))
+    stages, more, delay = [], rng.choice((1, 2)), rng.choice((0, 1, 2, 9))
     for number, (graph, count) in enumerate(zip(graphs, groups, strict=True)):
         ranks = tuple(sorted(dealt[:count]))
         dealt = dealt[count:]
         program, own = random_program(build_space(graph), two_machines(count), rng)
         ahead = (len(groups) - number) * more
-        stages.append(Stage(ranks=ranks, program=program, shares=own, in_flight=ahead))
+        stages.append(
+            Stage(
+                ranks=ranks,
+                program=program,
+                shares=own,
+                in_flight=ahead,
+                delay=delay,
+                recompute=rng.random() < 0.3,
+            )
+        )
     plan = random_plan(case, world, 0)
     return replace(
         plan, program=time.program, shares=shares, idle=(),

@@ -46,7 +46,7 @@ def test_turns_and_uses_of_random_pipelines(family: str, groups: tuple[int, ...]
     made = simulate_plan(plan)
     ended: dict[tuple[int, int, str], float] = {}
     arrived: dict[tuple[int, int, str], float] = {}
-    turns = defaultdict(list)
+    turns, delayed = defaultdict(list), set[int]()
     for span in made.run.spans:
         work = span.what
         assert isinstance(work, StageWork)
@@ -58,15 +58,21 @@ def test_turns_and_uses_of_random_pipelines(family: str, groups: tuple[int, ...]
         if work.to >= 0:
             assert start >= ended[work.stage, work.microbatch, work.part]
             arrived[work.to, work.microbatch, work.part] = end
+        elif work.weights:
+            assert start >= ended[work.stage, work.microbatch, work.part]
+            turns[work.stage].append((start, end))
+            delayed.add(work.stage)
         elif work.microbatch >= 0:
             ended[work.stage, work.microbatch, work.part] = end
             turns[work.stage].append((start, end))
             source = arrived.get((work.stage, work.microbatch, work.part), 0.0)
             assert start >= source
     count = plan.microbatches
-    assert {stage: len(each) for stage, each in turns.items()} == dict.fromkeys(
-        range(len(groups)), 2 * count
-    )
+    assert plan.stages is not None
+    assert delayed <= {k for k, stage in enumerate(plan.stages.stages) if stage.delay}
+    assert {stage: len(each) for stage, each in turns.items()} == {
+        k: (3 if k in delayed else 2) * count for k in range(len(groups))
+    }
     for each in turns.values():
         assert all(a[1] <= b[0] for a, b in zip(sorted(each), sorted(each)[1:], strict=False))
     for use in rank_uses(made):

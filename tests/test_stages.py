@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hap
-from hap.errors import HapError, PlanError
+from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.microbatch import Phase, phases
 from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
@@ -23,12 +23,12 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.pipeline.boundary import messages
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages.flights import chosen_delays
 from hap.synthesizer.stages.time_axis import over_time
 from tests.random_plans import Case, adamw, benchmark_case, make_case, two_machines, verdict
-from tests.random_stages import divided, random_staged_plan
+from tests.random_stages import FAMILIES, divided, random_staged_plan
 from tests.test_verify import on_gloo, story
 
-FAMILIES = ("vit", "bert", "gpt2", "llama", "t5", "bert_moe", "wide_mlp", "mlp")
 GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
 
 
@@ -57,7 +57,11 @@ def test_masks_of_microbatches_are_those_of_one_device(family: str) -> None:
 @pytest.mark.gloo
 def test_real_processes_compute_what_one_device_does() -> None:
     case = benchmark_case("gpt2", "tiny")
-    found = verdict(case, random_staged_plan(case, (2, 1, 1), 4), run=on_gloo)
+    plan = random_staged_plan(case, (2, 1, 1), 4)
+    assert plan.stages is not None
+    stages = (replace(s, delay=2, recompute=not k) for k, s in enumerate(plan.stages.stages))
+    plan = replace(plan, stages=replace(plan.stages, stages=tuple(stages)))
+    found = verdict(case, plan, run=on_gloo)
     assert found.ok, story(found)
 
 
@@ -171,6 +175,31 @@ def test_turns_run_each_microbatch_forward_then_backward(count: int, ahead: int)
         assert not turn.backward or order.index(Turn(turn.microbatch, False)) < order.index(turn)
 
 
+@pytest.mark.parametrize(("count", "ahead", "delay"), [(1, 1, 1), (4, 2, 1), (5, 9, 3), (6, 6, 9)])
+def test_gradients_of_weights_follow_their_backward(count: int, ahead: int, delay: int) -> None:
+    order = list(turns(count, ahead, delay))
+    assert [t for t in order if not t.weights] == list(turns(count, ahead))
+    assert sorted(t.microbatch for t in order if t.weights) == list(range(count))
+    for turn in (t for t in order if t.weights):
+        before = order[: order.index(turn)]
+        assert Turn(turn.microbatch, True) in before
+        behind = sum(t.backward and not t.weights for t in before) - turn.microbatch
+        assert behind <= delay
+
+
+def test_delayed_gradients_of_weights_shorten_a_pipeline() -> None:
+    each = [
+        StageSeconds(forward_s=1.0, backward_s=2.0, weights_s=1.0 if k else 0.0, in_flight=4 - k)
+        for k in range(4)
+    ]
+    together = simulate_pipeline(each, 8).step_s
+    delayed = [replace(s, delay=1 if s.weights_s else 0) for s in each]
+    assert simulate_pipeline(delayed, 8).step_s < together
+    assert chosen_delays(each, 8, (8, 8, 8, 8))[0] == 0
+    assert max(chosen_delays(each, 8, (8, 8, 8, 8))) > 0
+    assert chosen_delays(each, 8, (0, 0, 0, 0)) == (0, 0, 0, 0)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("parts", [1, 3, 8])
 def test_even_stages_take_the_time_of_the_closed_form(stages: int, parts: int) -> None:
@@ -186,27 +215,30 @@ def test_uneven_stages_take_the_longest_chain_of_dependences(seed: int) -> None:
     count, parts = rng.randrange(2, 5), rng.randrange(1, 6)
     stages = [
         StageSeconds(
-            forward_s=rng.random(), backward_s=rng.random(), send_s=rng.random(),
-            return_s=rng.random(), before_s=rng.random(), after_s=rng.random(),
+            forward_s=rng.random(), backward_s=1 + rng.random(), send_s=rng.random(),
+            weights_s=rng.random(), delay=rng.choice((0, 1, 2, 7)), return_s=rng.random(), before_s=rng.random(), after_s=rng.random(),
             in_flight=(count - k) * rng.choice([1, 2]) if k == 0 else count - k,
         )
         for k in range(count)
     ]  # fmt: skip
-    orders = [list(turns(parts, s.in_flight)) for s in stages]
+    orders = [list(turns(parts, s.in_flight, s.delay)) for s in stages]
 
     @cache
     def done(k: int, turn: Turn) -> float:
         at = orders[k].index(turn)
         ready = done(k, orders[k][at - 1]) if at else stages[k].before_s
+        late_s = stages[k].weights_s if stages[k].delay else 0.0
+        if turn.weights:
+            return ready + late_s
         ready = max(ready, arrived(k, turn))
-        return ready + (stages[k].backward_s if turn.backward else stages[k].forward_s)
+        return ready + (stages[k].backward_s - late_s if turn.backward else stages[k].forward_s)
 
     @cache
     def arrived(k: int, turn: Turn) -> float:
         src = k + 1 if turn.backward else k - 1
         if not 0 <= src < count:
             return 0.0
-        own = [t for t in orders[src] if t.backward == turn.backward]
+        own = [t for t in orders[src] if t.backward == turn.backward and not t.weights]
         at = own.index(turn)
         free = arrived(k, own[at - 1]) if at else 0.0
         seconds = stages[k].return_s if turn.backward else stages[src].send_s
@@ -272,3 +304,24 @@ def test_cuts_must_follow_the_model() -> None:
     forward = [n.name for n in graph.nodes if n.name not in graph.backward]
     with pytest.raises(PlanError, match="order"):
         cut_stages(graph, (forward[-2], forward[9]))
+
+
+def test_microbatches_without_stages_serve_memory() -> None:
+    case = benchmark_case("vit", "tiny")
+    cluster = two_machines(1)
+    small = tuple(replace(d, memory_bytes=900_000) for d in cluster.devices)
+
+    def planned(stages: bool) -> Plan:
+        return hap.plan(
+            case.model, case.batch, replace(cluster, devices=small), loss=case.loss,
+            optimizer=case.optimizer, options=hap.PlanOptions(stages=stages, recompute=""),
+        )  # fmt: skip
+
+    with pytest.raises(InfeasibleError):
+        planned(stages=False)
+    plan = planned(stages=True)
+    assert plan.stages is not None
+    assert len(plan.stages.stages) == 1
+    assert plan.microbatches > 1
+    assert all(r.peak_bytes <= r.memory_bytes for r in plan.prediction.ranks)
+    assert verdict(case, plan).ok

@@ -356,7 +356,7 @@ def _stage(data: Data, rng: random.Random) -> bool:
         case 3:
             one["ranks"] = rng.choice(([], [0], [*one["ranks"], *other["ranks"]], [-1], [10**9]))
         case 4:
-            one["in_flight"] = rng.choice((0, 1, 2, 100, -1, 10**12))
+            one[rng.choice(("in_flight", "delay"))] = rng.choice((0, 1, 2, 100, -1, 10**12))
         case 5:
             for key in ("program", "shares"):
                 one[key], other[key] = other[key], one[key]

@@ -25,7 +25,7 @@ from hap.ir.plan import Plan
 from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
 from hap.ir.regather import ALIAS
-from hap.ir.stages import PipelineStages
+from hap.ir.stages import PipelineStages, Stage
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -184,14 +184,25 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
             (
                 str(number), spans(stage.ranks), ", ".join(alike(names)),
                 f"{modules[0]} to {modules[-1]}" if modules else "", format_bytes(weights),
-                str(stage.in_flight), shares,
+                str(stage.in_flight), shares, _extras(stage),
             )
         )  # fmt: skip
-    head = ("stage", "rank", "devices", "modules", "weights", "in flight", "shares of a microbatch")
+    head = (
+        "stage", "rank", "devices", "modules", "weights", "in flight", "shares of a microbatch", "",
+    )  # fmt: skip
     return Group(
         Text(f"{plan.microbatches} microbatches of {plan.batch_size // plan.microbatches} rows"),
         table(head, rows, right=(0, 4, 5)),
     )
+
+
+def _extras(stage: Stage) -> str:
+    """Return what a stage does beside its turns, for people."""
+    found = ["runs its forwards again"] if stage.recompute else []
+    if stage.delay:
+        later = f", {stage.delay - 1} microbatches later" if stage.delay > 1 else ""
+        found.append(f"gradients of weights in turns of their own{later}")
+    return "; ".join(found)
 
 
 def _shares(plan: Plan) -> RenderableType:
@@ -271,9 +282,8 @@ def _bounds(plan: Plan) -> Iterator[Text]:
             "without baselines and lower bounds",
             style="yellow",
         )
-    if plan.inside or plan.stages:
-        kind = "two mesh axes" if plan.inside else "pipeline stages"
-        yield Text(f"lower bound: none is worked out for {kind}")
+    if plan.inside:
+        yield Text("lower bound: none is worked out for two mesh axes")
     for b in p.bounds:
         yield Text(
             f"predicted step {format_seconds(p.step_s)}, lower bound {format_seconds(b.step_s)} "

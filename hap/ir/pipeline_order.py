@@ -8,24 +8,40 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """The forward or the backward of one microbatch."""
+    """The forward or the backward of one microbatch, or a later part of the backward.
+
+    ``weights``: the operators of the backward that no other stage waits for, such as the products that
+    make gradients of weights.
+    """
 
     microbatch: int
     backward: bool
+    weights: bool = False
 
 
-def turns(microbatches: int, in_flight: int) -> Iterator[Turn]:
+def turns(microbatches: int, in_flight: int, delay: int = 0) -> Iterator[Turn]:
     """Yield a stage's turns: forwards until ``in_flight`` microbatches wait, then one by one.
 
     1F1B (PipeDream-Flush, Narayanan et al., ICML 2021) is the case in which ``in_flight`` is the number of
     stages from this one to the last; GPipe is the case in which it is the number of microbatches.
+
+    Args:
+        delay: 0, or the gradients of weights of a microbatch have a turn of their own, after the
+            backward of ``delay - 1`` more microbatches (Zero Bubble, Qi et al., ICLR 2024).
     """
     ahead = min(in_flight, microbatches)
     yield from (Turn(k, False) for k in range(ahead))
     for k in range(microbatches):
         yield Turn(k, True)
+        if delay and k >= delay - 1:
+            yield Turn(k - delay + 1, True, weights=True)
         if ahead + k < microbatches:
             yield Turn(ahead + k, False)
+    if delay:
+        yield from (
+            Turn(k, True, weights=True)
+            for k in range(max(0, microbatches - delay + 1), microbatches)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +50,14 @@ class StageWork:
 
     ``part`` is ``forward``, ``backward``, or ``update`` for what runs once per step: the sums of
     gradients over the stage's ranks and the optimizer. ``microbatch`` is -1 for that. ``to`` is the
-    stage that gets the result if the work is a transfer, else -1.
+    stage that gets the result if the work is a transfer, else -1. ``weights``: as in :class:`Turn`.
     """
 
     stage: int
     microbatch: int
     part: str
     to: int = -1
+    weights: bool = False
 
     def __str__(self) -> str:
         if self.to >= 0:
@@ -48,4 +65,6 @@ class StageWork:
             return f"{what} of microbatch {self.microbatch} to stage {self.to}"
         if self.microbatch < 0:
             return f"{self.part} of stage {self.stage}"
+        if self.weights:
+            return f"gradients of weights of microbatch {self.microbatch}, stage {self.stage}"
         return f"{self.part} of microbatch {self.microbatch}, stage {self.stage}"

@@ -36,6 +36,13 @@ def read_count(value: Any, where: str) -> int:
     return value
 
 
+def read_flag(value: Any, where: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} has {_shown(value)} where true or false belongs")
+    return value
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

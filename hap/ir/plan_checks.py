@@ -48,6 +48,8 @@ def _check_stages(graph: Graph, program: Program, shares: Shares, stages: Pipeli
         raise ValueError(f"with {ahead} microbatches in flight, the stages wait for each other")
     graphs, _ = cut_stages(divide(graph, program, shares, 0), stages.cuts)
     for number, (part, stage) in enumerate(zip(graphs, stages.stages, strict=True)):
+        if stage.delay < 0:
+            raise ValueError(f"stage {number} delays gradients of weights by {stage.delay}")
         if not stage.ranks or stage.in_flight < 1:
             raise ValueError(f"stage {number} has no ranks, or no microbatch in flight")
         _check_program(part, stage.program, stage.shares, len(stage.ranks))

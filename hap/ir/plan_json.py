@@ -8,7 +8,7 @@ from typing import Any
 
 from hap.ir.axes import Shares
 from hap.ir.mesh import Inside
-from hap.ir.plain_data import read_count, read_list, read_map, read_text
+from hap.ir.plain_data import read_count, read_flag, read_list, read_map, read_text
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage
 
@@ -55,6 +55,8 @@ def pack_stages(stages: PipelineStages) -> dict[str, Any]:
         "stages": [
             {
                 "ranks": list(stage.ranks), "in_flight": stage.in_flight,
+                **({"delay": stage.delay} if stage.delay else {}),
+                **({"recompute": True} if stage.recompute else {}),
                 "program": stage.program.to_json(),
                 "shares": {name: list(units) for name, units in stage.shares.items()},
             }
@@ -76,6 +78,8 @@ def unpack_stages(data: Any) -> PipelineStages:
                 program=Program.from_json(stage["program"]),
                 shares=read_shares(stage["shares"]),
                 in_flight=read_count(stage["in_flight"], f"the microbatches in flight of {where}"),
+                delay=read_count(stage.get("delay", 0), f"the delay of {where}"),
+                recompute=read_flag(stage.get("recompute", False), f"recompute of {where}"),
             )
         )
     cuts = tuple(read_text(c, "a cut") for c in read_list(fields["cuts"], "the cuts"))

@@ -16,7 +16,7 @@ from hap.errors import PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph, Input, Node, Output
 from hap.ir.mesh import origin
-from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, phases
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
 from hap.ir.program import Program
 
@@ -26,13 +26,17 @@ class Stage:
     """A stage of a plan: its ranks, and the program that they run over its graph.
 
     ``shares`` has an entry per rank of the stage; ``in_flight`` is the largest number of microbatches
-    whose activations it holds.
+    whose activations it holds. ``delay`` is that of its gradients of weights: see
+    :func:`hap.ir.pipeline_order.turns`. With ``recompute`` it keeps no results of a forward, and runs the
+    forward of a microbatch again before its backward.
     """
 
     ranks: tuple[int, ...]
     program: Program
     shares: Shares
     in_flight: int
+    delay: int = 0
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,15 @@ def cut_stages(graph: Graph, cuts: Sequence[str]) -> tuple[tuple[Graph, ...], tu
     """
     cutter = _Cutter(graph, cuts)
     return cutter.graphs(), cutter.transfers
+
+
+def stage_ranges(graph: Graph, cuts: Sequence[str]) -> Mapping[str, tuple[int, int]]:
+    """Return the stages to which each operator may belong under some of the cuts: (first, last).
+
+    Stages are those of all cuts; with fewer cuts, an operator is in a stage that covers a part of its
+    range. Operators that may go anywhere, such as sums of gradients, have no entry.
+    """
+    return _Cutter(graph, cuts).ranges()
 
 
 class _Cutter:
@@ -147,6 +160,7 @@ class _Cutter:
             latest[node.name] = fitting[0] if fitting else top
             possible[node.name] = fitting
             made.update((o, latest[node.name]) for o in node.outputs if o)
+        self._latest = latest
         owner = {i.target: self._parameters[i.tensor] for i in graph.role("parameter")}
         wanted: dict[str, list[int]] = {}
         for o in graph.outputs:
@@ -162,6 +176,43 @@ class _Cutter:
             self._stage[node.name] = stage
             for name in node.inputs:
                 wanted.setdefault(name, []).append(stage)
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Return what :func:`stage_ranges` does.
+
+        A backward operator is in a stage that holds all that it saved. Behind one that no stage can
+        serve, nothing is certain.
+        """
+        graph, held, owner = self._graph, self._held, self._parameters
+        named = {i.target: owner[i.tensor] for i in graph.role("parameter")}
+        wanted = {o.tensor: named[o.target] for o in graph.outputs if o.role == "gradient"}
+        found, doubtful = dict[str, tuple[int, int]](), set[str]()
+        highest: dict[str, int] = {}  # of each tensor that the backward makes
+        for node in graph.nodes:
+            stage = self._stage.get(node.name)
+            if node.name not in graph.backward:
+                if stage is not None:
+                    found[node.name] = stage, stage
+                continue
+            saved = [held[x] for x in node.inputs if x in held]
+            made = [highest[x] for x in node.inputs if x in highest]
+            no_stage = bool(saved) and not set.intersection(*saved)
+            if no_stage or doubtful.intersection(node.inputs):
+                doubtful.update(o for o in node.outputs if o)
+                continue
+            top = min([*map(max, saved), *made], default=self._count - 1)
+            highest.update((o, top) for o in node.outputs if o)
+            if len(made) != 1:  # it stays where its inputs come together
+                found[node.name] = self._latest[node.name], top
+            elif saved:
+                found[node.name] = max(map(min, saved)), top
+            elif is_sum(node):
+                makers = {graph.producer[x].name for x in node.inputs if x in graph.producer}
+                ends = {found.get(name) for name in makers}
+                ends |= {(wanted[o],) * 2 for o in node.outputs if o in wanted}
+                if stage is not None and ends == {(stage, stage)}:
+                    found[node.name] = stage, stage
+        return found
 
     @cached_property
     def _members(self) -> list[list[Node]]:

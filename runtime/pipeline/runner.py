@@ -6,6 +6,8 @@ its backward returns the gradients that the forward computed, times the gradient
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,17 +52,9 @@ def pipeline(
     stage = _Stage(plan, comm, device, widen, backend)
     buffers = tuple(o.target for o in plan.graph.outputs if o.role == "buffer")
     return Runnable(
-        forward=stage.forward, backward=_scaled, buffers=buffers, gradient_of=stage.gradient_of
-    )
-
-
-def _scaled(ctx: Context, given: list[Any]) -> Sequence[Tensor]:
-    """Return the gradients that the forward computed, times the gradient of the loss."""
-    *gradients, tangent = given
-    given.clear()
-    if not gradients:
-        raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
-    return [g * tangent.to(g.dtype) for g in gradients]
+        forward=stage.forward, backward=stage.backward, buffers=buffers,
+        gradient_of=stage.gradient_of,
+    )  # fmt: skip
 
 
 Env = dict[Value, Tensor]
@@ -75,7 +69,8 @@ class _Stage:
         self._number, self.place = plan.stages.place(comm.rank)
         graphs, transfers = plan.cut
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
-        self._layout = layout_of(self._graph, self._stage.program)
+        delayed = self._stage.delay > 0
+        self._layout = layout_of(self._graph, self._stage.program, delayed=delayed)
         self._boundaries = [
             Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
         ]
@@ -95,6 +90,9 @@ class _Stage:
         self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
         """Values of a microbatch that are read after all of them; each makes the same."""
         self._count = plan.microbatches
+        self._half = any(t.dtype == "float16" for t in self._graph.tensors.values())
+        self.loss_scale = 1.0
+        """The gradient of the loss in the backwards of microbatches."""
 
     def _emit(self, place: int, backend: str) -> list[dict[StageSegment, Run]]:
         """Return the functions of the segments per microbatch; equal microbatches share them."""
@@ -116,9 +114,26 @@ class _Stage:
 
     def forward(self, ctx: Context, tensors: list[Any]) -> Sequence[Tensor]:
         """Run a step; return the loss, the buffers and, if they are wanted, the gradients."""
+        if ctx.loss_scale is not None and not self._widen:
+            self.loss_scale = ctx.loss_scale()
+        elif self._half and ctx.wanted and not self._widen:
+            warnings.warn(
+                "gradients of float16 may vanish in a pipeline: create hap.GradScaler(module) "
+                "before the first step",
+                stacklevel=2,
+            )
         step = _Step(self, ctx, dict(zip(self._inputs, tensors, strict=True)))
         tensors.clear()
         return step.run()
+
+    def backward(self, ctx: Context, given: list[Any]) -> Sequence[Tensor]:
+        """Return the gradients that the forward computed, times what the loss's gradient lacks."""
+        *gradients, tangent = given
+        given.clear()
+        if not gradients:
+            raise RuntimeError("the forward of a pipeline ran without gradients, as under no_grad")
+        factor = tangent / self.loss_scale
+        return [g * factor.to(g.dtype) for g in gradients]
 
 
 class _Step:
@@ -131,6 +146,8 @@ class _Step:
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
         self._sending: list[tuple[Tensor, Waiting]] = []
+        self._activations: dict[int, list[tuple[Tensor, Waiting]]] = {}
+        """Of each microbatch, what is on its way to later stages."""
         self._sent: set[Transfer] = set()
         self._kept: Env = {}
 
@@ -151,28 +168,45 @@ class _Step:
                 self._run(StageSegment.COUNT, part, number)
             self._finish_sums()
             self._run(StageSegment.COUNTED, self._env)
-            for turn in turns(s._count, s._stage.in_flight):
+            for turn in turns(s._count, s._stage.in_flight, s._stage.delay):
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
             self._env |= self._kept
             self._finish_sums()
             self._run(StageSegment.END, self._env)
             gradients = self._end(after) if wanted else []
-            for _, wait in self._sending:
+            for _, wait in (*self._sending, *itertools.chain(*self._activations.values())):
                 wait()
             return [self._loss(), *gradients]
         finally:
             self._ctx.across, self._ctx.microbatch = across, None
 
     def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
-        """Run the forward or the backward of a microbatch."""
+        """Run the forward or the backward of a microbatch, or what was delayed of the backward."""
         number, part = turn.microbatch, self._parts[turn.microbatch]
-        for value, arrivals in coming.items():
-            part[value] = arrivals.pop(number).wait()
-        self._run(StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD, part, number)
-        for b in self._crossing(turn.backward, once=False, sending=True):
-            self._sending += b.send(self._value(b.sends, part), self._s._comm)
-        if turn.backward or not self._ctx.wanted:
+        if turn.weights:
+            self._run(StageSegment.WEIGHTS, part, number)
+        else:
+            for value, arrivals in coming.items():
+                part[value] = arrivals.pop(number).wait()
+            if turn.backward and self._s._stage.recompute:
+                self._run(StageSegment.FORWARD, part, number, again=True)
+            side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
+            self._run(side, part, number)
+            for _, wait in self._activations.pop(number, []):
+                wait()  # they have arrived: their gradients are here
+            sent = []
+            for b in self._crossing(turn.backward, once=False, sending=True):
+                sent += b.send(self._value(b.sends, part), self._s._comm)
+            if turn.backward:
+                self._sending += sent
+            else:
+                self._activations[number] = sent
+        if not turn.backward and self._s._stage.recompute:
+            for value in self._layout.results[StageSegment.FORWARD]:
+                part.pop(value, None)
+        last = turn.backward and turn.weights == (self._s._stage.delay > 0)
+        if last or not self._ctx.wanted:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 
@@ -227,7 +261,7 @@ class _Step:
             if i.role == "tangent":
                 shape = s._graph.tensors[i.tensor].shape
                 dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
-                self._env[value] = torch.ones(shape, dtype=dtype, device=s._device)
+                self._env[value] = torch.full(shape, s.loss_scale, dtype=dtype, device=s._device)
             elif i.role == "input":
                 self._cut_input(i.tensor, value, s.place)
             elif i.role != "received":
@@ -259,15 +293,17 @@ class _Step:
                 found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
         return found
 
-    def _run(self, segment: StageSegment, part: Env, number: int = 0) -> None:
-        """Run a segment; its results go to ``part``, and terms to the sums."""
+    def _run(
+        self, segment: StageSegment, part: Env, number: int = 0, *, again: bool = False
+    ) -> None:
+        """Run a segment; its results go to ``part``, and terms to the sums unless it runs ``again``."""
         layout, run = self._layout, self._s._runs[number].get(segment)
         if run is not None:
             self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
             self._ctx.microbatch = number
             given = [self._value(v, part) for v in layout.given[segment]]
             part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
-        if segment in PER_PART:
+        if segment in PER_PART and not again:
             self._add({term: part[term] for term in layout.added[segment]})
 
     def _add(self, terms: Env) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
@@ -28,14 +29,16 @@ class StageSegment(IntEnum):
     COUNTED = 2
     FORWARD = 3
     BACKWARD = 4
-    END = 5
+    WEIGHTS = 5
+    """What the stage delays of a microbatch's backward."""
+    END = 6
     """The loss, of the sums over the microbatches."""
-    GRADIENTS = 6
-    LAST = 7
+    GRADIENTS = 7
+    LAST = 8
     """Of sums whose terms other stages have summed."""
 
 
-PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD)
+PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD, StageSegment.WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +63,8 @@ class SegmentLayout:
     """Per segment, the values that are added up over the microbatches."""
 
 
-def layout(graph: Graph, program: Program) -> SegmentLayout:
-    """Return the segments of a stage's program."""
+def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentLayout:
+    """Return the segments of a stage's program; ``delayed``: gradients of weights have their own."""
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
     arrival = {i.tensor: i.target for i in graph.inputs}
@@ -71,6 +74,7 @@ def layout(graph: Graph, program: Program) -> SegmentLayout:
         segment_of[value] = _of_input(role, arrival[name])
     numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
     sums = []
+    late = delayable(graph, program) if delayed else frozenset[int]()
     counts = {
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
     }
@@ -88,6 +92,8 @@ def layout(graph: Graph, program: Program) -> SegmentLayout:
                 segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
         else:
             segment = _of_conversion(step, inputs, counts, segment_of)
+        if segment is StageSegment.BACKWARD and k in late:
+            segment = StageSegment.WEIGHTS
         numbers[segment].append(k)
         segment_of.update(dict.fromkeys(step.writes(graph), segment))
     return _connected(graph, program, numbers, sums, segment_of)
@@ -129,6 +135,8 @@ def _of_conversion(
     source = segment_of[Value(step.tensor, step.src)]
     if inputs.get(step.tensor) == "input" and step.tensor in counts:
         return StageSegment.COUNT
+    if source is StageSegment.WEIGHTS:
+        return StageSegment.BACKWARD  # unless it is delayed
     if source >= StageSegment.END:
         return max(source, StageSegment.GRADIENTS) if step.backward else source
     if step.backward and source not in (StageSegment.COUNT, StageSegment.COUNTED):

@@ -22,6 +22,8 @@ class StageSeconds:
         send_s: of its activations to the next stage; 0 for the last one.
         return_s: of their gradients from the next stage; 0 for the last one.
         before_s, after_s: once per step, before and after the microbatches.
+        weights_s: part of ``backward_s`` that no other stage waits for.
+        delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
         in_flight: microbatches whose activations it may hold.
     """
 
@@ -31,7 +33,16 @@ class StageSeconds:
     return_s: float = 0.0
     before_s: float = 0.0
     after_s: float = 0.0
+    weights_s: float = 0.0
+    delay: int = 0
     in_flight: int
+
+    def turn_s(self, turn: Turn) -> float:
+        """Return the seconds of a turn."""
+        if turn.weights:
+            return self.weights_s
+        late_s = self.weights_s if self.delay else 0.0
+        return self.backward_s - late_s if turn.backward else self.forward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +79,7 @@ def simulate_pipeline(
             the one after it.
     """
     count = len(stages)
-    todo = [list(turns(microbatches, s.in_flight)) for s in stages]
+    todo = [list(turns(microbatches, s.in_flight, s.delay)) for s in stages]
     at = [0] * count
     free = [s.before_s for s in stages]
     busy = [s.before_s + s.after_s for s in stages]
@@ -80,16 +91,18 @@ def simulate_pipeline(
             while at[k] < len(todo[k]):
                 turn = todo[k][at[k]]
                 first = k == 0 if not turn.backward else k == count - 1
-                if not first and (k, turn) not in there:
+                if not first and not turn.weights and (k, turn) not in there:
                     break
-                start = max(free[k], 0.0 if first else there[k, turn])
-                seconds = stage.backward_s if turn.backward else stage.forward_s
+                start = max(free[k], there.get((k, turn), 0.0))
+                seconds = stage.turn_s(turn)
                 free[k] = start + seconds
                 busy[k] += seconds
                 at[k] += 1
                 moved = True
                 if record is not None:
                     record.append(TurnTimes(k, turn, False, start, free[k]))
+                if turn.weights:
+                    continue
                 if not turn.backward and k + 1 < count:
                     sending[k] = max(sending[k], free[k]) + stage.send_s
                     there[k + 1, turn] = sending[k]

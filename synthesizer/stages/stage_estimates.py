@@ -1,12 +1,7 @@
-"""Estimate pipelines: groups of devices, cuts and microbatches, before any search of a stage.
-
-A group of devices counts as one device of the sum of their speeds, and a stage as its part of the
-step's floating-point operations.
-"""
+"""Estimate pipelines: groups of devices, cuts and microbatches, before any search of a stage."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,196 +9,263 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.cluster.work import Work
-from hap.ir.stages import crossing, repeatable
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.errors import PlanError
+from hap.ir.graph import Graph
+from hap.ir.stages import crossing, cut_stages, repeatable
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
-from hap.synthesizer.stages.stage_transfers import Ranks, send_s
+from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks
+from hap.synthesizer.stages.flights import in_flight
+from hap.synthesizer.stages.segment_costs import (
+    BACKWARD,
+    FORWARD,
+    ONCE,
+    Floats,
+    SegmentCosts,
+    estimated,
+    optimistic,
+    segment_costs,
+)
+from hap.synthesizer.stages.stage_dp import Boundaries, Chain, ChainSearch
+from hap.synthesizer.stages.stage_transfers import least_send_s, send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
-MICROBATCHES = (2, 4, 8, 16, 32)
-"""Numbers of microbatches that are tried."""
+MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of microbatches that are tried, where the batch can be divided by them."""
 
 MOST_STAGES = 4
 
-CUTS = 24
-"""Places of a cut that are tried: those where the fewest bytes cross."""
+CUTS = 48
+"""Most places of a cut that are tried: in each part of the work the one where the fewest bytes cross."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """An estimated pipeline: groups in order, the last operator of each stage but the last."""
+    """An estimated pipeline: groups in order, the last operator of each stage but the last.
+
+    ``least_s``: no pipeline of this sketch is predicted to be faster. ``lacking``: its devices lack
+    memory by the estimate.
+    """
 
     groups: tuple[Ranks, ...]
     cuts: tuple[str, ...]
     microbatches: int
     estimate_s: float
+    least_s: float
+    lacking: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Seconds of a whole side of the step on each device alone: of work, and of starting operators."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Count:
+    """The searches for one number of microbatches."""
 
-    busy_s: PerRank
-    start_s: PerRank
-
-    @staticmethod
-    def nothing(machine: Machine) -> Alone:
-        return Alone(np.zeros_like(machine.speed), np.zeros_like(machine.speed))
-
-    def part_s(self, ranks: Ranks, part: float, microbatches: int) -> float:
-        """Return the seconds of a part of the operators in one microbatch, divided among devices."""
-        each = list(ranks)
-        together = 1.0 / float((1.0 / np.maximum(self.busy_s[each], 1e-12)).sum())
-        return part * (together / microbatches + float(self.start_s[each].max()))
+    costs: SegmentCosts
+    optimistic: ChainSearch
+    estimated: ChainSearch
 
 
 class StageEstimates:
-    """Estimates pipelines of a step on a cluster."""
+    """Estimates pipelines of a step on a cluster, and bounds them from below.
 
-    def __init__(self, over_time: OverTime, cluster: Cluster) -> None:
-        self._over_time, self._cluster = over_time, cluster
-        self._whole, self._machine = over_time.whole(), Machine(cluster)
+    Args:
+        states: tensors of a parameter's size in the optimizer's state.
+        keep: ranks that each pipeline must use.
+    """
 
-    def sketches(self) -> Iterator[Sketch]:
-        """Yield estimated pipelines."""
-        for groups in self.groups():
-            for cuts in self._cut_candidates(groups):
-                for count in MICROBATCHES:
-                    if self._over_time.shares(count) is None:
-                        continue
-                    seconds = self._estimated(groups, cuts, count)
-                    if seconds is not None:
-                        yield Sketch(
-                            groups=groups, cuts=cuts, microbatches=count, estimate_s=seconds
-                        )
-
-    def groups(self) -> Iterator[tuple[Ranks, ...]]:
-        """Yield ordered partitions of some of the devices: by machine, by kind, one by one."""
-        cluster = self._cluster
-        seen: set[object] = set()
-        for kept in self._subsets():
-            devices = cluster.devices
-            nodes = [tuple(r for r in kept if devices[r].node == n) for n in cluster.nodes]
-            kinds = [tuple(r for r in kept if r in ranks) for ranks in cluster.types()]
-            ways = [nodes, kinds]
-            if len(kept) <= MOST_STAGES:
-                ways.append([(r,) for r in kept])
-            for way in ways:
-                parts = [part for part in way if part]
-                if not 2 <= len(parts) <= MOST_STAGES:
-                    continue
-                for order in itertools.permutations(parts):
-                    key = self._figures(order)
-                    if key not in seen:
-                        seen.add(key)
-                        yield order
-
-    def _figures(self, groups: Sequence[Ranks]) -> object:
-        """Return a key that is equal for groups of equal devices on equally many machines."""
-        devices, number = self._cluster.devices, dict[str, int]()
-        return tuple(
-            tuple(
-                (devices[r].figures, number.setdefault(devices[r].node, len(number))) for r in group
-            )
-            for group in groups
-        )
-
-    def _subsets(self) -> Iterator[Ranks]:
-        """Yield all devices, then the fastest kinds together."""
-        speed = np.round(self._machine.speed, 12)
-        for value in sorted(set(speed.tolist())):
-            yield tuple(np.flatnonzero(speed >= value).tolist())
+    def __init__(
+        self, over_time: OverTime, cluster: Cluster, states: int,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
+        self.blocks = DeviceBlocks(cluster, keep)
+        self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
+        firsts = [kind.ranks[0] for kind in self.blocks.kinds]
+        self._firsts, self._speed = firsts, Machine(cluster).speed[firsts]
 
     @cached_property
-    def _costs(self) -> tuple[list[str], np.ndarray, list[float]]:
-        """Forward operators that may end a stage, work up to each (0 to 1), bytes per step there."""
-        graph = self._whole
-        crossed = crossing(graph)
-        skip = repeatable(graph)
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of microbatches that the batch allows."""
+        return tuple(m for m in MICROBATCHES if self._over_time.shares(m) is not None)
+
+    @cached_property
+    def pipelines_s(self) -> float:
+        """Seconds below which no pipeline of two or more stages is."""
+        stages = range(2, MOST_STAGES + 1)
+        return min(
+            (each.optimistic.least_s(s) for each in self._counts.values() for s in stages),
+            default=np.inf,
+        )
+
+    def one_groups(self) -> list[tuple[float, Ranks]]:
+        """Return seconds below which no program without stages is, per set of devices, and the set.
+
+        They hold for any number of microbatches, and count computing alone.
+        """
+        costs = self._costs(1)
+        least = optimistic(costs, self._speed, self.blocks.devices)(0).all_s[-1]
+        return sorted((float(least[k]), self.blocks.ranks([k])[0]) for k in range(1, len(least)))
+
+    def least_s(self, count: int, places: Sequence[int], groups: Sequence[int]) -> float:
+        """Return seconds below which no pipeline of these cuts and groups is, given by index."""
+        return self._counts[count].optimistic.of(places, groups)
+
+    @property
+    def covers(self) -> str:
+        """What :attr:`pipelines_s` is a bound of, for people."""
+        sizes = sorted({kind.size for kind in self.blocks.kinds})
+        shown = " or ".join(map(str, sizes))
+        blocks = "any devices" if sizes == [1] else f"any blocks of {shown} alike devices"
+        counts = ", ".join(map(str, self.counts))
+        return (
+            f"2 to {MOST_STAGES} stages of {blocks} with any programs, {len(self.places)} cuts, "
+            f"{counts} microbatches, any number in flight"
+        )
+
+    def sketches(self, below_s: float = np.inf) -> Iterator[Sketch]:
+        """Yield estimated pipelines that may take less than ``below_s``, none twice."""
+        for count, each in self._counts.items():
+            for stages in range(1, MOST_STAGES + 1):
+                chains = {(c.places, c.groups): c for c in each.estimated.chains(stages)}
+                for chain in chains.values():
+                    least_s = each.optimistic.of(chain.places, chain.groups)
+                    groups = self.blocks.ranks(chain.groups)
+                    used = {r for g in groups for r in g}
+                    if least_s < below_s and self._keep <= used:
+                        yield self._sketch(count, each.costs, chain, groups, least_s)
+
+    @cached_property
+    def _counts(self) -> dict[int, _Count]:
+        found = {}
+        for count in self.counts:
+            costs = self._costs(count)
+            there, back = (
+                np.array([least_send_s(self._cluster, b) for b in nbytes.tolist()])
+                for nbytes in (costs.forward_bytes, costs.backward_bytes)
+            )
+            stream_s = count * np.maximum(there, back)
+            once = Boundaries(round_s=there, stream_s=stream_s)
+            between = Boundaries(round_s=there + back, stream_s=stream_s)
+            segments = len(self.places) + 1
+            devices = self.blocks.devices
+            least = optimistic(costs, self._speed, devices)
+            usual = estimated(costs, devices, self._reduce_s)
+            found[count] = _Count(
+                costs=costs,
+                optimistic=ChainSearch(segments, self.blocks, least, once, MOST_STAGES),
+                estimated=ChainSearch(segments, self.blocks, usual, between, MOST_STAGES),
+            )
+        return found
+
+    def even_cuts(self, stages: int) -> tuple[str, ...]:
+        """Return the cuts by which stages have about equal work; empty if there are too few places."""
+        work = np.cumsum(self._costs(1).busy_s.sum(axis=0)[:, 0])
+        ends = work[-1] * np.arange(1, stages) / stages
+        found = [int(np.abs(work[:-1] - end).argmin()) for end in ends] if self.places else []
+        return tuple(self.places[k] for k in found) if len(set(found)) == stages - 1 else ()
+
+    def _costs(self, count: int) -> SegmentCosts:
+        part = self._over_time.part(count)
+        return segment_costs(
+            part, self.places, self._cluster, self._firsts, self._speed, count, self._states
+        )
+
+    @cached_property
+    def places(self) -> tuple[str, ...]:
+        """Forward operators after which the step may be cut; others are dominated."""
+        graph = self._over_time.whole()
+        crossed, skip = crossing(graph), repeatable(graph)
         forward = [n for n in graph.nodes if n.name not in graph.backward and n.name not in skip]
         work = np.cumsum([node_work(n, graph).flops for n in forward])
         work = work / max(float(work[-1]), 1.0)
         names = list(crossed)
-        nbytes = [float(sum(graph.tensors[t].nbytes for t in crossed[n])) for n in names]
-        order = sorted(range(len(names)), key=lambda k: (nbytes[k], k))
-        best: dict[float, int] = {}
-        for k in order:  # the cheapest place for each amount of work
-            best.setdefault(round(float(work[k]), 4), k)
-        kept = sorted(sorted(best.values(), key=lambda k: nbytes[k])[: CUTS * 2])
-        return [names[k] for k in kept], work[kept], [nbytes[k] for k in kept]
+        nbytes = [sum(graph.tensors[t].nbytes for t in crossed[n]) for n in names]
+        best: dict[int, int] = {}
+        for k in sorted(range(len(names)), key=lambda k: (nbytes[k], k)):
+            best.setdefault(round(float(work[k]) * 2 * CUTS), k)
+        kept = sorted(sorted(best.values(), key=lambda k: (nbytes[k], k))[:CUTS])
+        return _possible(graph, tuple(names[k] for k in kept))
 
-    def _cut_candidates(self, groups: tuple[Ranks, ...]) -> Iterator[tuple[str, ...]]:
-        names, work, nbytes = self._costs
-        speed = [float(self._machine.speed[list(g)].sum()) for g in groups]
-        ends = np.cumsum(speed) / sum(speed)
-        near = []
-        for end in ends[:-1]:
-            window = [k for k in range(len(names)) if abs(work[k] - end) < 0.15]
-            window.sort(key=lambda k: (abs(work[k] - end), nbytes[k]))
-            near.append(window[: CUTS // (2 * len(groups) - 2)])
-        for chosen in itertools.product(*near):
-            if list(chosen) == sorted(set(chosen)):
-                yield tuple(names[k] for k in chosen)
-
-    @cached_property
-    def _alone_s(self) -> tuple[Alone, Alone]:
-        """Seconds of the whole step's forward and backward on each device alone."""
-        machine, graph = self._machine, self._whole
-        found = [Alone.nothing(machine), Alone.nothing(machine)]
-        one = np.ones_like(machine.speed)
-        for node in graph.nodes:
-            work = node_work(node, graph)
-            if not work.flops and not work.bytes:
-                continue
-            names = {n for n in (*node.inputs, *node.outputs) if n is not None}
-            nbytes = float(sum(graph.tensors[n].nbytes for n in names))
-            start = machine.seconds(work, 1e-9 * one, 0 * one)
-            busy = machine.seconds(work, work.flops * one, nbytes * one) - start
-            side = found[node.name in graph.backward]
-            side.busy_s[:] += busy
-            side.start_s[:] += start
-        for i in graph.role("parameter"):  # each microbatch adds its gradients to the sums
-            held = graph.tensors[i.tensor]
-            work = Work("memory", held.dtype, held.numel, 0.0)
-            found[1].start_s[:] += machine.seconds(work, 0 * one, 3 * held.nbytes * one)
-        return found[0], found[1]
-
-    def _estimated(
-        self, groups: tuple[Ranks, ...], cuts: tuple[str, ...], count: int
-    ) -> float | None:
-        names, work, nbytes = self._costs
-        at = [names.index(c) for c in cuts]
-        parts = np.diff([0.0, *(float(work[k]) for k in at), 1.0])
-        stages = []
-        for number, (ranks, part) in enumerate(zip(groups, parts, strict=True)):
-            send = (
-                send_s(self._cluster, groups, number, nbytes[at[number]] / count)
-                if cuts[number:]
-                else 0
-            )
-            forward_s, backward_s = (each.part_s(ranks, part, count) for each in self._alone_s)
+    def _sketch(
+        self, count: int, costs: SegmentCosts, chain: Chain, groups: tuple[Ranks, ...],
+        least_s: float,
+    ) -> Sketch:  # fmt: skip
+        starts = [0, *(p + 1 for p in chain.places)]
+        ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
+        stages, lacking, before = [], False, 0.0
+        for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
+            sides = [self._side_s(costs, side, first, last, group) for side in range(3)]
+            there = back = weights = sums = 0.0
+            if number + 1 < len(groups):
+                place = last - 1
+                there = send_s(self._cluster, groups, number, float(costs.forward_bytes[place]))
+                back = send_s(self._cluster, groups, number, float(costs.backward_bytes[place]))
+                weights, sums = (
+                    send_s(self._cluster, groups, number, float(nbytes)) if nbytes else 0.0
+                    for nbytes in costs.once_bytes[:, place]
+                )
+            nbytes = costs.parameter_bytes[first:last].sum()
+            reduce_s = float(self._reduce_s(np.array([nbytes]))[0, group])
+            flight = in_flight(len(groups), number, count)
             stages.append(
                 StageSeconds(
-                    forward_s=forward_s, backward_s=backward_s, send_s=send, return_s=send,
-                    after_s=self._reduce_s(ranks, float(part)),
-                    in_flight=in_flight(len(groups), number, count),
+                    forward_s=sides[FORWARD], backward_s=sides[BACKWARD], send_s=there,
+                    return_s=back, before_s=before, after_s=sides[ONCE] + reduce_s + sums,
+                    in_flight=flight,
                 )
             )  # fmt: skip
-        return simulate_pipeline(stages, count).step_s
+            before = weights
+            held = costs.stored_bytes[first:last].sum() + costs.saved_bytes[first:last].sum()
+            lacking |= bool(held > self._memory[list(groups[number])].sum())
+        return Sketch(
+            groups=groups, cuts=tuple(self.places[p] for p in chain.places), microbatches=count,
+            estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s, lacking=lacking,
+        )  # fmt: skip
 
-    def _reduce_s(self, ranks: Ranks, part: float) -> float:
-        if len(ranks) == 1:
-            return 0.0
-        nbytes = part * sum(
-            self._whole.tensors[i.tensor].nbytes for i in self._whole.role("parameter")
-        )
-        even = np.full(len(ranks), 1 / len(ranks))
-        network = Machine(self._cluster.keep(ranks)).network
-        return network.choices("all_reduce", round(nbytes), even, even)[0].seconds
+    def _side_s(self, costs: SegmentCosts, side: int, first: int, last: int, group: int) -> float:
+        devices = self.blocks.devices[group]
+        busy = np.maximum(costs.busy_s[side, first:last].sum(axis=0), 1e-15)
+        start = costs.start_s[side, first:last].sum(axis=0)
+        return float(1.0 / (devices / busy).sum() + (start * (devices > 0)).max())
+
+    def _reduce_s(self, nbytes: Floats) -> Floats:
+        """Return the seconds of reducing gradients of so many bytes on each group: dims [bytes, group]."""
+        start, rate = self._reducing
+        return start + nbytes[:, None] * rate
+
+    @cached_property
+    def _reducing(self) -> tuple[Floats, Floats]:
+        """Seconds of an all-reduce on each group: its start, and per byte."""
+        start, rate = np.zeros((2, len(self.blocks.vectors)))
+        sizes = 2**20, 2**26
+        for group in range(1, len(self.blocks.vectors)):
+            (ranks,) = self.blocks.ranks([group])
+            if len(ranks) > 1:
+                network = Machine(self._cluster.keep(ranks)).network
+                even = np.full(len(ranks), 1 / len(ranks))
+                few, many = (network.choices("all_reduce", b, even, even)[0].seconds for b in sizes)
+                rate[group] = (many - few) / (sizes[1] - sizes[0])
+                start[group] = max(0.0, few - sizes[0] * rate[group])
+        return start, rate
 
 
-def in_flight(stages: int, number: int, count: int) -> int:
-    """Return microbatches in flight: twice those of 1F1B, so that transfers are hidden."""
-    return min(count, 2 * (stages - number) - 1)
+def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the places without those at which a sum over the microbatches would cross."""
+    try:
+        cut_stages(graph, places)
+    except PlanError:
+        return tuple(p for p in places if _cuts(graph, p))
+    return places
+
+
+def _cuts(graph: Graph, place: str) -> bool:
+    try:
+        cut_stages(graph, (place,))
+    except PlanError:
+        return False
+    return True
+
+
+def sketch_order(sketches: Sequence[Sketch]) -> list[Sketch]:
+    """Return sketches in the order in which they are searched."""
+    return sorted(sketches, key=lambda s: (s.lacking, s.estimate_s))

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from hap.ir.prediction import Alternative, Collective, Prediction, RankPrediction
-from hap.synthesizer.stages.stage_search import Pipeline
+from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
+from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
+
+RELAXED = 9
+"""Searches for the bounds of sets of devices without stages; others count computing alone."""
 
 
-def predict_pipeline(made: Pipeline, rows: tuple[Alternative, ...]) -> Prediction:
+def stage_bound(step_s: float, search: StageSearch) -> Bound:
+    """Return a bound of the step over all pipelines, and all programs of one mesh axis without stages.
+
+    In microbatches, a program's operators and collectives take at least as long as on the whole batch.
+    So the bound of one group holds for any number of them.
+
+    Args:
+        step_s: of the plan.
+    """
+    estimates, searches = search.estimates, 0
+    bound_s = estimates.pipelines_s
+    for least_s, ranks in estimates.one_groups():
+        if least_s >= bound_s:
+            break
+        if searches < RELAXED:
+            relaxed = search.relaxed(ranks)
+            searches += relaxed.searches
+            least_s = max(least_s, relaxed.bound_s)
+        bound_s = min(bound_s, least_s)
+    assert bound_s <= step_s * (1 + 1e-9), "the bound is above the plan"
+    return Bound(
+        covers=f"all programs of one mesh axis; {estimates.covers}", step_s=bound_s,
+        gap=max(0.0, 1 - bound_s / step_s) if step_s else 0.0, searches=searches,
+    )  # fmt: skip
+
+
+def predict_pipeline(
+    made: Pipeline, rows: tuple[Alternative, ...], bounds: tuple[Bound, ...]
+) -> Prediction:
     """Return the predictions of a plan with stages; ``rows``: its alternatives."""
     step_s, ranks = made.times.step_s, dict[int, RankPrediction]()
     work = [float(f.compute_s.sum()) for f in made.figures]
@@ -26,7 +57,7 @@ def predict_pipeline(made: Pipeline, rows: tuple[Alternative, ...]) -> Predictio
     return Prediction(
         step_s=step_s, communicate_s=inside_s, hidden_s=0.0,
         ranks=tuple(ranks[r] for r in sorted(ranks)), collectives=_transfers(made),
-        alternatives=rows,
+        alternatives=rows, bounds=bounds,
     )  # fmt: skip
 
 

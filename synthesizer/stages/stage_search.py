@@ -6,7 +6,7 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
@@ -15,6 +15,7 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
+from hap.synthesizer.bounds.lower_bound import Relaxation
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.schedule.pipeline_simulator import (
@@ -24,19 +25,31 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import program_axes
-from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, in_flight
+from hap.synthesizer.stages.flights import arrange
+from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer
 
 SEARCHED = 3
-"""Estimated pipelines that get an exact search of each stage."""
+"""Groupings of devices whose stages are searched exactly."""
+
+VARIANTS = 6
+"""Most cuts and numbers of microbatches that are searched of one grouping."""
+
+NEAR = 1.1
+"""Estimated seconds up to which a pipeline is searched, relative to the best of its grouping and to the
+best plan so far."""
+
+
+Programs = Callable[[Graph, Ranks], tuple[Program, Shares] | None]
+"""A stage of the whole batch, and its ranks -> its program and shares, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """PipelineStages with their predictions. Ranks are those of ``cluster``."""
+    """Stages with their predictions. Ranks are those of ``cluster``."""
 
     cluster: Cluster
     left: Ranks
@@ -76,103 +89,136 @@ class StageSynthesizer(Synthesizer):
 class StageSearch:
     """Searches pipelines of a graph on a cluster.
 
+    Args:
+        keep: ranks that each pipeline must use.
+
     Raises:
         HapError: the step can't be run in microbatches.
     """
 
-    def __init__(self, space: Space, cluster: Cluster, optimizer_states: int) -> None:
-        self._cluster, self._states = cluster, optimizer_states
+    def __init__(
+        self, space: Space, cluster: Cluster, optimizer_states: int,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._space, self.cluster, self.states = space, cluster, optimizer_states
+        self._relaxed: dict[Ranks, Relaxation] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
         self._whole = self._time.whole()
         self._found: dict[object, tuple[Program, Shares] | None] = {}
+        self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep)
+        if not self.estimates.counts:
+            units = " or ".join(str(n) for n in self._time.program.used_axes().values())
+            raise HapError(
+                f"a batch of {units} parts cannot be divided into equal microbatches",
+                hint="use a number of rows that 2, 3 or 4 divides",
+            )
+
+    def relaxed(self, ranks: Ranks) -> Relaxation:
+        """Return the bound of all programs without stages on a set of devices."""
+        if ranks not in self._relaxed:
+            part = self.cluster.keep(ranks)
+            self._relaxed[ranks] = Synthesizer(self._space, part, self.states).relaxed
+        return self._relaxed[ranks]
 
     def best(
-        self, limit_s: float, keep: frozenset[int] = frozenset(),
-        progress: Callable[[str], None] = lambda text: None,
-    ) -> Pipeline | None:  # fmt: skip
-        """Return the fastest pipeline that fits, if one is faster than ``limit_s``.
+        self, limit_s: float, progress: Callable[[str], None] = lambda text: None
+    ) -> Pipeline | None:
+        """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
+        sketches = sketch_order(list(self.estimates.sketches(limit_s)))
+        best: Pipeline | None = None
+        tried: dict[object, list[Sketch]] = {}
+        for sketch in sketches:
+            if sketch.least_s >= limit_s or sketch.estimate_s > NEAR * limit_s:
+                continue
+            near = tried.setdefault(sketch.groups, [])
+            if len(tried) > SEARCHED and not near:
+                del tried[sketch.groups]
+                continue
+            close = not near or sketch.estimate_s <= NEAR * near[0].estimate_s
+            if len(near) >= VARIANTS or not close:
+                continue
+            if not near:
+                shown = " | ".join(str(len(g)) for g in sketch.groups)
+                progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
+            near.append(sketch)
+            found = self.pipeline(sketch)
+            if found is not None and found.fits and found.times.step_s < limit_s:
+                best, limit_s = found, found.times.step_s
+        return best
+
+    def pipeline(
+        self, sketch: Sketch, programs: Programs | None = None, flights: tuple[int, ...] = ()
+    ) -> Pipeline | None:
+        """Return the pipeline of a sketch, if each stage has a program.
 
         Args:
-            keep: ranks that it must use.
+            programs: of the stages; by default the cheapest ones.
+            flights: microbatches in flight of each stage; by default chosen, within the memory, as are
+                delays of gradients of weights, and stages that run their forwards again.
         """
-        estimates = StageEstimates(self._time, self._cluster)
-        sketches = [s for s in estimates.sketches() if keep <= {r for g in s.groups for r in g}]
-        sketches.sort(key=lambda s: s.estimate_s)
-        chosen, seen = [], set[object]()
-        for sketch in sketches:
-            key = sketch.groups, len(sketch.cuts)
-            if key not in seen and sketch.estimate_s < limit_s:
-                seen.add(key)
-                chosen.append(sketch)
-        found = []
-        for sketch in chosen[:SEARCHED]:
-            shown = " | ".join(str(len(g)) for g in sketch.groups)
-            progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
-            near = [
-                s for s in sketches
-                if s.groups == sketch.groups and s.estimate_s <= 1.1 * sketch.estimate_s
-            ]  # fmt: skip
-            found += [p for s in near[:6] if (p := self.pipeline(s)) is not None and p.fits]
-        best = min(found, key=lambda p: p.times.step_s, default=None)
-        return best if best and best.times.step_s < limit_s else None
-
-    def pipeline(self, sketch: Sketch) -> Pipeline | None:
-        """Return the pipeline of a sketch with the cheapest program of each stage, if there is one."""
+        programs = programs or self._searched
+        count, groups = sketch.microbatches, [tuple(sorted(g)) for g in sketch.groups]
         try:
             wholes, _ = cut_stages(self._whole, sketch.cuts)
-            parts, transfers = cut_stages(self._time.part(sketch.microbatches), sketch.cuts)
+            parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
         except PlanError:
             return None
-        kept = tuple(sorted(r for group in sketch.groups for r in group))
-        stages, found, seconds = [], [], []
-        for number, (group, whole, part) in enumerate(
-            zip(sketch.groups, wholes, parts, strict=True)
-        ):
-            ranks = tuple(sorted(group))
-            searched = self._searched(whole, ranks, sketch.cuts, number)
+        chosen = []
+        for ranks, whole, part in zip(groups, wholes, parts, strict=True):
+            searched = programs(whole, ranks)
             scaled = searched and in_parts(whole, part, *searched)
             if not scaled:
                 return None
-            program, shares = scaled
-            flight = in_flight(len(parts), number, sketch.microbatches)
-            machine = Machine(self._cluster.keep(ranks))
-            each = figures(
-                part, program, shares, machine, self._states, sketch.microbatches, flight
-            )
-            stages.append(
-                Stage(
-                    ranks=tuple(kept.index(r) for r in ranks), program=program, shares=shares,
-                    in_flight=flight,
-                )
+            chosen.append(scaled)
+
+        def of_stage(number: int, recompute: bool) -> StageFigures:
+            machine = Machine(self.cluster.keep(groups[number]))
+            return figures(
+                parts[number], *chosen[number], machine, self.states, count, 1,
+                recompute=recompute,
             )  # fmt: skip
-            found.append(each)
-            seconds.append((each, flight))
-        times = stage_seconds(self._cluster, sketch.groups, parts, transfers, seconds)
+
+        def seconds(found: Sequence[StageFigures]) -> list[StageSeconds]:
+            ones = [(f, 1) for f in found]
+            return stage_seconds(self.cluster, groups, parts, transfers, ones)
+
+        memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
+        arranged = arrange(of_stage, seconds, memory, count, flights)
+        if arranged is None:
+            return None
+        found, times = arranged
+        kept = tuple(sorted(r for group in groups for r in group))
+        stages = [
+            Stage(
+                ranks=tuple(kept.index(r) for r in group), program=program, shares=shares,
+                in_flight=time.in_flight, delay=each.delay, recompute=each.recompute,
+            )
+            for group, (program, shares), time, each in zip(
+                groups, chosen, times, found, strict=True
+            )
+        ]  # fmt: skip
         return Pipeline(
-            cluster=self._cluster.keep(kept),
-            left=tuple(r for r in range(self._cluster.world_size) if r not in kept),
-            over_time=self._time, microbatches=sketch.microbatches,
+            cluster=self.cluster.keep(kept),
+            left=tuple(r for r in range(self.cluster.world_size) if r not in kept),
+            over_time=self._time, microbatches=count,
             stages=PipelineStages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
-            seconds=tuple(times), times=simulate_pipeline(times, sketch.microbatches),
+            seconds=tuple(times), times=simulate_pipeline(times, count),
             transfers=transfers, parts=parts,
         )  # fmt: skip
 
-    def _searched(
-        self, whole: Graph, ranks: Ranks, cuts: tuple[str, ...], number: int
-    ) -> tuple[Program, Shares] | None:
+    def _searched(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
         """Return the cheapest program of a stage on its devices, with its shares."""
-        key = (
-            tuple(self._cluster.devices[r] for r in ranks),
-            (None, *cuts, None)[number : number + 2],
-        )
+        devices = tuple(self.cluster.devices[r] for r in ranks)
+        # The same operators may send to other stages, if other cuts differ.
+        key = devices, whole.inputs, whole.outputs, tuple(n.name for n in whole.nodes)
         if key not in self._found:
             self._found[key] = self._search(whole, ranks)
         return self._found[key]
 
     def _search(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
         try:
-            search = StageSynthesizer(build_space(whole), self._cluster.keep(ranks), self._states)
+            search = StageSynthesizer(build_space(whole), self.cluster.keep(ranks), self.states)
             pair = search.cheapest(next(search.starts()))
             if len(ranks) > 1:
                 pair = search.cheapest(search.balance(pair))
@@ -186,8 +232,6 @@ def _check(graph: Graph) -> None:
     """Raise ``HapError`` for a step that the runtime does not run in stages."""
     if any(o.role == "buffer" for o in graph.outputs):
         raise HapError("the step updates buffers, which stages do not")
-    if any(t.dtype == "float16" for t in graph.tensors.values()):
-        raise HapError("float16 gradients need a loss scale, which stages do not apply")
     scalars = [i.target for i in graph.role("parameter") if not graph.tensors[i.tensor].shape]
     if scalars:
         raise HapError(f"{scalars[0]} is a parameter without dims, which no stage can store alone")

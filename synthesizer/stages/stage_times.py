@@ -9,8 +9,9 @@ import numpy as np
 
 from hap.cluster.work import Work
 from hap.ir.axes import Shares
+from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Node
-from hap.ir.microbatch import Phase, is_sum, phases
+from hap.ir.microbatch import EACH, Phase, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
@@ -42,7 +43,9 @@ class StageFigures:
         communicate_s: collectives inside the stage in all of a step.
         stored_bytes: outside the microbatches.
         saved_bytes: what the forward of a microbatch keeps for its backward.
-        peak_bytes: with ``in_flight`` microbatches.
+        peak_bytes: with ``in_flight`` microbatches, and gradients of weights that wait for ``delay``.
+        weights_s, waiting_bytes: of the part of a microbatch's backward that may be delayed, and what
+            is kept for it.
     """
 
     before_s: float
@@ -54,6 +57,31 @@ class StageFigures:
     stored_bytes: PerRank
     saved_bytes: PerRank
     peak_bytes: PerRank
+    weights_s: float
+    waiting_bytes: PerRank
+    in_flight: int = 1
+    delay: int = 0
+    recompute: bool = False
+
+    def with_in_flight(self, count: int, delay: int = 0) -> StageFigures:
+        """Return the figures with other microbatches in flight and another delay."""
+        more = (count - self.in_flight) * self.saved_bytes
+        more = more + (delay - self.delay) * self.waiting_bytes
+        return replace(self, peak_bytes=self.peak_bytes + more, in_flight=count, delay=delay)
+
+    def most_delay(self, memory_bytes: Sequence[float], microbatches: int) -> int:
+        """Return the largest delay of gradients of weights that fits the ranks' memory."""
+        spare = np.array(memory_bytes, dtype=np.float64) - self.peak_bytes
+        return int(min(microbatches, max(0.0, (spare / np.maximum(self.waiting_bytes, 1.0)).min())))
+
+    def most_in_flight(self, memory_bytes: Sequence[float], microbatches: int) -> int:
+        """Return how many microbatches in flight fit the ranks' memory; 0 if not even one does."""
+        one = self.with_in_flight(1)
+        spare = np.array(memory_bytes, dtype=np.float64) - one.peak_bytes
+        if (spare < 0).any():
+            return 0
+        further = np.floor(spare / np.maximum(one.saved_bytes, 1.0))
+        return int(min(microbatches, 1 + further.min()))
 
 
 def in_parts(
@@ -81,16 +109,19 @@ def in_parts(
 
 def figures(
     part: Graph, program: Program, shares: Shares, machine: Machine, states: int,
-    microbatches: int, in_flight: int,
+    microbatches: int, in_flight: int, delay: int = 0, recompute: bool = False,
 ) -> StageFigures:  # fmt: skip
-    """Return the figures of a stage's program."""
+    """Return the figures of a stage's program; ``recompute``: the forward runs again."""
     cost = CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
     world = machine.cluster.world_size
     compute = {phase: np.zeros(world) for phase in ("before", "forward", "backward", "after")}
     slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i.role) for i in part.inputs}
-    for group in program.groups(part):
+    late = delayable(part, program)
+    weights, weights_moved = np.zeros(world), 0.0
+    for first, end in program.bounds(part):
+        group = program.instructions[first:end]
         for step in group:
             name = _phase(part, step, of_node, made)
             made.update(dict.fromkeys(step.writes(part), name))
@@ -99,16 +130,34 @@ def figures(
             moved[name] += float(seconds.max())
         else:
             compute[name] += seconds
-    compute["backward"] += _adding(part, program, cost)
+        if name == "backward" and first in late:
+            weights_moved += float(seconds.max()) if messages else 0.0
+            weights += 0.0 if messages else seconds
+    adding = _adding(part, program, cost)
+    compute["backward"] += adding
+    weights_s = float((weights + adding).max()) + weights_moved if late else 0.0
     for i in part.role("parameter"):
         if i.target in part.gradients:
             compute["after"] += cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
+    if recompute:
+        compute["backward"] += compute["forward"]
+        moved["backward"] += moved["forward"]
     for name, each in compute.items():
         slowest[name] = float(each.max()) + moved[name]
     stored, peak = memory(part, program, cost)
     ahead = min(in_flight, microbatches) - 1
     saved = sum(
-        (cost.local_bytes(part.tensors[v.tensor], v.placement) for v in _saved(part, program)),
+        (
+            cost.local_bytes(part.tensors[v.tensor], v.placement)
+            for v in (_received(part, program) if recompute else _saved(part, program))
+        ),
+        np.zeros(world),
+    )
+    waiting = sum(
+        (
+            cost.local_bytes(part.tensors[v.tensor], v.placement)
+            for v in _waiting(part, program, late)
+        ),
         np.zeros(world),
     )
     times = {"forward": microbatches, "backward": microbatches}
@@ -117,7 +166,9 @@ def figures(
         backward_s=slowest["backward"], after_s=slowest["after"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
-        stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved,
+        stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved + delay * waiting,
+        weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,
+        in_flight=ahead + 1, delay=delay, recompute=recompute,
     )  # fmt: skip
 
 
@@ -148,6 +199,28 @@ def _phase(
         return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
     source = made[Value(step.tensor, step.src)]
     return source if source == "after" or not step.backward else side
+
+
+def _received(part: Graph, program: Program) -> list[Value]:
+    """Return the values of a microbatch that its forward gets from other stages."""
+    return [
+        Value(i.tensor, program.inputs[i.tensor]) for i in part.inputs
+        if i.role == "received" and i.target == EACH
+        and any(n.name not in part.backward for n in part.consumers[i.tensor])
+    ]  # fmt: skip
+
+
+def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]:
+    """Return the values of a microbatch that its delayed instructions read."""
+    of_node = phases(part)
+    made, found = set[Value](), dict[Value, None]()
+    for k, step in enumerate(program.instructions):
+        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
+        if k in late:
+            found.update(dict.fromkeys(v for v in step.reads(part) if v in made))
+        elif ours and not step.aliases(part):
+            made.update(step.writes(part))
+    return list(found)
 
 
 def _saved(part: Graph, program: Program) -> list[Value]:

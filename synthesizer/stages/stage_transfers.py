@@ -22,6 +22,13 @@ def send_s(cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float
     return link.latency_s + nbytes / link.bandwidth_bytes_per_s
 
 
+def least_send_s(cluster: Cluster, nbytes: float) -> float:
+    """Return seconds that no message between two devices of a cluster falls below."""
+    links = [cluster.intra[node] for node in cluster.nodes if len(cluster.ranks(node)) > 1]
+    links += [cluster.inter] * (len(cluster.nodes) > 1)
+    return min((k.latency_s + nbytes / k.bandwidth_bytes_per_s for k in links), default=0.0)
+
+
 def stage_seconds(
     cluster: Cluster, groups: Sequence[Ranks], parts: Sequence[Graph],
     transfers: Sequence[Transfer], found: Sequence[tuple[StageFigures, int]],
@@ -56,7 +63,7 @@ def stage_seconds(
                 return_s=sent(k + 1, k, False) if k < last else 0.0,
                 before_s=each.before_s + (sent(k - 1, k, True) if k else 0.0),
                 after_s=each.after_s + (sent(k + 1, k, True) if k < last else 0.0),
-                in_flight=flight,
+                in_flight=flight, weights_s=each.weights_s, delay=each.delay,
             )
         )  # fmt: skip
     return stages

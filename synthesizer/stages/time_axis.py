@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
-from hap.errors import HapError
+from hap.errors import HapError, PlanError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide
 from hap.ir.microbatch import phases
+from hap.ir.placement import Placement
 from hap.ir.program import Program
+from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import data_parallel
+from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -29,6 +32,7 @@ class OverTime:
 
     graph: Graph
     program: Program
+    _parts: dict[int, Graph] = field(default_factory=dict, repr=False, compare=False)
 
     def shares(self, microbatches: int) -> Shares | None:
         """Return equal shares of every axis; ``None`` if there are none."""
@@ -39,9 +43,11 @@ class OverTime:
 
     def part(self, microbatches: int) -> Graph:
         """Return the step of one microbatch."""
-        shares = self.shares(microbatches)
-        assert shares is not None
-        return divide(self.graph, self.program, shares, 0)
+        if microbatches not in self._parts:
+            shares = self.shares(microbatches)
+            assert shares is not None
+            self._parts[microbatches] = divide(self.graph, self.program, shares, 0)
+        return self._parts[microbatches]
 
     def whole(self) -> Graph:
         """Return the step of a microbatch with the sizes of the whole batch."""
@@ -61,10 +67,31 @@ def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime
     nbytes = sum(graph.tensors[i.tensor].nbytes for i in graph.role("parameter"))
     slow = Link(max(nbytes, 1) / _SUMMED_S, 1e-3)
     clock = Cluster(name="time", devices=places, intra={"time": slow}, inter=slow)
-    search = Synthesizer(space, clock, optimizer_states, data_parallel(space))
+    usual = data_parallel(space)
+    try:
+        return _divided(space, clock, optimizer_states, usual)
+    except PlanError:
+        # Gradients in half precision are cheaper to reduce in shards, which needs them between parts.
+        return _divided(space, clock, optimizer_states, _on_one_axis(space, usual))
+
+
+def _divided(space: Space, clock: Cluster, states: int, allowed: Allowed) -> OverTime:
+    search = Synthesizer(space, clock, states, allowed)
     pair = search.cheapest(next(search.starts()))
     found = OverTime(graph=space.graph, program=pair.program)
     if not found.program.used_axes():
         raise HapError("no operator of the step can be split along the batch")
     phases(found.whole())
     return found
+
+
+def _on_one_axis(space: Space, usual: Allowed) -> Allowed:
+    """Allow shards along the axis of the batch alone."""
+    axis = batch_axis(space)
+
+    def allowed(tensor: str, p: Placement, stored: bool) -> bool:
+        return usual(tensor, p, stored) and (
+            not p.sharded or space.axes.of.get((tensor, p.dim)) == axis
+        )
+
+    return allowed

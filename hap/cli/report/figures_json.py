@@ -49,7 +49,8 @@ def _memory_of_stages(plan: Plan) -> list[dict[str, int]]:
     for (graph, stage, cost), figures in each:
         parts = at_peak(graph, stage.program, cost)
         others = min(stage.in_flight, plan.microbatches) - 1
-        parts["saved activations"] = parts["saved activations"] + others * figures.saved_bytes
+        waiting = others * figures.saved_bytes + stage.delay * figures.waiting_bytes
+        parts["saved activations"] = parts["saved activations"] + waiting
         for place, rank in enumerate(stage.ranks):
             found[rank] = _of_rank(parts, place)
     return [found[rank] for rank in range(plan.world_size)]

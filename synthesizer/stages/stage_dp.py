@@ -1,0 +1,112 @@
+"""Dynamic programming over (cut, devices left): the least seconds of pipelines of segments on groups.
+
+A pipeline's step is at least, for each stage, the chain of the first microbatch through the stages before
+it, and all microbatches in the stage:
+
+    least(first, devices) = min over (next, group) of
+        max(all_s(first..next, group), each_s(first..next, group) + transfers + least(next, rest))
+
+All microbatches may be in flight, so this holds for any numbers in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.synthesizer.stages.device_blocks import DeviceBlocks
+from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """Seconds at each place of a cut: of one microbatch in the chain, and of all in one direction."""
+
+    round_s: Floats
+    stream_s: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A pipeline by indices: the last place of each stage but the last, and each stage's group."""
+
+    places: tuple[int, ...]
+    groups: tuple[int, ...]
+    least_s: float
+
+
+class ChainSearch:
+    """The least seconds of all pipelines of up to ``most`` stages."""
+
+    def __init__(
+        self, segments: int, blocks: DeviceBlocks, priced: Priced, boundaries: Boundaries, most: int
+    ) -> None:
+        self._segments, self._blocks, self._boundaries = segments, blocks, boundaries
+        self._priced = [priced(first) for first in range(segments)]
+        groups = len(blocks.vectors)
+        self._least = np.full((most + 1, segments + 1, groups), np.inf)
+        """Dims [stages, first segment, devices]."""
+        for first in range(segments - 1, -1, -1):
+            for stages in range(1, most + 1):
+                found = self._options(stages, first).min(axis=0)
+                self._least[stages, first, 1:] = np.minimum.reduceat(found, blocks.starts)
+
+    def _options(self, stages: int, first: int) -> Floats:
+        """Return the seconds of each next place and pair: dims [last segment, pair]."""
+        blocks, seconds = self._blocks, self._priced[first]
+        taken, rest = blocks.taken, blocks.rest
+        if stages == 1:
+            return seconds.all_s[-1:, taken]
+        last = self._segments - 1
+        if first == last:
+            return np.full((1, len(taken)), np.inf)
+        later = self._least[stages - 1, first + 1 : last + 1][:, rest]
+        around = self._boundaries.round_s[first:last, None]
+        chain = seconds.each_s[:-1][:, taken] + around + later
+        stream = self._boundaries.stream_s[first:last, None]
+        found: Floats = np.maximum(np.maximum(seconds.all_s[:-1][:, taken], chain), stream)
+        return found
+
+    def least_s(self, stages: int) -> float:
+        """Return the least seconds of a pipeline of so many stages on any devices."""
+        return float(self._least[stages, 0].min())
+
+    def chains(self, stages: int, below_s: float = np.inf) -> Iterator[Chain]:
+        """Yield the best pipeline of exactly all devices of each set, if it is below a limit."""
+        for devices in range(1, len(self._blocks.vectors)):
+            least_s = float(self._least[stages, 0, devices])
+            if least_s < below_s:
+                yield self._traced(stages, devices, least_s)
+
+    def _traced(self, stages: int, devices: int, least_s: float) -> Chain:
+        places, groups, first = [], [], 0
+        for left in range(stages, 0, -1):
+            options = self._options(left, first)
+            pairs = np.flatnonzero(self._blocks.whole == devices)
+            own = options[:, pairs]
+            row, column = np.unravel_index(int(own.argmin()), own.shape)
+            pair = pairs[column]
+            groups.append(int(self._blocks.taken[pair]))
+            devices = int(self._blocks.rest[pair])
+            if left > 1:
+                places.append(first + int(row))
+                first += int(row) + 1
+        return Chain(places=tuple(places), groups=tuple(groups), least_s=least_s)
+
+    def of(self, places: Sequence[int], groups: Sequence[int]) -> float:
+        """Return the least seconds of one pipeline."""
+        starts = [0, *(p + 1 for p in places)]
+        ends = [*places, self._segments - 1]
+        later = -np.inf
+        for k in range(len(groups) - 1, -1, -1):
+            seconds: GroupSeconds = self._priced[starts[k]]
+            at = ends[k] - starts[k], groups[k]
+            own = float(seconds.all_s[at])
+            if k < len(groups) - 1:
+                place = places[k]
+                chain = float(seconds.each_s[at] + self._boundaries.round_s[place]) + later
+                own = max(own, chain, float(self._boundaries.stream_s[place]))
+            later = own
+        return float(later)

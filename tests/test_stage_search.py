@@ -1,0 +1,194 @@
+"""The search for pipelines: its lower bound, its dynamic program, its groups and microbatches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from hap.cluster.topology import Cluster
+from hap.ir.plan import Plan
+from hap.ir.stages import cut_stages, stage_ranges
+from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages.device_blocks import DeviceBlocks
+from hap.synthesizer.stages.even_pipeline import even_pipelines, even_row
+from hap.synthesizer.stages.flights import chosen_flights
+from hap.synthesizer.stages.segment_costs import GroupSeconds
+from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
+from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.stage_prediction import stage_bound
+from hap.synthesizer.stages.stage_search import StageSearch
+from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
+from tests.random_stages import divided
+
+
+def unlike(world: int) -> Cluster:
+    """Return devices of two kinds: the last one is slow, also to start an operator."""
+    cluster = two_machines(world)
+    fast = {"flops_per_s": {"float32": 1e8}, "memory_bytes_per_s": 1e8}
+    slow = {"flops_per_s": {"float32": 3e7}, "memory_bytes_per_s": 5e7, "launch_s": 2e-5}
+    devices = [replace(d, **(slow if k == world - 1 else fast))  # type: ignore[arg-type]
+               for k, d in enumerate(cluster.devices)]  # fmt: skip
+    inter = replace(cluster.inter, bandwidth_bytes_per_s=4e6)
+    return replace(cluster, inter=inter, devices=tuple(devices))
+
+
+@cache
+def searched(family: str) -> StageSearch:
+    return StageSearch(benchmark_case(family, "tiny").space, unlike(3), 2)
+
+
+def groupings(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield all ordered partitions of all sets of devices."""
+    for assigned in itertools.product(range(world + 1), repeat=world):
+        used = sorted(set(assigned) - {world})
+        if used and used == list(range(len(used))):
+            yield tuple(tuple(r for r in range(world) if assigned[r] == g) for g in used)
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "mlp"])
+def test_no_pipeline_is_below_the_bound(family: str) -> None:
+    """A certificate: the cheapest programs of any cuts, groups and microbatches, all in flight."""
+    search, rng = searched(family), random.Random(family)
+    estimates = search.estimates
+    space = [
+        (groups, cuts, count)
+        for groups in groupings(3)
+        for cuts in itertools.combinations(estimates.places, len(groups) - 1)
+        for count in estimates.counts
+    ]
+    found = 0
+    for groups, cuts, count in rng.sample(space, min(15, len(space))):
+        sketch = Sketch(groups=groups, cuts=cuts, microbatches=count, estimate_s=0.0, least_s=0.0)
+        made = search.pipeline(sketch)
+        if made is None:
+            continue
+        found += 1
+        most = [replace(s, in_flight=count) for s in made.seconds]
+        step_s = simulate_pipeline(most, count).step_s
+        bound = stage_bound(made.times.step_s, search)  # asserts that it is not above
+        assert bound.step_s <= min(step_s, made.times.step_s)
+        places = [estimates.places.index(c) for c in cuts]
+        vectors = estimates.blocks.vectors.tolist()
+        kinds = [k.ranks for k in estimates.blocks.kinds]
+        chosen = [vectors.index([len({*g} & {*ranks}) for ranks in kinds]) for g in groups]
+        assert estimates.least_s(count, places, chosen) <= min(step_s, made.times.step_s)
+    assert found > 5
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "t5", "bert_moe"])
+def test_operators_stay_in_their_range_under_fewer_cuts(family: str) -> None:
+    graph = divided(benchmark_case(family, "tiny")).part(2)
+    places = searched(family).estimates.places
+    ranges, rng = stage_ranges(graph, places), random.Random(family)
+    backward = [name for name in ranges if name in graph.backward]
+    assert len(backward) > len(graph.backward) / 3
+    for _ in range(6):
+        kept = sorted(rng.sample(range(len(places)), rng.randrange(1, 4)))
+        graphs, _ = cut_stages(graph, [places[k] for k in kept])
+        at = {n.name: k for k, g in enumerate(graphs) for n in g.nodes}
+        for name, (first, last) in ranges.items():
+            assert sum(k < first for k in kept) <= at[name] <= sum(k < last for k in kept)
+
+
+def test_the_dynamic_program_finds_the_least_pipeline() -> None:
+    rng = np.random.default_rng(0)
+    blocks, segments = DeviceBlocks(unlike(4)), 4
+    shape = segments, segments, len(blocks.vectors)
+    each, extra = rng.random(shape), rng.random(shape)
+    boundaries = Boundaries(round_s=rng.random(segments - 1), stream_s=rng.random(segments - 1))
+
+    def priced(first: int) -> GroupSeconds:
+        own = each[first, first:]
+        return GroupSeconds(each_s=own, all_s=3 * own + extra[first, first:])
+
+    search = ChainSearch(segments, blocks, priced, boundaries, 3)
+    for stages in (1, 2, 3):
+        options = [
+            search.of(places, groups)
+            for places in itertools.combinations(range(segments - 1), stages - 1)
+            for groups in itertools.product(range(1, len(blocks.vectors)), repeat=stages)
+            if (blocks.vectors[list(groups)].sum(axis=0) <= blocks.vectors[-1]).all()
+        ]
+        assert search.least_s(stages) == pytest.approx(min(options), rel=1e-12)
+        chains = list(search.chains(stages))
+        assert min(c.least_s for c in chains) == pytest.approx(min(options), rel=1e-12)
+        for chain in chains:
+            assert search.of(chain.places, chain.groups) == pytest.approx(chain.least_s)
+
+
+def test_groups_have_devices_of_several_kinds_and_leave_some_out() -> None:
+    sketches = list(searched("vit").estimates.sketches())
+    cluster = unlike(3)
+    kinds = [{cluster.devices[r].figures for r in g} for s in sketches for g in s.groups]
+    assert max(map(len, kinds)) == 2
+    assert min(sum(map(len, s.groups)) for s in sketches) == 1
+    assert {len(s.groups) for s in sketches} >= {1, 2, 3}
+
+
+def test_no_more_in_flight_than_gain_time() -> None:
+    slow = [
+        StageSeconds(forward_s=1.0, backward_s=1.0, send_s=2.0, return_s=2.0, in_flight=1),
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1),
+    ]
+    near = [replace(s, send_s=0.0, return_s=0.0) for s in slow]
+    assert chosen_flights(near, 8, (8, 8)) == (2, 1)
+    ahead = chosen_flights(slow, 8, (8, 8))
+    assert ahead[0] > 2
+    assert chosen_flights(slow, 8, (2, 8))[0] == 2
+    assert chosen_flights(slow, 8, (8, 0)) == ()
+
+
+def test_the_even_pipeline_is_even() -> None:
+    case, cluster = benchmark_case("vit", "tiny"), two_machines(4)
+    search = StageSearch(case.space, cluster, 2)
+    row = even_row(lambda: search)
+    assert row.step_s > 0
+    assert row.fits
+    assert "stages" in row.note
+    odd = even_row(lambda: StageSearch(case.space, two_machines(3), 2))
+    assert odd.step_s == 0.0
+    assert "equal stages" in odd.note
+    cuts = search.estimates.even_cuts(2)
+    found = {how: p for p, how in even_pipelines(search) if p.stages.cuts == cuts}
+    assert found.keys() == {"data parallel", "tensor parallel"}
+    for made in found.values():
+        assert [s.ranks for s in made.stages.stages] == [(0, 1), (2, 3)]
+        assert [s.in_flight for s in made.stages.stages] == [2, 1]
+        for stage in made.stages.stages:
+            assert all(max(units) - min(units) <= 1 for units in stage.shares.values())
+
+
+def test_a_stage_that_lacks_memory_alone_runs_its_forwards_again() -> None:
+    case, cluster = benchmark_case("vit", "tiny"), two_machines(2)
+    search = StageSearch(case.space, cluster, 2)
+    sketch = Sketch(
+        groups=((0,), (1,)), cuts=search.estimates.even_cuts(2), microbatches=6, estimate_s=0.0,
+        least_s=0.0,
+    )  # fmt: skip
+    free = search.pipeline(sketch)
+    assert free is not None
+    assert free.seconds[0].in_flight > 1
+    assert not any(stage.recompute for stage in free.stages.stages)
+    one = free.figures[0].with_in_flight(1)
+    little = round(float(one.peak_bytes[0] + 0.5 * one.saved_bytes[0]))
+    devices = tuple(
+        replace(d, memory_bytes=little if k == 0 else d.memory_bytes)
+        for k, d in enumerate(cluster.devices)
+    )
+    made = StageSearch(case.space, replace(cluster, devices=devices), 2).pipeline(sketch)
+    assert made is not None
+    assert made.fits
+    assert [stage.recompute for stage in made.stages.stages] == [True, False]
+    assert made.times.step_s > free.times.step_s
+    plan = replace(
+        random_plan(case, 2, 0), program=made.over_time.program,
+        shares=made.over_time.shares(6) or {}, idle=(), stages=made.stages,
+    )  # fmt: skip
+    assert verdict(case, plan).ok
+    assert Plan.from_json(plan.to_json()) == plan
