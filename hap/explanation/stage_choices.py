@@ -35,7 +35,7 @@ from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.schedule.pipeline_simulator import simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
-from hap.synthesizer.stages.stage_estimates import in_flight
+from hap.synthesizer.stages.flights import in_flight
 from hap.synthesizer.stages.stage_search import StageSynthesizer
 from hap.synthesizer.stages.stage_times import figures, in_parts
 from hap.synthesizer.stages.stage_transfers import stage_seconds

@@ -14,8 +14,8 @@ def program_digest(plan: Plan) -> str:
         inner = plan.inside
         found += f"/{inner.program.schedule_digest}/{sorted(inner.shares.items())}"
     for stage in plan.stages.stages if plan.stages else ():
-        found += f"/{stage.ranks}/{stage.in_flight}/{stage.delay}/{stage.recompute}/{stage.program.schedule_digest}"
-        found += f"/{sorted(stage.shares.items())}"
+        found += f"/{stage.ranks}/{stage.in_flight}/{stage.delay}/{stage.recompute}"
+        found += f"/{stage.program.schedule_digest}/{sorted(stage.shares.items())}"
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.cluster.topology import Cluster
-from hap.cluster.work import Work
+from hap.cluster.work import SMALL_BYTES, Work
 from hap.ir.graph import FREE, Graph, Node
 from hap.ir.microbatch import Phase, is_sum, phases
 from hap.ir.stages import cut_stages, repeatable, stage_ranges
@@ -80,7 +80,7 @@ def segment_costs(
             busy[side, at] += own
             start[side, at] += begin
             if node.name in ranges:
-                sure[side, *ranges[node.name]] += least(own + price.least_start(begin))
+                sure[side, *ranges[node.name]] += least(own + begin)
         for i in graph.role("parameter"):
             if i.target in part.gradients:
                 own, begin = price.update(i.tensor)
@@ -160,7 +160,6 @@ class _Prices:
     def __init__(self, graph: Graph, kinds: Cluster, states: int) -> None:
         self._graph, self._machine, self._states = graph, Machine(kinds), states
         self._one = np.ones(kinds.world_size)
-        self._relaunch_s = np.array([d.relaunch_s for d in kinds.devices])
         self._known: dict[object, tuple[PerRank, PerRank]] = {}
 
     def node(self, node: Node) -> tuple[PerRank, PerRank]:
@@ -169,14 +168,14 @@ class _Prices:
             work = node_work(node, self._graph)
             names = {n for n in (*node.inputs, *node.outputs) if n is not None}
             nbytes = float(sum(self._graph.tensors[n].nbytes for n in names))
-            small = node.name in self._graph.after_small
-            self._known[key] = self._priced(work, work.flops, nbytes, small)
+            self._known[key] = self._priced(work, work.flops, nbytes)
         return self._known[key]
 
     def adding(self, node: Node) -> tuple[PerRank, PerRank]:
         """Return the seconds of adding a microbatch's term to a sum: two reads and a write."""
         tensor = self._graph.tensors[node.inputs[0]]
-        work = Work("memory", tensor.dtype, tensor.numel, 0.0)
+        small = 3 * tensor.nbytes <= SMALL_BYTES
+        work = Work("memory", tensor.dtype, tensor.numel, 0.0, small)
         return self._priced(work, 0.0, 3.0 * tensor.nbytes)
 
     def update(self, parameter: str) -> tuple[PerRank, PerRank]:
@@ -184,19 +183,11 @@ class _Prices:
         work = update_work(tensor.dtype, self._states)
         return self._priced(work, work.flops * tensor.numel, work.bytes * tensor.nbytes)
 
-    def least_start(self, start_s: PerRank) -> PerRank:
-        """Return a start that is not above that of the same operator in a stage's own graph."""
-        return np.where(start_s > 0, np.minimum(start_s, self._relaunch_s), 0.0)
-
-    def _priced(
-        self, work: Work, flops: float, nbytes: float, small: bool = False
-    ) -> tuple[PerRank, PerRank]:
+    def _priced(self, work: Work, flops: float, nbytes: float) -> tuple[PerRank, PerRank]:
         if not work.flops and not work.bytes:  # a view
             return 0 * self._one, 0 * self._one
-        seconds = self._machine.seconds(
-            work, flops * self._one, nbytes * self._one, after_small=small
-        )
-        start = self._machine.seconds(work, 0 * self._one, 1e-12 * self._one, after_small=small)
+        seconds = self._machine.seconds(work, flops * self._one, nbytes * self._one)
+        start = self._machine.seconds(work, 0 * self._one, 1e-12 * self._one)
         return seconds - start, start
 
 
