@@ -13,7 +13,7 @@ from hap.ir.program import Program
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.serial_cost import Timeline
-from hap.synthesizer.schedule.list_scheduler import estimate_s, orders
+from hap.synthesizer.schedule.list_scheduler import Orders
 
 _WORTH = 1e-3
 """Fraction of the step that additional buckets must save."""
@@ -45,14 +45,25 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The fastest schedule that fits the memory; if none fits, the one with the least excess."""
-        cost = self.price()
-        found = list(orders(cost.graph, self.serial, cost))
-        first, tried = found[0], found if self.overlap else found[:1]
+        cost, orders = self.price(), self._orders
+        tried = list(orders.all()) if self.overlap else [orders.first]
         least = min(order.step_s for order in tried)
         # Take the simplest order that is about as fast as the fastest; next, the unscheduled one,
         # which holds gathered parameters and unreduced gradients for the shortest time.
         fastest = next(o for o in tried if o.step_s <= least * (1 + _WORTH))
-        return min((fastest, first), key=lambda o: (_lacking(o, cost).max(), o.step_s))
+        found = [self._in_place] if fastest is orders.first else [
+            orders.timeline(fastest), self._in_place
+        ]  # fmt: skip
+        return min(found, key=lambda o: (_lacking(o, cost).max(), o.step_s))
+
+    @cached_property
+    def _orders(self) -> Orders:
+        cost = self.price()
+        return Orders(cost.graph, self.serial, cost)
+
+    @cached_property
+    def _in_place(self) -> Timeline:
+        return self._orders.timeline(self._orders.first)
 
     @cached_property
     def lacking_bytes(self) -> PerRank:
@@ -66,7 +77,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return not self.lacking_bytes.any()
+        # If the unscheduled order fits, so does the timeline.
+        return not _lacking(self._in_place, self.price()).any() or not self.lacking_bytes.any()
 
     @property
     def merit(self) -> Merit:
@@ -79,8 +91,7 @@ class Candidate:
         serial_s = self.serial.step_s
         if not self.overlap or serial_s <= self.least_merit[1] * (1 + _LITTLE):
             return self.least_merit[0], serial_s
-        cost = self.price()
-        return self.least_merit[0], estimate_s(cost.graph, self.program, cost)
+        return self.least_merit[0], self._orders.estimate_s()
 
     @property
     def serial_merit(self) -> Merit:

@@ -112,14 +112,11 @@ def _moments(
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
     own, between = np.zeros_like(alive), np.zeros_like(alive)
-    for at, moved in enumerate(structure.moved):
-        if moved < 0:
-            for node, row in structure.nodes[at]:
-                if node.op in CHUNKS:
-                    own[at + 1] = workspace(node, row, cost)[ranks]
-            continue
+    for at, node, row in structure.chunked:
+        own[at + 1] = workspace(node, row, cost)[ranks]
+    for at in structure.converts:
         group = program.instructions[slice(*structure.bounds[at])]
-        key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
+        key = structure.moved[at], group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             found = buffers(group) if buffers else communication_buffers(group, cost)
             known[key] = found[ranks]
