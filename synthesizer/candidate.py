@@ -30,11 +30,12 @@ class Candidate:
     """A program and its shares, with their predictions.
 
     ``serial`` is the timeline without overlap; ``timeline`` has the program that runs. With
-    ``overlap=False`` collectives stay in place.
+    ``overlap=False`` collectives stay in place. ``room``: bytes of memory per rank.
     """
 
     shares: Shares
     serial: Timeline
+    room: PerRank
     price: Callable[[], CostModel]
     overlap: bool = True
 
@@ -45,7 +46,7 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The fastest schedule that fits the memory; if none fits, the one with the least excess."""
-        cost, orders = self.price(), self._orders
+        orders = self._orders
         tried = list(orders.all()) if self.overlap else [orders.first]
         least = min(order.step_s for order in tried)
         # Take the simplest order that is about as fast as the fastest; next, the unscheduled one,
@@ -54,7 +55,11 @@ class Candidate:
         found = [self._in_place] if fastest is orders.first else [
             orders.timeline(fastest), self._in_place
         ]  # fmt: skip
-        return min(found, key=lambda o: (_lacking(o, cost).max(), o.step_s))
+        return min(found, key=lambda o: (self._lacking(o).max(), o.step_s))
+
+    def _lacking(self, line: Timeline) -> PerRank:
+        lacking: PerRank = np.maximum(line.peak_bytes - self.room, 0.0)
+        return lacking
 
     @cached_property
     def _orders(self) -> Orders:
@@ -68,17 +73,17 @@ class Candidate:
     @cached_property
     def lacking_bytes(self) -> PerRank:
         """Per rank, the excess of the peak over the memory; zero if it fits."""
-        return _lacking(self.timeline, self.price())
+        return self._lacking(self.timeline)
 
     @cached_property
     def serial_lacking_bytes(self) -> PerRank:
         """:attr:`lacking_bytes` without overlap, which needs no schedule."""
-        return _lacking(self.serial, self.price())
+        return self._lacking(self.serial)
 
     @property
     def fits(self) -> bool:
         # If the unscheduled order fits, so does the timeline.
-        return not _lacking(self._in_place, self.price()).any() or not self.lacking_bytes.any()
+        return not self._lacking(self._in_place).any() or not self.lacking_bytes.any()
 
     @property
     def merit(self) -> Merit:
@@ -116,9 +121,3 @@ def fastest(candidates: Iterable[Candidate]) -> Candidate:
     if best is None:
         raise ValueError("no candidates")
     return best
-
-
-def _lacking(line: Timeline, cost: CostModel) -> PerRank:
-    room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
-    lacking: PerRank = np.maximum(line.peak_bytes - room, 0.0)
-    return lacking

@@ -90,6 +90,7 @@ class Synthesizer:
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
+        machine: the prices' machine of the cluster; default: that of the space.
 
     ``found`` has the pairs of :meth:`best` while it runs.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
@@ -98,9 +99,10 @@ class Synthesizer:
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
         engine: Engine = eliminate_or_bound, exponent: int | None = None,
+        machine: Machine | None = None,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
-        self.machine = Machine(cluster)
+        self.machine = machine or space.machine(cluster)
         self._states = optimizer_states
         self._engine, self.gap, self.exponent = engine, 0.0, exponent
         self.found: list[Candidate] = []
@@ -177,7 +179,9 @@ class Synthesizer:
 
     def _undivided(self, shares: Shares) -> Candidate:
         """Run the whole step on every device; searches may miss this where starts dominate."""
-        return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
+        return Synthesizer(
+            self.space, self.cluster, self._states, _whole, machine=self.machine
+        ).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
         """Yield shares with everything on one type of devices, or one machine of each kind."""
@@ -246,6 +250,9 @@ class Synthesizer:
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
+        alone = self.cluster.world_size == 1
+        if self._allowed is _whole and alone in self.space.undivided:
+            return self._under(self.space.undivided[alone], shares)
         cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
@@ -269,7 +276,10 @@ class Synthesizer:
             raise HapError("the search found no program before its limit")
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
-        return self._under(problem.program(outcome.labelling), shares)
+        program = problem.program(outcome.labelling)
+        if self._allowed is _whole:
+            self.space.undivided[alone] = program
+        return self._under(program, shares)
 
     def _under(self, program: Program, shares: Shares) -> Candidate:
         """Return a candidate of a search's program, with storage axes, under computing shares."""
@@ -301,7 +311,7 @@ class Synthesizer:
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         return Candidate(
-            shares=shares, serial=simulate(self.space.graph, program, cost),
+            shares=shares, serial=simulate(self.space.graph, program, cost), room=self._memory,
             price=lambda: self._cost(program, shares),
         )  # fmt: skip
 

@@ -115,13 +115,13 @@ class BoxPrices(Floors):
 
     def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
         axes, types = space.axes, machine.cluster.types()
-        one = np.ones(machine.cluster.world_size)
+        one = machine.one
         whole = dict.fromkeys(axes.axes, one)
         keys: dict[str, Hashable] = {
             name: tuple(d for d in range(len(t.shape)) if axes.of.get((name, d)) == box.axis)
             for name, t in space.graph.tensors.items()
         }
-        super().__init__(space, machine, {**whole, box.axis: one.copy()}, states, keys)
+        super().__init__(space, machine, {**whole, box.axis: machine.one_apart}, states, keys)
         self._box, self._outside = box, AnyShares(space, machine, states)
         self._ranks = [ranks[0] for ranks in types]
         self._sizes = np.array(box.sizes, dtype=np.float64)

@@ -100,7 +100,7 @@ class Floors(Prices, ABC):
         self._read |= {name for name, readers in graph.consumers.items() if readers}
         own = {name: (self._starts[name], name in self._read) for name in graph.tensors}
         tensor_keys = {name: (key, keys and keys[name]) for name, key in own.items()}
-        parts = AxisParts(space.axes, world, vectors, tensor_keys)
+        parts = AxisParts(space.axes, world, vectors, tensor_keys, machine.one)
         super().__init__(graph, machine, parts, states)
         self.network = machine.network
         self._exact = CostModel(graph, space.axes, machine, parts, states)
@@ -137,7 +137,7 @@ class FixedShares(Floors):
     """The prices of given shares. Ranks with equal devices and equal parts form one class."""
 
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
-        super().__init__(space, machine, vectors_of(shares), states)
+        super().__init__(space, machine, vectors_of(shares, machine), states)
         names = list(space.axes.axes)
         type_of = {r: k for k, ranks in enumerate(machine.cluster.types()) for r in ranks}
         alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
@@ -193,7 +193,7 @@ class AnyShares(Floors):
     """Prices below those of all shares. Ranks with equal devices form one class."""
 
     def __init__(self, space: Space, machine: Machine, states: int) -> None:
-        one = np.ones(machine.cluster.world_size)  # every rank does the whole: t[r] of (3)
+        one = machine.one  # every rank does the whole: t[r] of (3)
         super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
         types = machine.cluster.types()
         self._ranks = [ranks[0] for ranks in types]
