@@ -14,7 +14,7 @@ import numpy as np
 
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.loss_chunks import CHUNKS
-from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value
+from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.liveness import Indices, LiveRanges, storages
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
@@ -61,6 +61,7 @@ class CostStructure:
         self.moved: list[int] = []
         self.converts: list[int] = []
         self._work: Work | None = None
+        self._ends: Ends | None = None
         for at, (a, b) in enumerate(bounds):
             group = program.instructions[a:b]
             moves = tuple(_conversion_key(graph, cost, s) for s in group if isinstance(s, Convert))
@@ -90,6 +91,45 @@ class CostStructure:
         if self._work is None:
             self._work = Work(graph, program, cost, self.nodes)
         return self._work
+
+
+    def ends(self, graph: Graph, program: Program) -> Ends:
+        """Return the values of each group; made when they are first read."""
+        if self._ends is None:
+            self._ends = Ends(graph, program, self.bounds)
+        return self._ends
+
+
+class Ends:
+    """The values that groups of instructions read and write, as numbers.
+
+    Attributes:
+        given: the inputs of the graph.
+        ins, outs: per group, what it reads and what it writes.
+        read: value -> the first group that reads it.
+        made: value -> the last group that writes it.
+    """
+
+    def __init__(self, graph: Graph, program: Program, bounds: Bounds) -> None:
+        self._values: dict[Value, int] = {}
+        self.given = {*self._numbers([Value(t, p) for t, p in program.inputs.items()])}
+        ends = [self.of(graph, program.instructions[a:b]) for a, b in bounds]
+        self.ins, self.outs = [ins for ins, _ in ends], [outs for _, outs in ends]
+        self.read: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        for place, (ins, outs) in enumerate(ends):
+            for value in ins:
+                self.read.setdefault(value, place)
+            for value in outs:
+                self.made[value] = place
+
+    def of(self, graph: Graph, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
+        """Return the numbers of the values that a group reads, and of those that it writes."""
+        return self._numbers(reads(graph, group)), self._numbers(writes(graph, group))
+
+    def _numbers(self, values: Sequence[Value]) -> list[int]:
+        numbers = self._values
+        return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 class Work:

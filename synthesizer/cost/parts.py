@@ -100,6 +100,11 @@ class AxisParts(Parts):
     def tensor_key(self, tensor: str) -> Hashable:
         return self._tensor_keys.get(tensor)
 
+    def node_key(self, node: Node) -> Hashable:
+        if not self._tensor_keys and not is_mesh_op(node.op):
+            return None  # the tensors' keys are all the same
+        return super().node_key(node)
+
 
 def vectors_of(shares: Shares, machine: Machine) -> dict[str, PerRank]:
     """Return parts by axis of shares in units; equal shares have one vector, which the machine keeps."""

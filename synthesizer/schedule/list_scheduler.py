@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -26,8 +26,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hap.ir.graph import Graph
-from hap.ir.program import Compute, Convert, Instruction, Program, Value, reads, writes
+from hap.ir.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost.contention import Streams
+from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
@@ -123,6 +124,9 @@ class _Step:
     seconds: PerRank | float
     messages: int
     """Number of consecutive messages; 0 if it computes."""
+    lane: bool
+    """Whether it communicates."""
+    backward: bool
     ins: list[int]
     outs: list[int]
     """Numbers of its values in the flow."""
@@ -138,15 +142,6 @@ class _Step:
     """Whether it takes time on some rank."""
 
     @property
-    def lane(self) -> bool:
-        """Whether it communicates."""
-        return self.messages > 0
-
-    @property
-    def backward(self) -> bool:
-        return self.what[0].backward
-
-    @property
     def loose(self) -> bool:
         """Whether it may run much earlier or later."""
         return self.lane and (self.source or not self.urgent)
@@ -157,16 +152,23 @@ class _Flow:
 
     def __init__(self, graph: Graph, program: Program, cost: Prices) -> None:
         self._graph, self._cost = graph, cost
-        self._values: dict[Value, int] = {}
-        self._given = {*self._numbers(Value(t, p) for t, p in program.inputs.items())}
-        self.steps = [self._step(group) for group in program.groups(graph)]
-        self._made: dict[int, int] = {}
-        self._read: dict[int, int] = {}
-        for place, step in enumerate(self.steps):
-            for value in step.ins:
-                self._read.setdefault(value, place)
-            for value in step.outs:
-                self._made[value] = place
+        structure = structure_of(graph, program, cost)
+        self._ends = ends = structure.ends(graph, program)
+        work = structure.work(graph, program, cost)
+        # Nodes of a class take equal times.
+        each = [cost.compute(node, row) for node, row in work.computing.first]
+        some = [bool(np.any(seconds)) for seconds in each]
+        self.steps: list[_Step] = []
+        for at, (first, end) in enumerate(structure.bounds):
+            group, classes = program.instructions[first:end], work.of_group[at]
+            if len(classes) == 1 and cost.cross(structure.nodes[at]) is None:
+                (k,) = classes
+                seconds, messages, takes_time = each[k], 0, some[k]
+            else:
+                seconds, messages = group_seconds(graph, group, cost)
+                takes_time = bool(np.any(seconds))
+            ins, outs = ends.ins[at], ends.outs[at]
+            self.steps.append(_step(group, seconds, messages, takes_time, ins, outs))
         _connect(self.steps)
         for step in reversed(self.steps):
             # Views take no time: a view, and a collective for it, is as urgent as its readers.
@@ -180,28 +182,17 @@ class _Flow:
              for i in graph.role("parameter") if i.target in graph.gradients), world,
         )  # fmt: skip
 
-    def _numbers(self, values: Iterable[Value]) -> list[int]:
-        numbers = self._values
-        return [numbers.setdefault(value, len(numbers)) for value in values]
-
-    def _ends(self, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
-        """Return the numbers of the values that a group reads, and of those that it writes."""
-        return self._numbers(reads(self._graph, group)), self._numbers(writes(self._graph, group))
-
-    def _step(self, group: tuple[Instruction, ...]) -> _Step:
-        ins, outs = self._ends(group)
-        seconds, messages = group_seconds(self._graph, group, self._cost)
-        return _Step(
-            what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
-            ins=ins, outs=outs, takes_time=bool(np.any(seconds)),
-        )  # fmt: skip
-
     def _place(self, step: _Step) -> None:
-        step.source = step.lane and self._given.issuperset(step.ins)
-        if step.source:
-            step.need = min((self._read[v] for v in step.outs if v in self._read), default=0)
-        else:
-            step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
+        """Set whether a collective is one of inputs, and its order among collectives."""
+        if step.lane:
+            step.source = self._ends.given.issuperset(step.ins)
+            step.need = self._need(step.source, step.ins, step.outs)
+
+    def _need(self, source: bool, ins: Sequence[int], outs: Sequence[int]) -> int:
+        ends = self._ends
+        if source:
+            return min((ends.read[v] for v in outs if v in ends.read), default=0)
+        return max((ends.made.get(v, 0) for v in ins), default=0)
 
     def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
         """Return the program in an order found by list scheduling of its steps."""
@@ -229,10 +220,9 @@ class _Flow:
         """Return a loose step's members in the order of need, in parts of about equal bytes."""
         alone = []
         for k, what in enumerate(step.what):
-            one = replace(step, what=(what,))
-            one.ins, one.outs = self._ends((what,))
-            self._place(one)
-            alone.append((one.need, k, what))
+            ins, outs = self._ends.of(self._graph, (what,))
+            source = self._ends.given.issuperset(ins)
+            alone.append((self._need(source, ins, outs), k, what))
         alone.sort(key=lambda entry: entry[:2])
         sizes = np.array([self._nbytes(what) for _, _, what in alone], dtype=np.float64)
         middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
@@ -252,10 +242,22 @@ class _Flow:
         if converts:
             how = self._cost.convert_group(converts)[0].implementation
             group = tuple(replace(s, implementation=how) for s in converts)
-        made = self._step(group)
+        seconds, messages = group_seconds(self._graph, group, self._cost)
+        ins, outs = self._ends.of(self._graph, group)
+        made = _step(group, seconds, messages, bool(np.any(seconds)), ins, outs)
         made.urgent = whole.urgent
         self._place(made)
         return made
+
+
+def _step(
+    group: tuple[Instruction, ...], seconds: PerRank, messages: int, takes_time: bool,
+    ins: list[int], outs: list[int],
+) -> _Step:  # fmt: skip
+    return _Step(
+        what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
+        lane=messages > 0, backward=group[0].backward, ins=ins, outs=outs, takes_time=takes_time,
+    )  # fmt: skip
 
 
 def _connect(steps: Sequence[_Step]) -> None:
@@ -318,7 +320,11 @@ class _Run:
 
     def _after(self, step: _Step) -> int:
         """Return the last collective whose result a step reads."""
-        return max((self._numbers.get(v, -1) for v in step.ins), default=-1)
+        last = -1
+        for value in step.ins:
+            if (number := self._numbers.get(value, -1)) > last:
+                last = number
+        return last
 
     def _compute(self, step: _Step) -> None:
         self._order.append(step)
