@@ -28,7 +28,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
-from hap.synthesizer.search.engines import eliminate_or_bound
+from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
@@ -104,7 +104,7 @@ class Synthesizer:
         self.space, self.cluster = space, cluster
         self.machine = machine or space.machine(cluster)
         self._states = optimizer_states
-        self._engine, self.gap, self.exponent = engine, 0.0, exponent
+        self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
@@ -115,7 +115,7 @@ class Synthesizer:
     def on(self, cluster: Cluster) -> Synthesizer:
         """Return the same search on another cluster."""
         return Synthesizer(
-            self.space, cluster, self._states, self._allowed, self._engine, self.exponent
+            self.space, cluster, self._states, self._allowed, self.engine, self.exponent
         )
 
     def starts(self) -> Iterator[Shares]:
@@ -191,11 +191,16 @@ class Synthesizer:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
+    @property
+    def _bounding(self) -> Engine:
+        """The engine of lower bounds: the search's, if that is known to be cut short."""
+        return bound if self.engine is bound else eliminate_or_bound
+
     @cached_property
     def relaxed(self) -> Relaxation:
         """The bound and programs over all shares."""
         prices = AnyShares(self.space, self.machine, self._states)
-        relaxation = Relaxation(self.space, prices, self._allowed)
+        relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
         relaxation.run(prices.proportional, SEARCHES)
         return relaxation
 
@@ -217,7 +222,9 @@ class Synthesizer:
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = Relaxation(self.space, prices, self._allowed)
+            self._fixed[key] = Relaxation(
+                self.space, prices, self._allowed, self._bounding
+            )
             self._fixed[key].run(prices.proportional, SEARCHES)
         return self._fixed[key]
 
@@ -256,7 +263,7 @@ class Synthesizer:
         cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
-            outcome = problem.outcome(self._engine)
+            outcome = problem.outcome(self.engine)
         except TooWide as error:
             raise TooEntangledError(
                 f"the graph is too entangled for the exact search: {error}",

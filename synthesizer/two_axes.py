@@ -21,7 +21,7 @@ from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.search.cost_tables import Allowed
-from hap.synthesizer.search.engines import eliminate
+from hap.synthesizer.search.engines import bound, eliminate, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.shares.share_solver import proportional
@@ -144,9 +144,9 @@ def _between(
         with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
             ways[name] = restriction(space)
     for name, allowed in ways.items():
-        synthesizer = Synthesizer(
-            space, mesh.between, optimizer_states, allowed, engine, exponent
-        )  # fmt: skip
+        # A restricted space is small, even where the whole one is too entangled.
+        own = eliminate_or_bound if allowed and engine is bound else engine
+        synthesizer = Synthesizer(space, mesh.between, optimizer_states, allowed, own, exponent)
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError:

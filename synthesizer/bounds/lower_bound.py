@@ -31,7 +31,7 @@ from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labellin
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.search.search_result import SearchStatus
+from hap.synthesizer.search.search_result import Engine, SearchStatus
 
 Floats = npt.NDArray[np.float64]
 
@@ -252,10 +252,13 @@ class BoundResult:
 
 
 class Relaxation:
-    """Searches under weighted prices; the best lower bound and all programs found."""
+    """Searches under weighted prices by an engine; the best lower bound and all programs found."""
 
-    def __init__(self, space: Space, prices: Floors, allowed: Allowed | None = None) -> None:
-        self._space, self._prices = space, prices
+    def __init__(
+        self, space: Space, prices: Floors, allowed: Allowed | None = None,
+        engine: Engine = eliminate_or_bound,
+    ) -> None:  # fmt: skip
+        self._space, self._prices, self._engine = space, prices, engine
         self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
         self._timed = list(self._problem.timed())
         # Every entry is rounded once; no label's cost has more than this number of entries.
@@ -285,7 +288,7 @@ class Relaxation:
             if id(seconds) not in alike:
                 alike[id(seconds)] = _weighted(seconds, weights[:-1])
             unary[variable] = alike[id(seconds)]
-        outcome = eliminate_or_bound(unary, pairs)
+        outcome = self._engine(unary, pairs)
         self.searches += 1
         if outcome.status is SearchStatus.INFEASIBLE:
             return None

@@ -220,7 +220,7 @@ Measure = Callable[[int, Sequence[int], list[set[int]]], int]
 
 
 def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    return math.prod(sizes[n] for n in near[v]) * sizes[v]
+    return math.prod(map(sizes.__getitem__, near[v])) * sizes[v]
 
 
 def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
@@ -231,9 +231,9 @@ def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     """Return the size of the new tables between neighbours."""
-    return sum(
-        sizes[a] * sizes[b] for a, b in itertools.combinations(near[v], 2) if b not in near[a]
-    )
+    mine, size = near[v], sizes.__getitem__
+    # Every pair counts twice; a variable is not among its own neighbours.
+    return sum(size(a) * (sum(map(size, mine - near[a])) - size(a)) for a in mine) // 2
 
 
 def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
