@@ -158,7 +158,7 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        wide = self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE)
+        wide = self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
             pair = fastest(probes)
             found += [pair, self.judge(pair.program, self.balance(pair))]
@@ -186,7 +186,7 @@ class Synthesizer:
     def subset_starts(self) -> Iterator[Shares]:
         """Yield shares with everything on one type of devices, or one machine of each kind."""
         cluster = self.cluster
-        for ranks in dict.fromkeys([*cluster.types(), *cluster.machine_types()]):
+        for ranks in dict.fromkeys([*self.machine.types, *cluster.machine_types()]):
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)

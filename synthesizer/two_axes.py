@@ -118,6 +118,9 @@ def best_on_mesh(
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
         exponent = inside.exponent
+        least = min([*(c.pair.merit for c in found), *([beat.merit] if beat else [])], default=None)
+        if least is not None and best.least_merit >= least:
+            continue  # even with all communication hidden
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return min(found, key=lambda c: c.pair.merit, default=None)
 

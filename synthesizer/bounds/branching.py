@@ -114,7 +114,7 @@ class BoxPrices(Floors):
     """Prices below those of all shares in a box. Two classes per type: most loaded, mean."""
 
     def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
-        axes, types = space.axes, machine.cluster.types()
+        axes, types = space.axes, machine.types
         one = machine.one
         whole = dict.fromkeys(axes.axes, one)
         keys: dict[str, Hashable] = {
@@ -226,7 +226,7 @@ class Branching:
         self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
         self._known = [f.labelling for f in root.found]
         units = space.axes.axes[axis].units
-        sizes = tuple(len(ranks) for ranks in machine.cluster.types())
+        sizes = tuple(len(ranks) for ranks in machine.types)
         whole = Box.whole(axis, units, sizes)
         self._leaves = [_Leaf(box=whole, bound_s=root.bound_s, hope_s=root.bound_s)]
         self.searches = 0

@@ -139,12 +139,13 @@ class FixedShares(Floors):
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
         super().__init__(space, machine, vectors_of(shares, machine), states)
         names = list(space.axes.axes)
-        type_of = {r: k for k, ranks in enumerate(machine.cluster.types()) for r in ranks}
+        type_of = {r: k for k, ranks in enumerate(machine.types) for r in ranks}
         alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
         first = {key: rank for rank, key in reversed(list(enumerate(alike)))}
         self._ranks = sorted(first.values())
         self._class_of = [self._ranks.index(first[key]) for key in alike]
         self._sizes = np.bincount(self._class_of)
+        self._moved: dict[object, float] = {}
         self._first = {n for node in space.graph.nodes[:1] for n in node.inputs}
         self._apart = _storable(space.graph)
 
@@ -174,7 +175,11 @@ class FixedShares(Floors):
         if tensor.name in self._apart or (kind in FUSIBLE and fused):
             return self.network.floor_s(kind, tensor.nbytes, start=start)
         sides = self.parts.of(tensor.name, src), self.parts.of(tensor.name, dst)
-        return self.network.choices(kind, tensor.nbytes, *sides, start=start)[0].seconds
+        key = kind, tensor.nbytes, *map(id, sides), start
+        if key not in self._moved:
+            choices = self.network.choices(kind, tensor.nbytes, *sides, start=start)
+            self._moved[key] = choices[0].seconds
+        return self._moved[key]
 
 
 def _storable(graph: Graph) -> frozenset[str]:
@@ -195,7 +200,7 @@ class AnyShares(Floors):
     def __init__(self, space: Space, machine: Machine, states: int) -> None:
         one = machine.one  # every rank does the whole: t[r] of (3)
         super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
-        types = machine.cluster.types()
+        types = machine.types
         self._ranks = [ranks[0] for ranks in types]
         self._sizes: Floats = np.array([len(ranks) for ranks in types], dtype=np.float64)
         self._made: dict[tuple[int, bool], Floats] = {}

@@ -79,6 +79,11 @@ class Machine:
         return self._known.setdefault(id(graph), (graph, Known()))[1]
 
     @cached_property
+    def types(self) -> tuple[tuple[int, ...], ...]:
+        """:meth:`hap.cluster.topology.Cluster.types`."""
+        return self.cluster.types()
+
+    @cached_property
     def speed(self) -> PerRank:
         """Relative speed of the ranks in float32 products; sums to 1."""
         rates = np.array([d.rate("matmul", "float32") for d in self.cluster.devices])

@@ -139,11 +139,13 @@ def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) ->
     world_size = cost.machine.cluster.world_size
     if buffers or cost.parts.ring_size < world_size:  # buffers may differ despite equal parts
         return _Columns(np.arange(world_size), np.arange(world_size))
-    parts = [cost.parts.of(*v) for v in structure.parts.first]
-    _, ranks, of_rank = np.unique(
-        np.array([*parts, cost.machine.chunk]), axis=1, return_index=True, return_inverse=True
-    )
-    return _Columns(ranks, of_rank.reshape(-1))
+    of = [cost.parts.of(*value) for value in structure.parts.first]
+    parts = list({id(vector): vector for vector in of}.values())
+    held = np.array([*parts, cost.machine.chunk]).T
+    columns: dict[bytes, int] = {}
+    of_rank = [columns.setdefault(row.tobytes(), len(columns)) for row in held]
+    ranks = np.unique(of_rank, return_index=True)[1]
+    return _Columns(ranks, np.array(of_rank))
 
 
 def _local_bytes(
