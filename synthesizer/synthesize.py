@@ -222,9 +222,7 @@ class Synthesizer:
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = Relaxation(
-                self.space, prices, self._allowed, self._bounding
-            )
+            self._fixed[key] = Relaxation(self.space, prices, self._allowed, self._bounding)
             self._fixed[key].run(prices.proportional, SEARCHES)
         return self._fixed[key]
 

@@ -92,7 +92,6 @@ class CostStructure:
             self._work = Work(graph, program, cost, self.nodes)
         return self._work
 
-
     def ends(self, graph: Graph, program: Program) -> Ends:
         """Return the values of each group; made when they are first read."""
         if self._ends is None:

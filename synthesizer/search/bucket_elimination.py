@@ -331,7 +331,10 @@ def _by_label(table: Costs) -> Costs:
 
 def _block(table: Costs, label: int, at: tuple[int, ...]) -> Costs:
     """Return the entries of a label at indices of the first dims, of which some have one entry."""
-    return table[(label, *(min(k, n - 1) for k, n in zip(at, table.shape[1:], strict=False)))]
+    block: Costs = table[
+        (label, *(min(k, n - 1) for k, n in zip(at, table.shape[1:], strict=False)))
+    ]
+    return block
 
 
 def _add(tables: Sequence[Costs], out: Costs) -> None:
