@@ -285,9 +285,11 @@ def _on_two_axes(
     Searched on the whole cluster and on the subset of it that ``synthesizer`` plans for.
     """
     engine, beat = synthesizer.engine, None if options.mesh else best
+    # Inside the machines every search would be cut short again.
+    too_long = engine is bound and not options.mesh
     parts = (
         []
-        if options.mesh is False or options.pins
+        if options.mesh is False or options.pins or too_long
         else [*dict.fromkeys([cluster, synthesizer.cluster])]
     )
     found = [

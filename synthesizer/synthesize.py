@@ -42,7 +42,10 @@ _SETTLED = 1e-3
 """Relative gain of new shares below which no search under them follows."""
 
 SEARCHES = 3
-"""Searches per lower bound; the second finds the weights, the third rarely helps."""
+"""Searches per lower bound; the second finds the weights, the third rarely helps.
+
+Where every search is cut short, one search has to do, and parts of the cluster are not tried.
+"""
 
 WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
@@ -138,7 +141,7 @@ class Synthesizer:
         self.found = found = []
 
         def alternate(shares: Shares, name: str) -> None:
-            for round_ in range(ROUNDS):
+            for round_ in range(1 if self._cut_short else ROUNDS):
                 progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
@@ -158,7 +161,7 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        wide = self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
+        wide = not self._cut_short and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
             pair = fastest(probes)
             found += [pair, self.judge(pair.program, self.balance(pair))]
@@ -166,7 +169,7 @@ class Synthesizer:
                 alternate(found[-1].shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
-        for _ in range(ROUNDS):
+        for _ in range(0 if self._cut_short else ROUNDS):
             best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
             if fastest([best, *under]) is best:
@@ -192,16 +195,21 @@ class Synthesizer:
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
     @property
+    def _cut_short(self) -> bool:
+        """Whether every search is known to be cut short, and takes seconds."""
+        return self.engine is bound
+
+    @property
     def _bounding(self) -> Engine:
-        """The engine of lower bounds: the search's, if that is known to be cut short."""
-        return bound if self.engine is bound else eliminate_or_bound
+        """The engine of lower bounds."""
+        return bound if self._cut_short else eliminate_or_bound
 
     @cached_property
     def relaxed(self) -> Relaxation:
         """The bound and programs over all shares."""
         prices = AnyShares(self.space, self.machine, self._states)
         relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
-        relaxation.run(prices.proportional, SEARCHES)
+        relaxation.run(prices.proportional, 1 if self._cut_short else SEARCHES)
         return relaxation
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
@@ -223,7 +231,7 @@ class Synthesizer:
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
             self._fixed[key] = Relaxation(self.space, prices, self._allowed, self._bounding)
-            self._fixed[key].run(prices.proportional, SEARCHES)
+            self._fixed[key].run(prices.proportional, 1 if self._cut_short else SEARCHES)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:

@@ -114,8 +114,12 @@ def _given(
     def own(v: int) -> slice:
         return slice(fixed[v], fixed[v] + 1) if v in fixed else slice(None)
 
-    costs = [u[own(v)] for v, u in enumerate(unary)]
-    return costs, {(u, v): t[own(u), own(v)] for (u, v), t in pairs.items()}
+    # Other tables stay the same objects, which the pool knows.
+    costs = [u[own(v)] if v in fixed else u for v, u in enumerate(unary)]
+    return costs, {
+        (u, v): t[own(u), own(v)] if u in fixed or v in fixed else t
+        for (u, v), t in pairs.items()
+    }
 
 
 def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | None:
@@ -307,7 +311,7 @@ def _minimum(
     total = np.empty(shape[outer:-1], dtype=np.int64)
     less = np.empty(shape[outer:-1], dtype=np.bool_)
     for at in np.ndindex(*shape[:outer]):
-        here, here_label = best[at], best_label[at]
+        here, here_label = best[(*at, ...)], best_label[(*at, ...)]
         for label in range(shape[-1]):
             out = here if label == 0 else total
             _add([_block(t, min(label, len(t) - 1), at) for t in labels], out)
