@@ -107,9 +107,8 @@ class Stages:
     def _inside(self, sizes: Sequence[Sequence[float]], on: float) -> float:
         """Gather or reduce-scatter a list of sizes in each machine; missing ones are 0."""
         slowest = 0.0
-        # The first of the machines of each kind with the same list of sizes.
-        alike = {(kind, id(mine)): mine for kind, mine in zip(self._kind, sizes, strict=True)}
-        for (kind, _), mine in alike.items():
+        alike = dict.fromkeys(zip(self._kind, map(tuple, sizes), strict=True))
+        for kind, mine in alike:
             count, link = self._kinds[kind]
             starts, sent = ring([*mine, *[0.0] * (count - len(mine))])
             seconds = starts * on * link.latency_s + sent / link.bandwidth_bytes_per_s
