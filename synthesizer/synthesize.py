@@ -161,7 +161,9 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        wide = not self._cut_short and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
+        wide = not self._cut_short and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (
+            1 - WIDE
+        )
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
             pair = fastest(probes)
             found += [pair, self.judge(pair.program, self.balance(pair))]

@@ -266,6 +266,8 @@ class Relaxation:
         self._space, self._prices, self._engine = space, prices, engine
         self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
         self._timed = list(self._problem.timed())
+        given = (*self._problem.unary, *self._problem.pairs.values())
+        self._tables = {id(table): table for table in given}
         # Every entry is rounded once; no label's cost has more than this number of entries.
         degree = 2 * len(space.graph.nodes) + sum(len(n.inputs) for n in space.graph.nodes)
         self._rounding = degree + 4 * len(space.graph.tensors)
@@ -285,9 +287,10 @@ class Relaxation:
         ``None`` if the allowed placements admit no program, or none was found.
         """
         link = float(weights[-1])
-        scaled: dict[int, Costs] = {}  # by identity: equal costs have one table
-        unary = [_scaled(costs, link, scaled) for costs in self._problem.unary]
-        pairs = {at: _scaled(table, link, scaled) for at, table in self._problem.pairs.items()}
+        # By identity: equal costs have one table.
+        scaled = {key: _scaled(table, link) for key, table in self._tables.items()}
+        unary = [scaled[id(costs)] for costs in self._problem.unary]
+        pairs = {at: scaled[id(table)] for at, table in self._problem.pairs.items()}
         alike: dict[int, Costs] = {}
         for variable, seconds in self._timed:
             if id(seconds) not in alike:
@@ -393,12 +396,9 @@ _CUTS = 40
 """Limit of linear programs per master problem; two to five classes take about ten."""
 
 
-def _scaled(costs: Costs, factor: float, known: dict[int, Costs]) -> Costs:
+def _scaled(costs: Costs, factor: float) -> Costs:
     """Scale communication costs by the weight of the links; forbidden entries stay forbidden."""
-    if id(costs) not in known:
-        part = np.round(costs * factor).astype(np.int64)
-        known[id(costs)] = np.where(costs >= FORBIDDEN, costs, part)
-    return known[id(costs)]
+    return np.where(costs >= FORBIDDEN, costs, np.round(costs * factor).astype(np.int64))
 
 
 def _weighted(seconds: Sequence[Floats], weights: Floats) -> Costs:

@@ -117,8 +117,7 @@ def _given(
     # Other tables stay the same objects, which the pool knows.
     costs = [u[own(v)] if v in fixed else u for v, u in enumerate(unary)]
     return costs, {
-        (u, v): t[own(u), own(v)] if u in fixed or v in fixed else t
-        for (u, v), t in pairs.items()
+        (u, v): t[own(u), own(v)] if u in fixed or v in fixed else t for (u, v), t in pairs.items()
     }
 
 
