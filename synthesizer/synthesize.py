@@ -44,7 +44,7 @@ _SETTLED = 1e-3
 SEARCHES = 3
 """Searches per lower bound; the second finds the weights, the third rarely helps.
 
-Where every search is cut short, one search has to do, and parts of the cluster are not tried.
+Where every search is cut short, two have to do, and parts of the cluster are not tried.
 """
 
 WIDE = 0.05
@@ -211,7 +211,7 @@ class Synthesizer:
         """The bound and programs over all shares."""
         prices = AnyShares(self.space, self.machine, self._states)
         relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
-        relaxation.run(prices.proportional, 1 if self._cut_short else SEARCHES)
+        relaxation.run(prices.proportional, 2 if self._cut_short else SEARCHES)
         return relaxation
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
@@ -233,7 +233,7 @@ class Synthesizer:
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
             self._fixed[key] = Relaxation(self.space, prices, self._allowed, self._bounding)
-            self._fixed[key].run(prices.proportional, 1 if self._cut_short else SEARCHES)
+            self._fixed[key].run(prices.proportional, 2 if self._cut_short else SEARCHES)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:

@@ -60,7 +60,7 @@ class CostStructure:
         self.moving: EquivalenceClasses[int] = EquivalenceClasses()
         self.moved: list[int] = []
         self.converts: list[int] = []
-        self._work: Work | None = None
+        self._work: ComputingClasses | None = None
         self._ends: Ends | None = None
         for at, (a, b) in enumerate(bounds):
             group = program.instructions[a:b]
@@ -86,10 +86,10 @@ class CostStructure:
         """Return the live ranges if each group holds its inputs until another has run."""
         return LiveRanges(self.storages, self.bounds, until)
 
-    def work(self, graph: Graph, program: Program, cost: Prices) -> Work:
+    def work(self, graph: Graph, program: Program, cost: Prices) -> ComputingClasses:
         """Return the classes of computing; made when they are first read."""
         if self._work is None:
-            self._work = Work(graph, program, cost, self.nodes)
+            self._work = ComputingClasses(graph, program, cost, self.nodes)
         return self._work
 
     def ends(self, graph: Graph, program: Program) -> Ends:
@@ -131,7 +131,7 @@ class Ends:
         return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
-class Work:
+class ComputingClasses:
     """Classes of a program's operators and updates.
 
     Attributes:
