@@ -114,7 +114,7 @@ def of_ratios(graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> Pu
 
 def of_shares(graph: Graph, axes: Axes, machine: Machine, shares: Shares) -> Published:
     """Return the published prices of a finished pair, with separate shares per axis."""
-    parts = AxisParts(axes, machine.cluster.world_size, vectors_of(shares))
+    parts = AxisParts(axes, machine.cluster.world_size, vectors_of(shares, machine))
     return Published(graph, machine, parts, prepaid=frozenset(graph.gradients.values()))
 
 

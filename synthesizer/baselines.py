@@ -61,7 +61,9 @@ def restricted(
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
         allowed = restriction(space)
-        synthesizer = Synthesizer(narrow(space), cluster, optimizer_states, allowed)
+        synthesizer = Synthesizer(
+            narrow(space), cluster, optimizer_states, allowed, machine=space.machine(cluster)
+        )
         return synthesizer.cheapest(proportional_shares(space.axes, weigh(synthesizer.machine)))
 
     return plan

@@ -13,7 +13,7 @@ from hap.ir.program import Program
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.serial_cost import Timeline
-from hap.synthesizer.schedule.list_scheduler import estimate_s, orders
+from hap.synthesizer.schedule.list_scheduler import Orders
 
 _WORTH = 1e-2
 """Fraction of the step that additional buckets must save: the host's work for them has no price."""
@@ -30,11 +30,12 @@ class Candidate:
     """A program and its shares, with their predictions.
 
     ``serial`` is the timeline without overlap; ``timeline`` has the program that runs. With
-    ``overlap=False`` collectives stay in place.
+    ``overlap=False`` collectives stay in place. ``room``: bytes of memory per rank.
     """
 
     shares: Shares
     serial: Timeline
+    room: PerRank
     price: Callable[[], CostModel]
     overlap: bool = True
 
@@ -45,28 +46,44 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The fastest schedule that fits the memory; if none fits, the one with the least excess."""
-        cost = self.price()
-        found = list(orders(cost.graph, self.serial, cost))
-        first, tried = found[0], found if self.overlap else found[:1]
+        orders = self._orders
+        tried = list(orders.all()) if self.overlap else [orders.first]
         least = min(order.step_s for order in tried)
         # Take the simplest order that is about as fast as the fastest; next, the unscheduled one,
         # which holds gathered parameters and unreduced gradients for the shortest time.
         fastest = next(o for o in tried if o.step_s <= least * (1 + _WORTH))
-        return min((fastest, first), key=lambda o: (_lacking(o, cost).max(), o.step_s))
+        found = [self._in_place] if fastest is orders.first else [
+            orders.timeline(fastest), self._in_place
+        ]  # fmt: skip
+        return min(found, key=lambda o: (self._lacking(o).max(), o.step_s))
+
+    def _lacking(self, line: Timeline) -> PerRank:
+        lacking: PerRank = np.maximum(line.peak_bytes - self.room, 0.0)
+        return lacking
+
+    @cached_property
+    def _orders(self) -> Orders:
+        cost = self.price()
+        return Orders(cost.graph, self.serial, cost)
+
+    @cached_property
+    def _in_place(self) -> Timeline:
+        return self._orders.timeline(self._orders.first)
 
     @cached_property
     def lacking_bytes(self) -> PerRank:
         """Per rank, the excess of the peak over the memory; zero if it fits."""
-        return _lacking(self.timeline, self.price())
+        return self._lacking(self.timeline)
 
     @cached_property
     def serial_lacking_bytes(self) -> PerRank:
         """:attr:`lacking_bytes` without overlap, which needs no schedule."""
-        return _lacking(self.serial, self.price())
+        return self._lacking(self.serial)
 
     @property
     def fits(self) -> bool:
-        return not self.lacking_bytes.any()
+        # If the unscheduled order fits, so does the timeline.
+        return not self._lacking(self._in_place).any() or not self.lacking_bytes.any()
 
     @property
     def merit(self) -> Merit:
@@ -79,8 +96,7 @@ class Candidate:
         serial_s = self.serial.step_s
         if not self.overlap or serial_s <= self.least_merit[1] * (1 + _LITTLE):
             return self.least_merit[0], serial_s
-        cost = self.price()
-        return self.least_merit[0], estimate_s(cost.graph, self.program, cost)
+        return self.least_merit[0], self._orders.estimate_s()
 
     @property
     def serial_merit(self) -> Merit:
@@ -105,9 +121,3 @@ def fastest(candidates: Iterable[Candidate]) -> Candidate:
     if best is None:
         raise ValueError("no candidates")
     return best
-
-
-def _lacking(line: Timeline, cost: CostModel) -> PerRank:
-    room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
-    lacking: PerRank = np.maximum(line.peak_bytes - room, 0.0)
-    return lacking

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,8 +31,9 @@ from hap.synthesizer.device_selection import (
 from hap.synthesizer.pins import pinned, read_pins
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
-from hap.synthesizer.search.engines import engine_named
+from hap.synthesizer.search.engines import bound, engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
+from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.stages.even_pipeline import even_row
 from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
@@ -113,22 +114,24 @@ def choose_in_space(
                 "everything free, by A* where elimination is too large",
             )
             progress(f"the graph is too entangled to search with {left}; now with {others[0]}")
-    bounded = replace(options, engine="bounded")
-    return choose(build_space(graph), cluster, states, bounded, progress)
+    return choose(build_space(graph), cluster, states, options, progress, bound)
 
 
 def choose(
     space: Space, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    progress: Progress = lambda text: None,
+    progress: Progress = lambda text: None, engine: Engine | None = None,
 ) -> PlannedPair:  # fmt: skip
     """The fastest pair found that fits, as predicted.
+
+    Args:
+        engine: of all searches; default: the one that ``options`` names.
 
     Raises:
         InputError: two mesh axes are asked for where there can't be.
         InfeasibleError: nothing fits; the message says which device lacks how much.
         PlanningStopped: the search was stopped before it had a pair that fits.
     """
-    engine = engine_named(options.engine)
+    engine = engine or engine_named(options.engine)
     if options.mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
@@ -309,10 +312,12 @@ def _on_two_axes(
 
     Searched on the whole cluster and on the subset of it that ``synthesizer`` plans for.
     """
-    engine, beat = engine_named(options.engine), None if options.mesh else best
+    engine, beat = synthesizer.engine, None if options.mesh else best
+    # Inside the machines every search would be cut short again.
+    too_long = engine is bound and not options.mesh
     parts = (
         []
-        if options.mesh is False or options.pins
+        if options.mesh is False or options.pins or too_long
         else [*dict.fromkeys([cluster, synthesizer.cluster])]
     )
     found = [

@@ -28,7 +28,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
-from hap.synthesizer.search.engines import eliminate_or_bound
+from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
@@ -42,7 +42,10 @@ _SETTLED = 1e-3
 """Relative gain of new shares below which no search under them follows."""
 
 SEARCHES = 3
-"""Searches per lower bound; the second finds the weights, the third rarely helps."""
+"""Searches per lower bound; the second finds the weights, the third rarely helps.
+
+Where every search is cut short, two have to do, and parts of the cluster are not tried.
+"""
 
 WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
@@ -90,6 +93,7 @@ class Synthesizer:
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
+        machine: the prices' machine of the cluster; default: that of the space.
 
     ``found`` has the pairs of :meth:`best` while it runs.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
@@ -98,11 +102,12 @@ class Synthesizer:
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
         engine: Engine = eliminate_or_bound, exponent: int | None = None,
+        machine: Machine | None = None,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
-        self.machine = Machine(cluster)
+        self.machine = machine or space.machine(cluster)
         self._states = optimizer_states
-        self._engine, self.gap, self.exponent = engine, 0.0, exponent
+        self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
@@ -113,7 +118,7 @@ class Synthesizer:
     def on(self, cluster: Cluster) -> Synthesizer:
         """Return the same search on another cluster."""
         return Synthesizer(
-            self.space, cluster, self._states, self._allowed, self._engine, self.exponent
+            self.space, cluster, self._states, self._allowed, self.engine, self.exponent
         )
 
     def starts(self) -> Iterator[Shares]:
@@ -136,7 +141,7 @@ class Synthesizer:
         self.found = found = []
 
         def alternate(shares: Shares, name: str) -> None:
-            for round_ in range(ROUNDS):
+            for round_ in range(1 if self._cut_short else ROUNDS):
                 progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
@@ -156,7 +161,9 @@ class Synthesizer:
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        wide = self.relaxed.bound_s < fastest(found).timeline.step_s * (1 - WIDE)
+        wide = not self._cut_short and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (
+            1 - WIDE
+        )
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
             pair = fastest(probes)
             found += [pair, self.judge(pair.program, self.balance(pair))]
@@ -164,7 +171,7 @@ class Synthesizer:
                 alternate(found[-1].shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
-        for _ in range(ROUNDS):
+        for _ in range(0 if self._cut_short else ROUNDS):
             best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
             if fastest([best, *under]) is best:
@@ -177,22 +184,34 @@ class Synthesizer:
 
     def _undivided(self, shares: Shares) -> Candidate:
         """Run the whole step on every device; searches may miss this where starts dominate."""
-        return Synthesizer(self.space, self.cluster, self._states, _whole).cheapest(shares)
+        return Synthesizer(
+            self.space, self.cluster, self._states, _whole, machine=self.machine
+        ).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
         """Yield shares with everything on one type of devices, or one machine of each kind."""
         cluster = self.cluster
-        for ranks in dict.fromkeys([*cluster.types(), *cluster.machine_types()]):
+        for ranks in dict.fromkeys([*self.machine.types, *cluster.machine_types()]):
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether every search is known to be cut short, and takes seconds."""
+        return self.engine is bound
+
+    @property
+    def _bounding(self) -> Engine:
+        """The engine of lower bounds."""
+        return bound if self._cut_short else eliminate_or_bound
 
     @cached_property
     def relaxed(self) -> Relaxation:
         """The bound and programs over all shares."""
         prices = AnyShares(self.space, self.machine, self._states)
-        relaxation = Relaxation(self.space, prices, self._allowed)
-        relaxation.run(prices.proportional, SEARCHES)
+        relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
+        relaxation.run(prices.proportional, 2 if self._cut_short else SEARCHES)
         return relaxation
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
@@ -213,8 +232,8 @@ class Synthesizer:
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = Relaxation(self.space, prices, self._allowed)
-            self._fixed[key].run(prices.proportional, SEARCHES)
+            self._fixed[key] = Relaxation(self.space, prices, self._allowed, self._bounding)
+            self._fixed[key].run(prices.proportional, 2 if self._cut_short else SEARCHES)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:
@@ -246,10 +265,13 @@ class Synthesizer:
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
+        alone = self.cluster.world_size == 1
+        if self._allowed is _whole and alone in self.space.undivided:
+            return self._under(self.space.undivided[alone], shares)
         cost = self._cost(None, shares)
         problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
         try:
-            outcome = problem.outcome(self._engine)
+            outcome = problem.outcome(self.engine)
         except TooWide as error:
             raise TooEntangledError(
                 f"the graph is too entangled for the exact search: {error}",
@@ -269,7 +291,10 @@ class Synthesizer:
             raise HapError("the search found no program before its limit")
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
-        return self._under(problem.program(outcome.labelling), shares)
+        program = problem.program(outcome.labelling)
+        if self._allowed is _whole:
+            self.space.undivided[alone] = program
+        return self._under(program, shares)
 
     def _under(self, program: Program, shares: Shares) -> Candidate:
         """Return a candidate of a search's program, with storage axes, under computing shares."""
@@ -301,7 +326,7 @@ class Synthesizer:
         cost = self._cost(program, shares)
         program = choose_implementations(self.space.graph, program, cost)
         return Candidate(
-            shares=shares, serial=simulate(self.space.graph, program, cost),
+            shares=shares, serial=simulate(self.space.graph, program, cost), room=self._memory,
             price=lambda: self._cost(program, shares),
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.pins import pinned
 from hap.synthesizer.search.cost_tables import Allowed
-from hap.synthesizer.search.engines import eliminate
+from hap.synthesizer.search.engines import bound, eliminate, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.shares.share_solver import proportional
@@ -126,6 +126,9 @@ def best_on_mesh(
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
         exponent = inside.exponent
+        least = min([*(c.pair.merit for c in found), *([beat.merit] if beat else [])], default=None)
+        if least is not None and best.least_merit >= least:
+            continue  # even with all communication hidden
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return min(found, key=lambda c: c.pair.merit, default=None)
 
@@ -160,7 +163,9 @@ def _between(
         with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
             ways[name] = _both(restriction(space), allowed)
     for name, way in ways.items():
-        synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, engine, exponent)
+        # A restricted space is small, even where the whole one is too entangled.
+        own = eliminate_or_bound if way and engine is bound else engine
+        synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, own, exponent)
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
         except HapError:

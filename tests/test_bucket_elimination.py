@@ -179,6 +179,35 @@ def test_fixing_hubs_changes_nothing(kind: str, held: int, monkeypatch: pytest.M
 # --- dominance -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["sparse", "clique", "forbidden"])
+def test_large_tables_give_the_same_labels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [random_tables(kind, seed) for seed in range(30)]
+    whole = [minimise(*problem) for problem in problems]
+    monkeypatch.setattr(bucket_elimination, "SMALL", 0)
+    for block in (1, 4):  # blocks of several dims, and of one
+        monkeypatch.setattr(bucket_elimination, "BLOCK", block)
+        for problem, expected in zip(problems, whole, strict=True):
+            found = minimise(*problem)
+            assert (found and found.cost) == (expected and expected.cost)
+            assert found is None or cost_of(found.labels, *problem) == found.cost
+
+
+def test_fill_counts_the_entries_between_neighbours_without_a_table() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        n = rng.randint(3, 8)
+        sizes = [rng.randint(1, 5) for _ in range(n)]
+        near: list[set[int]] = [set() for _ in range(n)]
+        for u, v in itertools.combinations(range(n), 2):
+            if rng.random() < 0.5:
+                near[u].add(v)
+                near[v].add(u)
+        expected = sum(
+            sizes[a] * sizes[b] for a, b in itertools.combinations(near[0], 2) if b not in near[a]
+        )
+        assert bucket_elimination._fill(0, sizes, near) == expected
+
+
 @pytest.mark.parametrize("kind", ["sparse", "clique", "disconnected", "forbidden"])
 def test_a_problem_without_dominated_labels_has_the_same_minimum(kind: str) -> None:
     dropped = 0

@@ -85,6 +85,27 @@ def model(
     return CostModel(graph, axes, machine, {"a": shares, "b": even}, optimizer_states=2)
 
 
+def test_prices_do_not_depend_on_what_a_machine_priced_before() -> None:
+    first = model()
+    graph, axes, used = first.graph, first.axes, first.machine
+    rng = random.Random(0)
+    rows = [Row((p,), (p,)) for p in (S(0), S(1), R)]
+    for _ in range(40):
+        cut = sorted(rng.randint(0, 6) for _ in range(2))
+        shares = {
+            "a": (cut[0], cut[1] - cut[0], 6 - cut[1]),
+            "b": rng.choice([(1, 1, 2), (4, 0, 0)]),
+        }
+        again = CostModel(graph, axes, used, shares, 2)
+        fresh = CostModel(graph, axes, Machine(used.cluster), shares, 2)
+        for row in rows:
+            seconds = [cost.compute(graph.nodes[0], row).tolist() for cost in (again, fresh)]
+            assert seconds[0] == seconds[1]
+        t = graph.tensors["t"]
+        for src, dst in ((S(0), R), (S(0), S(1)), (P, S(1)), (P, R)):
+            assert again.convert(t, src, dst) == fresh.convert(t, src, dst)
+
+
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_bytes_are_bytes(dtype: str) -> None:
     cost = model(dtype)

@@ -60,8 +60,9 @@ class Seconds(Prices):
     def __init__(self, graph: Graph) -> None:
         names = {"x": 0, "xt": 1, "y0": 0, "y1": 0, "g0": 0, "g1": 0}
         axes = Axes(axes={"batch": Axis(name="batch", units=8)}, of=dict.fromkeys(names.items(), "batch"))  # fmt: skip
-        parts = AxisParts(axes, 2, vectors_of({"batch": (4, 4)}))
-        super().__init__(graph, Machine(small_cluster(1, 1)), parts, 0)
+        machine = Machine(small_cluster(1, 1))
+        parts = AxisParts(axes, 2, vectors_of({"batch": (4, 4)}, machine))
+        super().__init__(graph, machine, parts, 0)
 
     def compute(self, node: Node, row: Row) -> PerRank:
         view = node.op in ("aten.t.default", "aten.expand.default")

@@ -110,8 +110,8 @@ class Cluster:
     @property
     def counts(self) -> tuple[int, ...]:
         """Devices of each machine; empty if the ranks of some machine are not consecutive."""
-        runs = [node for node, _ in itertools.groupby(d.node for d in self.devices)]
-        return tuple(len(self.ranks(n)) for n in runs) if len(runs) == len(self.nodes) else ()
+        runs = [len([*run]) for _, run in itertools.groupby(d.node for d in self.devices)]
+        return tuple(runs) if len(runs) == len(self.nodes) else ()
 
     def types(self) -> tuple[tuple[int, ...], ...]:
         """Ranks grouped by equal figures, ignoring the node; groups by their first rank."""

@@ -6,7 +6,7 @@ pipeline is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,11 +33,11 @@ from hap.ir.program import Program
 from hap.ir.stages import Stage, cut_stages
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.pins import options_of, pinned
-from hap.synthesizer.schedule.pipeline_simulator import simulate_pipeline
+from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
-from hap.synthesizer.stages.flights import in_flight
+from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_search import StageSynthesizer
-from hap.synthesizer.stages.stage_times import figures, in_parts
+from hap.synthesizer.stages.stage_times import StageFigures, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime
 
@@ -174,34 +174,56 @@ class _Variant:
         try:
             other = replace(self, part=divide(time.graph, time.program, shares, 0), count=count)
             stages = []
-            for number, (stage, before, after) in enumerate(
-                zip(self.stages, self.parts, other.parts, strict=True)
-            ):
+            for stage, before, after in zip(self.stages, self.parts, other.parts, strict=True):
                 scaled = in_parts(before, after, stage.program, stage.shares)
                 if scaled is None:
                     return None
-                flight = in_flight(len(self.stages), number, count)
-                stages.append(replace(stage, program=scaled[0], shares=scaled[1], in_flight=flight))
+                stages.append(replace(stage, program=scaled[0], shares=scaled[1]))
         except PlanError:
             return None
-        return replace(other, stages=tuple(stages))
+        return replace(other, stages=tuple(stages))._arranged()
+
+    def _arranged(self) -> _Variant:
+        """Return the pipeline with its turns chosen anew; those of 1F1B if none fit the memory."""
+        devices = self.plan.cluster.devices
+        memory = [[float(devices[r].memory_bytes) for r in s.ranks] for s in self.stages]
+
+        def of_stage(number: int, recompute: bool) -> StageFigures:
+            stage = replace(self.stages[number], in_flight=1, delay=0, recompute=recompute)
+            return self._figures(number, stage)
+
+        arranged = arrange(of_stage, self._seconds, memory, self.count)
+        if arranged is None:
+            flights = tuple(min(self.count, len(memory) - k) for k in range(len(memory)))
+            arranged = arrange(of_stage, self._seconds, memory, self.count, flights)
+            assert arranged is not None  # given flights may lack memory
+        stages = (
+            replace(s, in_flight=t.in_flight, delay=f.delay, recompute=f.recompute)
+            for s, f, t in zip(self.stages, *arranged, strict=True)
+        )
+        return replace(self, stages=tuple(stages))
+
+    def _figures(self, number: int, stage: Stage) -> StageFigures:
+        return figures(
+            self.parts[number], stage.program, stage.shares, self.machine(number),
+            self.plan.optimizer.states, self.count, stage.in_flight, stage.delay, stage.recompute,
+        )  # fmt: skip
+
+    def _seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:
+        assert self.plan.stages is not None
+        _, transfers = cut_stages(self.part, self.plan.stages.cuts)
+        groups = [stage.ranks for stage in self.stages]
+        flights = [(each, each.in_flight) for each in found]
+        return stage_seconds(self.plan.cluster, groups, self.parts, transfers, flights)
 
     def measured(self) -> tuple[float, float]:
         """Return (seconds of the step, bytes that the rank which lacks most lacks)."""
-        plan, found, lacking = self.plan, [], 0.0
-        for number, (part, stage) in enumerate(zip(self.parts, self.stages, strict=True)):
-            each = figures(
-                part, stage.program, stage.shares, self.machine(number), plan.optimizer.states,
-                self.count, stage.in_flight,
-            )  # fmt: skip
-            found.append((each, stage.in_flight))
-            for rank, peak in zip(stage.ranks, each.peak_bytes, strict=True):
-                lacking = max(lacking, float(peak) - plan.cluster.devices[rank].memory_bytes)
-        assert plan.stages is not None
-        _, transfers = cut_stages(self.part, plan.stages.cuts)
-        groups = [stage.ranks for stage in self.stages]
-        seconds = stage_seconds(plan.cluster, groups, self.parts, transfers, found)
-        return simulate_pipeline(seconds, self.count).step_s, lacking
+        found, lacking = [], 0.0
+        for number, stage in enumerate(self.stages):
+            found.append(self._figures(number, stage))
+            for rank, peak in zip(stage.ranks, found[-1].peak_bytes, strict=True):
+                lacking = max(lacking, float(peak) - self.plan.cluster.devices[rank].memory_bytes)
+        return simulate_pipeline(self._seconds(found), self.count).step_s, lacking
 
 
 def _options(part: Graph, stage: Stage, tensor: str) -> tuple[Placement, ...]:

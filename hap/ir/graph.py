@@ -177,6 +177,11 @@ class Graph:
             raise ValueError(f"no shape is known for {sorted(missing)}")
 
     @cached_property
+    def memo(self) -> dict[str, Any]:
+        """Cache of values derived from this graph, which never changes."""
+        return {}
+
+    @cached_property
     def ruled(self) -> frozenset[str]:
         """The operators that :attr:`rules` describes."""
         return frozenset(key.partition("(")[0] for key in self.rules)

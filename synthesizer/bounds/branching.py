@@ -116,14 +116,14 @@ class BoxPrices(Floors):
     """Prices below those of all shares in a box. Two classes per type: most loaded, mean."""
 
     def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
-        axes, types = space.axes, machine.cluster.types()
-        one = np.ones(machine.cluster.world_size)
+        axes, types = space.axes, machine.types
+        one = machine.one
         whole = dict.fromkeys(axes.axes, one)
         keys: dict[str, Hashable] = {
             name: tuple(d for d in range(len(t.shape)) if axes.of.get((name, d)) == box.axis)
             for name, t in space.graph.tensors.items()
         }
-        super().__init__(space, machine, {**whole, box.axis: one.copy()}, states, keys)
+        super().__init__(space, machine, {**whole, box.axis: machine.one_apart}, states, keys)
         self._box, self._outside = box, AnyShares(space, machine, states)
         self._ranks = [ranks[0] for ranks in types]
         self._sizes = np.array(box.sizes, dtype=np.float64)
@@ -227,7 +227,7 @@ class Branching:
         self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
         self._known = [f.labelling for f in root.found]
         units = space.axes.axes[axis].units
-        sizes = tuple(len(ranks) for ranks in machine.cluster.types())
+        sizes = tuple(len(ranks) for ranks in machine.types)
         whole = Box.whole(axis, units, sizes)
         self._leaves = [_Leaf(box=whole, bound_s=root.bound_s, hope_s=root.bound_s)]
         self.searches = 0

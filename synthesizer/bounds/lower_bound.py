@@ -31,7 +31,7 @@ from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labellin
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
 from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
-from hap.synthesizer.search.search_result import SearchStatus
+from hap.synthesizer.search.search_result import Engine, SearchStatus
 
 Floats = npt.NDArray[np.float64]
 
@@ -100,7 +100,7 @@ class Floors(Prices, ABC):
         self._read |= {name for name, readers in graph.consumers.items() if readers}
         own = {name: (self._starts[name], name in self._read) for name in graph.tensors}
         tensor_keys = {name: (key, keys and keys[name]) for name, key in own.items()}
-        parts = AxisParts(space.axes, world, vectors, tensor_keys)
+        parts = AxisParts(space.axes, world, vectors, tensor_keys, machine.one)
         super().__init__(graph, machine, parts, states)
         self.network = machine.network
         self._exact = CostModel(graph, space.axes, machine, parts, states)
@@ -137,14 +137,15 @@ class FixedShares(Floors):
     """The prices of given shares. Ranks with equal devices and equal parts form one class."""
 
     def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
-        super().__init__(space, machine, vectors_of(shares), states)
+        super().__init__(space, machine, vectors_of(shares, machine), states)
         names = list(space.axes.axes)
-        type_of = {r: k for k, ranks in enumerate(machine.cluster.types()) for r in ranks}
+        type_of = {r: k for k, ranks in enumerate(machine.types) for r in ranks}
         alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
         first = {key: rank for rank, key in reversed(list(enumerate(alike)))}
         self._ranks = sorted(first.values())
         self._class_of = [self._ranks.index(first[key]) for key in alike]
         self._sizes = np.bincount(self._class_of)
+        self._moved: dict[object, float] = {}
         self._first = {n for node in space.graph.nodes[:1] for n in node.inputs}
         self._apart = _storable(space.graph)
 
@@ -174,7 +175,11 @@ class FixedShares(Floors):
         if tensor.name in self._apart or (kind in FUSIBLE and fused):
             return self.network.floor_s(kind, tensor.nbytes, start=start)
         sides = self.parts.of(tensor.name, src), self.parts.of(tensor.name, dst)
-        return self.network.choices(kind, tensor.nbytes, *sides, start=start)[0].seconds
+        key = kind, tensor.nbytes, *map(id, sides), start
+        if key not in self._moved:
+            choices = self.network.choices(kind, tensor.nbytes, *sides, start=start)
+            self._moved[key] = choices[0].seconds
+        return self._moved[key]
 
 
 def _storable(graph: Graph) -> frozenset[str]:
@@ -193,9 +198,9 @@ class AnyShares(Floors):
     """Prices below those of all shares. Ranks with equal devices form one class."""
 
     def __init__(self, space: Space, machine: Machine, states: int) -> None:
-        one = np.ones(machine.cluster.world_size)  # every rank does the whole: t[r] of (3)
+        one = machine.one  # every rank does the whole: t[r] of (3)
         super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
-        types = machine.cluster.types()
+        types = machine.types
         self._ranks = [ranks[0] for ranks in types]
         self._sizes: Floats = np.array([len(ranks) for ranks in types], dtype=np.float64)
         self._made: dict[tuple[int, bool], Floats] = {}
@@ -252,12 +257,17 @@ class BoundResult:
 
 
 class Relaxation:
-    """Searches under weighted prices; the best lower bound and all programs found."""
+    """Searches under weighted prices by an engine; the best lower bound and all programs found."""
 
-    def __init__(self, space: Space, prices: Floors, allowed: Allowed | None = None) -> None:
-        self._space, self._prices = space, prices
+    def __init__(
+        self, space: Space, prices: Floors, allowed: Allowed | None = None,
+        engine: Engine = eliminate_or_bound,
+    ) -> None:  # fmt: skip
+        self._space, self._prices, self._engine = space, prices, engine
         self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
         self._timed = list(self._problem.timed())
+        given = (*self._problem.unary, *self._problem.pairs.values())
+        self._tables = {id(table): table for table in given}
         # Every entry is rounded once; no label's cost has more than this number of entries.
         degree = 2 * len(space.graph.nodes) + sum(len(n.inputs) for n in space.graph.nodes)
         self._rounding = degree + 4 * len(space.graph.tensors)
@@ -277,15 +287,16 @@ class Relaxation:
         ``None`` if the allowed placements admit no program, or none was found.
         """
         link = float(weights[-1])
-        scaled: dict[int, Costs] = {}  # by identity: equal costs have one table
-        unary = [_scaled(costs, link, scaled) for costs in self._problem.unary]
-        pairs = {at: _scaled(table, link, scaled) for at, table in self._problem.pairs.items()}
+        # By identity: equal costs have one table.
+        scaled = {key: _scaled(table, link) for key, table in self._tables.items()}
+        unary = [scaled[id(costs)] for costs in self._problem.unary]
+        pairs = {at: scaled[id(table)] for at, table in self._problem.pairs.items()}
         alike: dict[int, Costs] = {}
         for variable, seconds in self._timed:
             if id(seconds) not in alike:
                 alike[id(seconds)] = _weighted(seconds, weights[:-1])
             unary[variable] = alike[id(seconds)]
-        outcome = eliminate_or_bound(unary, pairs)
+        outcome = self._engine(unary, pairs)
         self.searches += 1
         if outcome.status is SearchStatus.INFEASIBLE:
             return None
@@ -385,12 +396,9 @@ _CUTS = 40
 """Limit of linear programs per master problem; two to five classes take about ten."""
 
 
-def _scaled(costs: Costs, factor: float, known: dict[int, Costs]) -> Costs:
+def _scaled(costs: Costs, factor: float) -> Costs:
     """Scale communication costs by the weight of the links; forbidden entries stay forbidden."""
-    if id(costs) not in known:
-        part = np.round(costs * factor).astype(np.int64)
-        known[id(costs)] = np.where(costs >= FORBIDDEN, costs, part)
-    return known[id(costs)]
+    return np.where(costs >= FORBIDDEN, costs, np.round(costs * factor).astype(np.int64))
 
 
 def _weighted(seconds: Sequence[Floats], weights: Floats) -> Costs:

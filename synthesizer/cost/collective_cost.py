@@ -13,6 +13,7 @@ links' in the same formulas.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ class Links:
     def __init__(self, cluster: Cluster) -> None:
         self.world_size = cluster.world_size
         nodes = [d.node for d in cluster.devices]
+        count = Counter(nodes)
         hops = [
             cluster.intra[a] if a == b else cluster.inter
             for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)
@@ -48,7 +50,7 @@ class Links:
         self.bytes_per_s = min(h.bandwidth_bytes_per_s for h in hops)
         self.adapter = cluster.inter.bandwidth_bytes_per_s
         self.inner = np.array([cluster.intra[n].bandwidth_bytes_per_s for n in nodes])
-        sizes = {node: (nodes.count(node), cluster.intra[node].latency_s) for node in cluster.nodes}
+        sizes = {node: (count[node], cluster.intra[node].latency_s) for node in cluster.nodes}
         inner_s = max((a for n, a in sizes.values() if n > 1), default=0.0)
         outer = steps(len(sizes))
         self.tree_s = outer * cluster.inter.latency_s + (steps(self.world_size) - outer) * inner_s
@@ -71,8 +73,9 @@ class NetworkModel:
         plain = Links(cluster)
         self.latency_s, self.bytes_per_s = plain.latency_s, plain.bytes_per_s
         self._many = len(cluster.nodes) > 1
-        self._member = np.array([[n == m for n in nodes] for m in cluster.nodes], dtype=np.float64)
+        self._member = (np.array(nodes) == np.array(cluster.nodes)[:, None]).astype(np.float64)
         staged = exists(cluster.counts)
+        self._floors: dict[tuple[str, int, float, float], float] = {}
         self._links: dict[tuple[str, str], Links] = {}
         self._stages: dict[str, Stages] = {}
         self._least_s: dict[tuple[str, str], float] = {}
@@ -127,8 +130,15 @@ class NetworkModel:
         Padded traffic is least for equal parts; grouped traffic and that of an all-to-all are least
         for a single sender. ``crossing``: a lower bound of an all-to-all's seconds of traffic.
         """
+        key = kind, nbytes, start, crossing
+        if key not in self._floors:
+            self._floors[key] = self._floor_s(kind, nbytes, start, crossing)
+        return self._floors[key]
+
+    def _floor_s(self, kind: str, nbytes: int, start: float, crossing: float) -> float:
         n = self.world_size
-        even, alone = np.full(n, 1 / n), np.eye(n)[0]
+        even, alone = np.full(n, 1 / n), np.zeros(n)
+        alone[0] = 1.0
         moved = kind == "all_to_all"
         found = [
             c.seconds + crossing * (c.implementation == "exact")

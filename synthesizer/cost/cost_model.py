@@ -17,7 +17,7 @@ from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import LOCAL, Placement, conversion
 from hap.ir.program import Convert
 from hap.synthesizer.cost.collective_cost import Fractions, Quote
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.machine import Known, Machine, PerRank
 from hap.synthesizer.cost.operator_work import node_work, update_work
 from hap.synthesizer.cost.parts import AxisParts, Parts, vectors_of
 from hap.synthesizer.cost.prices import Prices
@@ -57,12 +57,14 @@ class CostModel(Prices):
         optimizer_states: int, network: Network | None = None, crossing: Crossing | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(shares, Parts):
-            shares = AxisParts(axes, machine.cluster.world_size, vectors_of(shares))
+            vectors = vectors_of(shares, machine)
+            shares = AxisParts(axes, machine.cluster.world_size, vectors, one=machine.one)
         super().__init__(graph, machine, shares, optimizer_states)
         self._network, self._crossing = network or machine.network, crossing
         self._computed: dict[object, PerRank] = {}
-        self._computed_alike: dict[object, PerRank] = {}
-        self._converted: dict[object, list[Quote]] = {}
+        known = machine.known(graph) if shares.lasting else Known()
+        self._computed_alike = known.computed
+        self._converted = known.converted if network is None else {}
 
     def compute(self, node: Node, row: Row) -> PerRank:
         key = (node.name, row.outs, row.ins)
@@ -89,7 +91,7 @@ class CostModel(Prices):
         return self._computed_alike[key]
 
     def _operator_s(self, node: Node, row: Row, placed: list[tuple[Tensor, Placement]]) -> PerRank:
-        work = node_work(node, self.graph)
+        work = self._work(node)
         if not work.flops and not work.bytes:
             return np.zeros_like(self.parts.one)
         part = self.parts.of_work(node, row)
@@ -97,6 +99,13 @@ class CostModel(Prices):
         # A rank without a share reads nothing: its call has empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
         return self.machine.seconds(work, work.flops * part, nbytes)
+
+    def _work(self, node: Node) -> Work:
+        known: dict[int, Work] = self.graph.memo.setdefault("work", {})
+        kind = self.graph.alike[node.name]
+        if kind not in known:
+            known[kind] = node_work(node, self.graph)
+        return known[kind]
 
     def cross(self, group: Sequence[tuple[Node, Row]]) -> tuple[float, int] | None:
         return self._crossing.cross(group) if self._crossing else None

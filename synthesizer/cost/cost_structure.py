@@ -7,12 +7,14 @@ of equal prices, and the live ranges of storages stay the same.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from hap.ir.graph import Graph, Node, Tensor
-from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value
+from hap.ir.loss_chunks import CHUNKS
+from hap.ir.program import Bounds, Compute, Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.liveness import Indices, LiveRanges, storages
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
@@ -42,9 +44,9 @@ class CostStructure:
     Attributes:
         bounds: per group of instructions that run as one, (start, stop).
         nodes: per group, its nodes and their rows; empty for a conversion.
-        work: per group, the classes of its nodes in ``computing``.
+        chunked: (group, node, row) of the operators that work piece by piece.
         moved: per group, its class in ``moving``; -1 if it computes.
-        updated: classes in ``updating`` of the trained parameters.
+        converts: the groups that do not compute.
         storages: the storages that instructions allocate.
         live: their live ranges without overlap.
     """
@@ -53,23 +55,100 @@ class CostStructure:
         self.bounds = bounds
         self.axes = cost.axes
         self.storages = storages(graph, program)
-        self.live = self.live_until(range(len(bounds)))
-        self.computing: EquivalenceClasses[tuple[Node, Row]] = EquivalenceClasses()
         self.nodes: list[list[tuple[Node, Row]]] = []
+        self.chunked: list[tuple[int, Node, Row]] = []
         self.moving: EquivalenceClasses[int] = EquivalenceClasses()
-        self.updating: EquivalenceClasses[str] = EquivalenceClasses()
-        self.work: list[tuple[int, ...]] = []
         self.moved: list[int] = []
+        self.converts: list[int] = []
+        self._work: ComputingClasses | None = None
+        self._ends: Ends | None = None
         for at, (a, b) in enumerate(bounds):
             group = program.instructions[a:b]
             moves = tuple(_conversion_key(graph, cost, s) for s in group if isinstance(s, Convert))
             self.moved.append(self.moving.number(moves, at) if moves else -1)
+            if moves:
+                self.converts.append(at)
             nodes = nodes_and_rows(graph, group)
             self.nodes.append(nodes)
-            numbers = (
-                self.computing.number(_compute_key(graph, cost, *entry), entry) for entry in nodes
-            )
-            self.work.append(tuple(numbers))
+            self.chunked += [(at, node, row) for node, row in nodes if node.op in CHUNKS]
+        self.parts: EquivalenceClasses[Value] = EquivalenceClasses()
+        self.inputs = [Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs]
+        values = [*self.inputs, *(storage.value for storage in self.storages)]
+        where = [self.parts.number(cost.parts.value_key(*v), v) for v in values]
+        self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
+        self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
+
+    @cached_property
+    def live(self) -> LiveRanges:
+        return self.live_until(range(len(self.bounds)))
+
+    def live_until(self, until: Sequence[int]) -> LiveRanges:
+        """Return the live ranges if each group holds its inputs until another has run."""
+        return LiveRanges(self.storages, self.bounds, until)
+
+    def work(self, graph: Graph, program: Program, cost: Prices) -> ComputingClasses:
+        """Return the classes of computing; made when they are first read."""
+        if self._work is None:
+            self._work = ComputingClasses(graph, program, cost, self.nodes)
+        return self._work
+
+    def ends(self, graph: Graph, program: Program) -> Ends:
+        """Return the values of each group; made when they are first read."""
+        if self._ends is None:
+            self._ends = Ends(graph, program, self.bounds)
+        return self._ends
+
+
+class Ends:
+    """The values that groups of instructions read and write, as numbers.
+
+    Attributes:
+        given: the inputs of the graph.
+        ins, outs: per group, what it reads and what it writes.
+        read: value -> the first group that reads it.
+        made: value -> the last group that writes it.
+    """
+
+    def __init__(self, graph: Graph, program: Program, bounds: Bounds) -> None:
+        self._values: dict[Value, int] = {}
+        self.given = {*self._numbers([Value(t, p) for t, p in program.inputs.items()])}
+        ends = [self.of(graph, program.instructions[a:b]) for a, b in bounds]
+        self.ins, self.outs = [ins for ins, _ in ends], [outs for _, outs in ends]
+        self.read: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        for place, (ins, outs) in enumerate(ends):
+            for value in ins:
+                self.read.setdefault(value, place)
+            for value in outs:
+                self.made[value] = place
+
+    def of(self, graph: Graph, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
+        """Return the numbers of the values that a group reads, and of those that it writes."""
+        return self._numbers(reads(graph, group)), self._numbers(writes(graph, group))
+
+    def _numbers(self, values: Sequence[Value]) -> list[int]:
+        numbers = self._values
+        return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+class ComputingClasses:
+    """Classes of a program's operators and updates.
+
+    Attributes:
+        of_group: per group, the classes of its nodes in ``computing``.
+        updated: classes in ``updating`` of the trained parameters.
+    """
+
+    def __init__(
+        self, graph: Graph, program: Program, cost: Prices,
+        nodes: Sequence[Sequence[tuple[Node, Row]]],
+    ) -> None:  # fmt: skip
+        self.computing: EquivalenceClasses[tuple[Node, Row]] = EquivalenceClasses()
+        self.updating: EquivalenceClasses[str] = EquivalenceClasses()
+        self.of_group = [
+            tuple(self.computing.number(_compute_key(graph, cost, *e), e) for e in group)
+            for group in nodes
+        ]
         self.updated = [
             self.updating.number(
                 (_shape_and_dtype(graph.tensors[i.tensor]),
@@ -78,16 +157,6 @@ class CostStructure:
             )
             for i in graph.role("parameter") if i.target in graph.gradients
         ]  # fmt: skip
-        self.parts: EquivalenceClasses[Value] = EquivalenceClasses()
-        self.inputs = [Value(i.tensor, program.inputs[i.tensor]) for i in graph.inputs]
-        values = [*self.inputs, *(storage.value for storage in self.storages)]
-        where = [self.parts.number(cost.parts.value_key(*v), v) for v in values]
-        self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
-        self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
-
-    def live_until(self, until: Sequence[int]) -> LiveRanges:
-        """Return the live ranges if each group holds its inputs until another has run."""
-        return LiveRanges(self.storages, self.bounds, until)
 
 
 def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:

@@ -34,6 +34,11 @@ class Stages:
         self._inner = [cluster.intra[node] for node in cluster.nodes]
         self._outer = cluster.inter
         self._starts = np.cumsum([0, *self.counts[:-1]])
+        # Alike machines take equal times: each kind, a number of devices and a link, is priced once.
+        numbers: dict[tuple[int, Link], int] = {}
+        kinds = list(zip(self.counts, self._inner, strict=True))
+        self._kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        self._kinds = list(numbers)
 
     def all_reduce(self, nbytes: float, on: float) -> float:
         """Reduce-scatter inside, all-reduce of a part per column, all-gather inside."""
@@ -48,13 +53,14 @@ class Stages:
         Machines of unequal sizes first level their shards over the columns, which gathers them
         inside; in reverse, they finally gather the columns' shards and cut their own from them.
         """
-        blocks = np.split(nbytes * parts, self._starts[1:])
-        cuts = blocks
         level = 0.0
-        if not self.regular:
-            cuts = [np.full(self._width, block.sum() / self._width) for block in blocks]
+        if self.regular:
+            cuts = (nbytes * parts).reshape(self._machines, self._width)
+        else:
+            blocks = np.split(nbytes * parts, self._starts[1:])
+            cuts = np.array([np.full(self._width, block.sum() / self._width) for block in blocks])
             level = self._inside([b.tolist() for b in (cuts if scatter else blocks)], on)
-        columns = np.array(cuts).T.tolist()
+        columns = cuts.T.tolist()
         moved = [ring(column) for column in columns]
         across = max(starts for starts, _ in moved) * on * self._outer.latency_s
         across += sum(sent for _, sent in moved) / self._outer.bandwidth_bytes_per_s
@@ -91,7 +97,7 @@ class Stages:
         moved_s, starts_s = max(
             (ring([*columns, *[0.0] * (count - width)])[1] / link.bandwidth_bytes_per_s,
              steps(count) * on * link.latency_s)
-            for count, link in zip(self.counts, self._inner, strict=True)
+            for count, link in self._kinds
         )  # fmt: skip
         start_s = steps(m) * on * outer.latency_s
         if kind == "all_reduce":
@@ -101,7 +107,9 @@ class Stages:
     def _inside(self, sizes: Sequence[Sequence[float]], on: float) -> float:
         """Gather or reduce-scatter a list of sizes in each machine; missing ones are 0."""
         slowest = 0.0
-        for count, link, mine in zip(self.counts, self._inner, sizes, strict=True):
+        alike = dict.fromkeys(zip(self._kind, map(tuple, sizes), strict=True))
+        for kind, mine in alike:
+            count, link = self._kinds[kind]
             starts, sent = ring([*mine, *[0.0] * (count - len(mine))])
             seconds = starts * on * link.latency_s + sent / link.bandwidth_bytes_per_s
             slowest = max(slowest, seconds)

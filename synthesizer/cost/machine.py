@@ -9,11 +9,20 @@ import numpy.typing as npt
 
 from hap.cluster.topology import Cluster
 from hap.cluster.work import Work
+from hap.ir.graph import Graph
 from hap.ir.loss_chunks import CHUNK
-from hap.synthesizer.cost.collective_cost import NetworkModel
+from hap.synthesizer.cost.collective_cost import NetworkModel, Quote
 
 PerRank = npt.NDArray[np.float64]
 """One number per rank, shape [world_size]."""
+
+
+class Known:
+    """Prices that were computed already: by kind of operator, or of conversion, and parts."""
+
+    def __init__(self) -> None:
+        self.computed: dict[object, PerRank] = {}
+        self.converted: dict[object, list[Quote]] = {}
 
 
 class Machine:
@@ -24,6 +33,9 @@ class Machine:
         drag: per rank, duration of a collective while the rank computes over its usual duration.
         delay_s: per rank, seconds by which computing delays each message of a collective.
         chunk: per rank, the number of elements that a loss processes at once.
+        vectors: units per rank -> parts per rank; kept, so that their identity is a key.
+        one: the parts of a tensor that every rank holds whole. ``one_apart`` equals it, but is
+            another object.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -33,6 +45,10 @@ class Machine:
         self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference, self.drag = _contention_of_all(cluster)
         self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
+        self.vectors: dict[tuple[int, ...], PerRank] = {}
+        self.one: PerRank = np.ones(cluster.world_size)
+        self.one_apart = self.one.copy()
+        self._known: dict[int, tuple[Graph, Known]] = {}
         self.chunk = np.array(
             [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
         )
@@ -49,6 +65,15 @@ class Machine:
         busy = np.maximum(flops / rates + nbytes * operand_s, nbytes / self._memory)
         seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
         return seconds
+
+    def known(self, graph: Graph) -> Known:
+        """Return the prices of a graph under the parts in :attr:`vectors`, known so far."""
+        return self._known.setdefault(id(graph), (graph, Known()))[1]
+
+    @cached_property
+    def types(self) -> tuple[tuple[int, ...], ...]:
+        """:meth:`hap.cluster.topology.Cluster.types`."""
+        return self.cluster.types()
 
     @cached_property
     def speed(self) -> PerRank:

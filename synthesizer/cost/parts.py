@@ -16,7 +16,7 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Node
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.rules.rule_table import Row
 
 
@@ -28,9 +28,14 @@ class Parts(ABC):
         one: the vector of a tensor that every rank holds whole.
     """
 
-    def __init__(self, axes: Axes, world_size: int, ring_size: int) -> None:
+    lasting = False
+    """Whether the machine keeps all vectors, so that prices can be cached by their identity."""
+
+    def __init__(
+        self, axes: Axes, world_size: int, ring_size: int, one: PerRank | None = None
+    ) -> None:
         self.axes, self.ring_size = axes, ring_size
-        self.one: PerRank = np.ones(world_size)
+        self.one: PerRank = np.ones(world_size) if one is None else one
 
     @abstractmethod
     def of(self, tensor: str, placement: Placement) -> PerRank:
@@ -66,13 +71,15 @@ class AxisParts(Parts):
     Args:
         vectors: parts by axis, each of shape [world_size].
         tensor_keys: results of :meth:`tensor_key` if prices depend on more than parts.
+        one: see :class:`Parts`; given if the machine keeps it and ``vectors``.
     """
 
     def __init__(
         self, axes: Axes, world_size: int, vectors: Mapping[str, PerRank],
-        tensor_keys: Mapping[str, Hashable] | None = None,
+        tensor_keys: Mapping[str, Hashable] | None = None, one: PerRank | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(axes, world_size, world_size)
+        super().__init__(axes, world_size, world_size, one)
+        self.lasting = one is not None
         self._vectors, self._tensor_keys = vectors, tensor_keys or {}
 
     def of(self, tensor: str, placement: Placement) -> PerRank:
@@ -93,10 +100,15 @@ class AxisParts(Parts):
     def tensor_key(self, tensor: str) -> Hashable:
         return self._tensor_keys.get(tensor)
 
+    def node_key(self, node: Node) -> Hashable:
+        if not self._tensor_keys and not is_mesh_op(node.op):
+            return None  # the tensors' keys are all the same
+        return super().node_key(node)
 
-def vectors_of(shares: Shares) -> dict[str, PerRank]:
-    """Return parts by axis of shares in units; axes with equal shares have one vector."""
-    vectors: dict[tuple[int, ...], PerRank] = {}
-    for units in shares.values():
-        vectors.setdefault(units, np.array(units, dtype=np.float64) / sum(units))
-    return {name: vectors[units] for name, units in shares.items()}
+
+def vectors_of(shares: Shares, machine: Machine) -> dict[str, PerRank]:
+    """Return parts by axis of shares in units; equal shares have one vector, which the machine keeps."""
+    known = machine.vectors
+    for units in set(shares.values()) - known.keys():
+        known[units] = np.array(units, dtype=np.float64) / sum(units)
+    return {name: known[units] for name, units in shares.items()}

@@ -112,14 +112,11 @@ def _moments(
     alive: Floats = np.cumsum(change, axis=0)[: end + 1]
     known: dict[object, PerRank] = {}
     own, between = np.zeros_like(alive), np.zeros_like(alive)
-    for at, moved in enumerate(structure.moved):
-        if moved < 0:
-            for node, row in structure.nodes[at]:
-                if node.op in CHUNKS:
-                    own[at + 1] = workspace(node, row, cost)[ranks]
-            continue
+    for at, node, row in structure.chunked:
+        own[at + 1] = workspace(node, row, cost)[ranks]
+    for at in structure.converts:
         group = program.instructions[slice(*structure.bounds[at])]
-        key = moved, group[0].implementation if isinstance(group[0], Convert) else ""
+        key = structure.moved[at], group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             found = buffers(group) if buffers else communication_buffers(group, cost)
             known[key] = found[ranks]
@@ -142,11 +139,13 @@ def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) ->
     world_size = cost.machine.cluster.world_size
     if buffers or cost.parts.ring_size < world_size:  # buffers may differ despite equal parts
         return _Columns(np.arange(world_size), np.arange(world_size))
-    parts = [cost.parts.of(*v) for v in structure.parts.first]
-    _, ranks, of_rank = np.unique(
-        np.array([*parts, cost.machine.chunk]), axis=1, return_index=True, return_inverse=True
-    )
-    return _Columns(ranks, of_rank.reshape(-1))
+    of = [cost.parts.of(*value) for value in structure.parts.first]
+    parts = list({id(vector): vector for vector in of}.values())
+    held = np.array([*parts, cost.machine.chunk]).T
+    columns: dict[bytes, int] = {}
+    of_rank = [columns.setdefault(row.tobytes(), len(columns)) for row in held]
+    ranks = np.unique(of_rank, return_index=True)[1]
+    return _Columns(ranks, np.array(of_rank))
 
 
 def _local_bytes(

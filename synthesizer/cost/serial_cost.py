@@ -70,23 +70,24 @@ def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
     structure = structure_of(graph, program, cost)
     nothing = np.zeros((1, cost.machine.cluster.world_size))
     # Rows of this table: kinds of nodes, then updates, then local conversions.
-    table = [cost.compute(node, row) for node, row in structure.computing.first]
+    work = structure.work(graph, program, cost)
+    table = [cost.compute(node, row) for node, row in work.computing.first]
     updates = len(table)
-    for name in structure.updating.first:
+    for name in work.updating.first:
         table.append(cost.update(graph.tensors[name], program.inputs[name]))
     moves: dict[object, float] = {}
     local: dict[object, int] = {}
     ends: list[tuple[list[int], float]] = []  # per stage: its work, the seconds of its collective
     busy: list[int] = []
-    for (first, end), nodes, work, moved in zip(
-        structure.bounds, structure.nodes, structure.work, structure.moved, strict=True
+    for (first, end), nodes, classes, moved in zip(
+        structure.bounds, structure.nodes, work.of_group, structure.moved, strict=True
     ):
         crossing = cost.cross(nodes) if nodes else None
         if crossing is not None:
             ends.append((busy, crossing[0]))
             busy = []
             continue
-        busy.extend(work)
+        busy.extend(classes)
         if moved < 0:
             continue
         converts = [s for s in program.instructions[first:end] if isinstance(s, Convert)]
@@ -101,13 +102,13 @@ def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
             local[key] = len(table)
             table.append(np.full_like(nothing[0], moves[key]))
         busy.append(local[key])
-    ends.append((busy + [updates + k for k in structure.updated], 0.0))
+    ends.append((busy + [updates + k for k in work.updated], 0.0))
     rows = np.array(table) if table else nothing
     return [
         Superstep(
-            compute_s=np.add.reduce(rows[work], axis=0) if work else nothing[0], communicate_s=s
+            compute_s=np.add.reduce(rows[which], axis=0) if which else nothing[0], communicate_s=s
         )
-        for work, s in ends
+        for which, s in ends
     ]
 
 

@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from hap.ir.graph import Graph
-from hap.ir.program import Compute, Convert, Instruction, Program, Value, reads, writes
+from hap.ir.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost.contention import Streams
+from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
@@ -40,56 +42,78 @@ BUCKETS = (1, 3, 8, 24)
 _TYPICAL = 3
 
 
-class _Order(NamedTuple):
-    """A program in the order in which it runs, and its time."""
+class Order(NamedTuple):
+    """The time of a program in the order in which it runs.
 
-    program: Program
+    ``made`` makes the program. ``until``: see :class:`Timeline`.
+    """
+
+    made: Callable[[], Program]
     step_s: float
     communicate_s: float
     until: tuple[int, ...]
-    """See :class:`Timeline`."""
 
 
 def orders(graph: Graph, serial: Timeline, cost: Prices) -> Iterator[Timeline]:
-    """Yield schedules of a program whose collectives overlap computing.
+    """Yield the timelines of :meth:`Orders.all`. ``serial``: the search's program."""
+    found = Orders(graph, serial, cost)
+    return map(found.timeline, found.all())
 
-    The first leaves every instruction in its place; the next ones have increasing numbers of
-    buckets; the last delays collectives that are needed later. ``serial``: the search's program.
-    """
-    for order in _orders(graph, serial.program, cost):
-        stored, peak = memory(graph, order.program, cost, until=order.until)
-        yield replace(
-            serial, program=order.program, step_s=order.step_s, until=order.until,
+
+class Orders:
+    """Schedules of a program whose collectives overlap computing; each is made once."""
+
+    def __init__(self, graph: Graph, serial: Timeline, cost: Prices) -> None:
+        self._graph, self._serial, self._cost = graph, serial, cost
+        self._flow = _Flow(graph, serial.program, cost)
+        self._communicates = any(step.lane for step in self._flow.steps)
+        self._listed: dict[int, tuple[Order, list[_Step], int]] = {}
+
+    def timeline(self, order: Order) -> Timeline:
+        """Return the timeline of a schedule, with its memory."""
+        program = order.made()
+        stored, peak = memory(self._graph, program, self._cost, until=order.until)
+        return replace(
+            self._serial, program=program, step_s=order.step_s, until=order.until,
             communicate_s=order.communicate_s, stored_bytes=stored, peak_bytes=peak,
         )  # fmt: skip
 
+    @cached_property
+    def first(self) -> Order:
+        """The schedule that leaves every instruction in its place."""
+        return _Run(self._flow, self._flow.steps).in_place(self._serial.program)
 
-def _orders(graph: Graph, program: Program, cost: Prices) -> Iterator[_Order]:
-    flow = _Flow(graph, program, cost)
-    yield _Run(flow, flow.steps).in_place(program)
-    if not any(step.lane for step in flow.steps):
-        return
-    found: list[tuple[float, list[_Step]]] = []
-    for buckets in BUCKETS:
-        steps, most = flow.cut(buckets)
-        order = flow.listed(program, steps, hold=False)
-        found.append((order.step_s, steps))
-        yield order
-        if most <= buckets:
-            break  # each instruction has its own bucket
-    _, steps = min(found, key=lambda entry: entry[0])
-    if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
-        yield flow.listed(program, steps, hold=True)
+    def all(self) -> Iterator[Order]:
+        """Yield :attr:`first`, then orders with increasing numbers of buckets.
 
+        The last one delays collectives that are needed later.
+        """
+        yield self.first
+        if not self._communicates:
+            return
+        found: list[tuple[float, list[_Step]]] = []
+        for buckets in BUCKETS:
+            order, steps, most = self._with_buckets(buckets)
+            found.append((order.step_s, steps))
+            yield order
+            if most <= buckets:
+                break  # each instruction has its own bucket
+        _, steps = min(found, key=lambda entry: entry[0])
+        if any(s.loose for s in steps) and any(s.lane and not s.loose for s in steps):
+            yield self._flow.listed(self._serial.program, steps, hold=True)
 
-def estimate_s(graph: Graph, program: Program, cost: Prices) -> float:
-    """Return an estimate of the fastest of :func:`orders`, by two of them."""
-    flow = _Flow(graph, program, cost)
-    in_place = _Run(flow, flow.steps).in_place(program).step_s
-    if not any(step.lane for step in flow.steps):
-        return in_place
-    steps, _ = flow.cut(_TYPICAL)
-    return min(in_place, flow.listed(program, steps, hold=False).step_s)
+    def _with_buckets(self, buckets: int) -> tuple[Order, list[_Step], int]:
+        if buckets not in self._listed:
+            steps, most = self._flow.cut(buckets)
+            order = self._flow.listed(self._serial.program, steps, hold=False)
+            self._listed[buckets] = order, steps, most
+        return self._listed[buckets]
+
+    def estimate_s(self) -> float:
+        """Return an estimate of the fastest of :meth:`all`, by two of them."""
+        if not self._communicates:
+            return self.first.step_s
+        return min(self.first.step_s, self._with_buckets(_TYPICAL)[0].step_s)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,6 +124,9 @@ class _Step:
     seconds: PerRank | float
     messages: int
     """Number of consecutive messages; 0 if it computes."""
+    lane: bool
+    """Whether it communicates."""
+    backward: bool
     ins: list[int]
     outs: list[int]
     """Numbers of its values in the flow."""
@@ -111,15 +138,8 @@ class _Step:
     """Order among collectives: for a source, its first reader; for others, the last maker."""
     readers: list[_Step] = field(default_factory=list)
     missing: int = 0
-
-    @property
-    def lane(self) -> bool:
-        """Whether it communicates."""
-        return self.messages > 0
-
-    @property
-    def backward(self) -> bool:
-        return self.what[0].backward
+    takes_time: bool = True
+    """Whether it takes time on some rank."""
 
     @property
     def loose(self) -> bool:
@@ -132,20 +152,27 @@ class _Flow:
 
     def __init__(self, graph: Graph, program: Program, cost: Prices) -> None:
         self._graph, self._cost = graph, cost
-        self._values: dict[Value, int] = {}
-        self._given = {*self._numbers(Value(t, p) for t, p in program.inputs.items())}
-        self.steps = [self._step(group) for group in program.groups(graph)]
-        self._made: dict[int, int] = {}
-        self._read: dict[int, int] = {}
-        for place, step in enumerate(self.steps):
-            for value in step.ins:
-                self._read.setdefault(value, place)
-            for value in step.outs:
-                self._made[value] = place
+        structure = structure_of(graph, program, cost)
+        self._ends = ends = structure.ends(graph, program)
+        work = structure.work(graph, program, cost)
+        # Nodes of a class take equal times.
+        each = [cost.compute(node, row) for node, row in work.computing.first]
+        some = [bool(np.any(seconds)) for seconds in each]
+        self.steps: list[_Step] = []
+        for at, (first, end) in enumerate(structure.bounds):
+            group, classes = program.instructions[first:end], work.of_group[at]
+            if len(classes) == 1 and cost.cross(structure.nodes[at]) is None:
+                (k,) = classes
+                seconds, messages, takes_time = each[k], 0, some[k]
+            else:
+                seconds, messages = group_seconds(graph, group, cost)
+                takes_time = bool(np.any(seconds))
+            ins, outs = ends.ins[at], ends.outs[at]
+            self.steps.append(_step(group, seconds, messages, takes_time, ins, outs))
         _connect(self.steps)
         for step in reversed(self.steps):
             # Views take no time: a view, and a collective for it, is as urgent as its readers.
-            if step.lane or not np.any(step.seconds):
+            if step.lane or not step.takes_time:
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
         self.machine = cost.machine
@@ -155,37 +182,27 @@ class _Flow:
              for i in graph.role("parameter") if i.target in graph.gradients), world,
         )  # fmt: skip
 
-    def _numbers(self, values: Iterable[Value]) -> list[int]:
-        numbers = self._values
-        return [numbers.setdefault(value, len(numbers)) for value in values]
-
-    def _ends(self, group: Sequence[Instruction]) -> tuple[list[int], list[int]]:
-        """Return the numbers of the values that a group reads, and of those that it writes."""
-        return self._numbers(reads(self._graph, group)), self._numbers(writes(self._graph, group))
-
-    def _step(self, group: tuple[Instruction, ...]) -> _Step:
-        ins, outs = self._ends(group)
-        seconds, messages = group_seconds(self._graph, group, self._cost)
-        return _Step(
-            what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
-            ins=ins, outs=outs,
-        )  # fmt: skip
-
     def _place(self, step: _Step) -> None:
-        step.source = step.lane and self._given.issuperset(step.ins)
-        if step.source:
-            step.need = min((self._read[v] for v in step.outs if v in self._read), default=0)
-        else:
-            step.need = max((self._made.get(v, 0) for v in step.ins), default=0)
+        """Set whether a collective is one of inputs, and its order among collectives."""
+        if step.lane:
+            step.source = self._ends.given.issuperset(step.ins)
+            step.need = self._need(step.source, step.ins, step.outs)
 
-    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> _Order:
+    def _need(self, source: bool, ins: Sequence[int], outs: Sequence[int]) -> int:
+        ends = self._ends
+        if source:
+            return min((ends.read[v] for v in outs if v in ends.read), default=0)
+        return max((ends.made.get(v, 0) for v in ins), default=0)
+
+    def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
         """Return the program in an order found by list scheduling of its steps."""
         order = _Run(self, steps).listed(program, hold=hold)
         if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
             return order
         # Collectives between machines have no buckets: neighbours run as one.
-        again = _Flow(self._graph, order.program, self._cost)
-        return _Run(again, again.steps).in_place(order.program)
+        listed = order.made()
+        again = _Flow(self._graph, listed, self._cost)
+        return _Run(again, again.steps).in_place(listed)
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
         """Return the steps with loose ones in buckets, and the most instructions of one of them."""
@@ -203,10 +220,9 @@ class _Flow:
         """Return a loose step's members in the order of need, in parts of about equal bytes."""
         alone = []
         for k, what in enumerate(step.what):
-            one = replace(step, what=(what,))
-            one.ins, one.outs = self._ends((what,))
-            self._place(one)
-            alone.append((one.need, k, what))
+            ins, outs = self._ends.of(self._graph, (what,))
+            source = self._ends.given.issuperset(ins)
+            alone.append((self._need(source, ins, outs), k, what))
         alone.sort(key=lambda entry: entry[:2])
         sizes = np.array([self._nbytes(what) for _, _, what in alone], dtype=np.float64)
         middle = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
@@ -226,10 +242,22 @@ class _Flow:
         if converts:
             how = self._cost.convert_group(converts)[0].implementation
             group = tuple(replace(s, implementation=how) for s in converts)
-        made = self._step(group)
+        seconds, messages = group_seconds(self._graph, group, self._cost)
+        ins, outs = self._ends.of(self._graph, group)
+        made = _step(group, seconds, messages, bool(np.any(seconds)), ins, outs)
         made.urgent = whole.urgent
         self._place(made)
         return made
+
+
+def _step(
+    group: tuple[Instruction, ...], seconds: PerRank, messages: int, takes_time: bool,
+    ins: list[int], outs: list[int],
+) -> _Step:  # fmt: skip
+    return _Step(
+        what=group, seconds=float(seconds.max()) if messages else seconds, messages=messages,
+        lane=messages > 0, backward=group[0].backward, ins=ins, outs=outs, takes_time=takes_time,
+    )  # fmt: skip
 
 
 def _connect(steps: Sequence[_Step]) -> None:
@@ -247,30 +275,30 @@ class _Run:
     """Issues steps to the streams one by one, which determines their order."""
 
     def __init__(self, flow: _Flow, steps: Sequence[_Step]) -> None:
-        _connect(steps)
         self._steps = steps
         self._updates_s = flow.updates_s
         self._streams = Streams(flow.machine)
         self._numbers: dict[int, int] = {}  # value -> the collective that makes it
-        self._order: list[Instruction] = []
+        self._order: list[_Step] = []
         self._begin: list[float] = []  # start of each step on the last rank
         self._issued: list[int] = []  # the communicating steps
         self._middle = 0  # the first step of the backward
 
-    def in_place(self, program: Program) -> _Order:
+    def in_place(self, program: Program) -> Order:
         """Return the program in its given order."""
         for backward in (False, True):
             for step in self._steps:
                 if step.backward is backward:
                     self._issue(step) if step.lane else self._compute(step)
             self._end_half(backward)
-        return self._made(program)
+        return self._made(lambda: program)
 
-    def listed(self, program: Program, *, hold: bool) -> _Order:
+    def listed(self, program: Program, *, hold: bool) -> Order:
         """Return the program in an order found by list scheduling.
 
         ``hold``: loose collectives are issued when the link is idle, or if nothing else can run.
         """
+        _connect(self._steps)
         place = {id(step): k for k, step in enumerate(self._steps)}
         missing = {id(step): step.missing for step in self._steps}
         for backward in (False, True):
@@ -288,22 +316,25 @@ class _Run:
                     if not missing[id(reader)] and reader.backward is backward:
                         new.append(reader)
             self._end_half(backward)
-        return self._made(replace(program, instructions=tuple(self._order)))
+        return self._made(lambda: replace(program, instructions=_in_buckets(self._order)))
 
     def _after(self, step: _Step) -> int:
         """Return the last collective whose result a step reads."""
-        return max((self._numbers.get(v, -1) for v in step.ins), default=-1)
+        last = -1
+        for value in step.ins:
+            if (number := self._numbers.get(value, -1)) > last:
+                last = number
+        return last
 
     def _compute(self, step: _Step) -> None:
-        self._order += step.what
+        self._order.append(step)
         self._streams.wait(self._after(step))
         self._begin.append(self._streams.now_s)
-        self._streams.compute(np.asarray(step.seconds))
+        if step.takes_time or not self._streams.idle:
+            self._streams.compute(np.asarray(step.seconds))
 
     def _issue(self, step: _Step) -> None:
-        for s in step.what:  # a separate bucket prevents fusion with the next
-            own = replace(s, bucket=len(self._issued) + 1) if isinstance(s, Convert) else s
-            self._order.append(own)
+        self._order.append(step)
         self._issued.append(len(self._begin))
         self._begin.append(self._streams.now_s)
         number = self._streams.issue(float(np.max(step.seconds)), step.messages)
@@ -314,17 +345,30 @@ class _Run:
         if not backward:
             self._middle = len(self._begin)
 
-    def _made(self, program: Program) -> _Order:
+    def _made(self, program: Callable[[], Program]) -> Order:
         until = list(range(len(self._begin)))
         for at, job in zip(self._issued, self._streams.jobs, strict=True):
             last = bisect.bisect_left(self._begin, job.end_s) - 1
             until[at] = max(at, min(last, self._middle - 1) if at < self._middle else last)
         ends_s = np.maximum(self._streams.clock_s, self._streams.least_s)
-        return _Order(
-            program=program, step_s=float((ends_s + self._updates_s).max()),
+        return Order(
+            made=program, step_s=float((ends_s + self._updates_s).max()),
             communicate_s=sum(float(np.max(s.seconds)) for s in self._steps if s.lane),
             until=tuple(until),
         )  # fmt: skip
+
+
+def _in_buckets(steps: Sequence[_Step]) -> tuple[Instruction, ...]:
+    """Return the instructions of steps; a separate bucket prevents fusion with the next."""
+    found: list[Instruction] = []
+    bucket = 0
+    for step in steps:
+        bucket += step.lane
+        found += [
+            replace(s, bucket=bucket) if step.lane and isinstance(s, Convert) else s
+            for s in step.what
+        ]
+    return tuple(found)
 
 
 class _Waiting:

@@ -114,8 +114,11 @@ def _given(
     def own(v: int) -> slice:
         return slice(fixed[v], fixed[v] + 1) if v in fixed else slice(None)
 
-    costs = [u[own(v)] for v, u in enumerate(unary)]
-    return costs, {(u, v): t[own(u), own(v)] for (u, v), t in pairs.items()}
+    # Other tables stay the same objects, which the pool knows.
+    costs = [u[own(v)] if v in fixed else u for v, u in enumerate(unary)]
+    return costs, {
+        (u, v): t[own(u), own(v)] if u in fixed or v in fixed else t for (u, v), t in pairs.items()
+    }
 
 
 def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | None:
@@ -211,16 +214,16 @@ def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _
     found: list[_Order] = []
     for measure in (_small_first, _table_size, _fill, _degree):
         found.append(_order(sizes, edges, measure))
-        if found[-1].total <= EASY:
+        if found[-1].total <= EASY and found[-1].largest <= LARGEST_TABLE:
             break
-    return min(found, key=lambda order: order.total)
+    return min(found, key=lambda order: (order.largest > LARGEST_TABLE, order.total))
 
 
 Measure = Callable[[int, Sequence[int], list[set[int]]], int]
 
 
 def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    return math.prod(sizes[n] for n in near[v]) * sizes[v]
+    return math.prod(map(sizes.__getitem__, near[v])) * sizes[v]
 
 
 def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
@@ -231,9 +234,9 @@ def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     """Return the size of the new tables between neighbours."""
-    return sum(
-        sizes[a] * sizes[b] for a, b in itertools.combinations(near[v], 2) if b not in near[a]
-    )
+    mine, size = near[v], sizes.__getitem__
+    # Every pair counts twice; a variable is not among its own neighbours.
+    return sum(size(a) * (sum(map(size, mine - near[a])) - size(a)) for a in mine) // 2
 
 
 def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
@@ -241,6 +244,7 @@ def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
 
 
 def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Measure) -> _Order:
+    """Return a greedy order; its beginning alone if a table of it is too large for any use."""
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:
         near[u].add(v)
@@ -262,6 +266,8 @@ def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Meas
         if entries > largest:
             largest, widest = entries, (*scope, v)
         steps.append((v, scope))
+        if largest > LARGEST_TABLE:
+            break
         for n in scope:
             near[n].discard(v)
             near[n].update(m for m in scope if m != n)
@@ -294,10 +300,50 @@ def _minimum(
         if joint.shape != shape:
             joint = np.broadcast_to(joint, shape)
         return joint.min(axis=-1), joint.argmin(axis=-1)
-    best = np.full(shape[:-1], np.iinfo(np.int64).max)
-    best_label = np.zeros(shape[:-1], dtype=np.int8 if shape[-1] <= 128 else np.int16)
-    for label in range(shape[-1]):
-        total = functools.reduce(np.add, (t[..., min(label, t.shape[-1] - 1)] for t in terms))
-        best_label[total < best] = label
-        np.minimum(best, total, out=best)
+    best = np.empty(shape[:-1], dtype=np.int64)
+    best_label = np.empty(shape[:-1], dtype=np.int8 if shape[-1] <= 128 else np.int16)
+    # One slice per label, contiguous; blocks stay in the cache.
+    labels = [_by_label(t) for t in terms]
+    outer = 0
+    while math.prod(shape[outer:-1]) > BLOCK and outer < len(shape) - 2:
+        outer += 1
+    total = np.empty(shape[outer:-1], dtype=np.int64)
+    less = np.empty(shape[outer:-1], dtype=np.bool_)
+    for at in np.ndindex(*shape[:outer]):
+        here, here_label = best[(*at, ...)], best_label[(*at, ...)]
+        for label in range(shape[-1]):
+            out = here if label == 0 else total
+            _add([_block(t, min(label, len(t) - 1), at) for t in labels], out)
+            if label == 0:
+                here_label[...] = 0
+                continue
+            np.less(total, here, out=less)
+            np.copyto(here_label, label, where=less)
+            np.minimum(here, total, out=here)
     return best, best_label
+
+
+BLOCK = 1 << 16
+"""Entries of a sum that are made at once: half a MiB."""
+
+
+def _by_label(table: Costs) -> Costs:
+    """Return a table with its last dim first, in this order in memory."""
+    return np.ascontiguousarray(np.moveaxis(table, -1, 0))
+
+
+def _block(table: Costs, label: int, at: tuple[int, ...]) -> Costs:
+    """Return the entries of a label at indices of the first dims, of which some have one entry."""
+    block: Costs = table[
+        (label, *(min(k, n - 1) for k, n in zip(at, table.shape[1:], strict=False)))
+    ]
+    return block
+
+
+def _add(tables: Sequence[Costs], out: Costs) -> None:
+    """Write the sum of tables, the smallest ones first."""
+    if len(tables) == 1:
+        out[...] = tables[0]
+        return
+    *some, last = tables
+    np.add(functools.reduce(np.add, some), last, out=out)

@@ -29,7 +29,12 @@ def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
     try:
         return eliminate(unary, pairs)
     except TooWide:
-        return astar.search(unary, pairs, table_entries=FEW, expansions=FEW)
+        return bound(unary, pairs)
+
+
+def bound(unary: Unary, pairs: Pairs) -> SearchResult:
+    """Run A* with :data:`FEW` expansions."""
+    return astar.search(unary, pairs, table_entries=FEW, expansions=FEW)
 
 
 FEW = 1 << 16

@@ -148,7 +148,7 @@ def _elimination(
         near[v].add(u)
 
     def entries(v: int) -> int:
-        return sizes[v] * math.prod(sizes[n] for n in near[v])
+        return sizes[v] * math.prod(map(sizes.__getitem__, near[v]))
 
     heap = [(entries(v), v) for v in range(len(sizes))]
     heapq.heapify(heap)

@@ -17,10 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from hap.cluster.topology import Cluster
 from hap.errors import UnsupportedOpError
 from hap.ir.axes import Axes, Dim, Ties
 from hap.ir.graph import FREE, Graph, Node, Output
 from hap.ir.placement import P, Placement, R, S
+from hap.ir.program import Program
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
@@ -52,6 +55,21 @@ class Space:
     rows: Mapping[str, tuple[Row, ...]]
     holdings: Mapping[str, tuple[Holding, ...]]
     sources: Mapping[str, tuple[Placement, ...]]
+
+    @cached_property
+    def _machines(self) -> dict[Cluster, Machine]:
+        return {}
+
+    @cached_property
+    def undivided(self) -> dict[bool, Program]:
+        """Whether there is one device -> the program that splits nothing, once it is known."""
+        return {}
+
+    def machine(self, cluster: Cluster) -> Machine:
+        """Return the prices' machine of a cluster: one for all searches, which share its prices."""
+        if cluster not in self._machines:
+            self._machines[cluster] = Machine(cluster)
+        return self._machines[cluster]
 
     @cached_property
     def node_kinds(self) -> Mapping[str, Kind]:

@@ -59,7 +59,7 @@ def solve_shares(
     task = Task(
         graph=graph, axes=axes, program=program, machine=machine,
         optimizer_states=optimizer_states, start=start,
-        types=machine.cluster.types(), groups=alike_axes(graph, program),
+        types=machine.types, groups=alike_axes(graph, program),
     )  # fmt: skip
     best = first = task.simulated(start)
     new = task.first_splits()
