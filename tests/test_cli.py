@@ -136,7 +136,7 @@ HELP = {
         "--verbose",
         "--without",
     ],
-    "report": ["--help", "--log", "--output", "--verbose"],
+    "report": ["--help", "--log", "--output", "--tensorboard", "--verbose"],
 }
 
 
