@@ -32,6 +32,8 @@ class Link:
             raise ClusterError(f"a link's latency is {self.latency_s} s")
         if not 0 <= self.least_s < float("inf"):
             raise ClusterError(f"the least time of a collective is {self.least_s} s")
+        if not isinstance(self.source, str):
+            raise ClusterError(f"the source of a link's figures is {self.source!r}, not a text")
 
 
 IMPLEMENTATIONS: Final[Mapping[str, tuple[str, ...]]] = {
