@@ -314,7 +314,11 @@ def _on_two_axes(
     """
     engine, beat = synthesizer.engine, None if options.mesh else best
     # Inside the machines every search would be cut short again.
-    too_long = engine is bound and not options.mesh
+    too_long = engine is bound and options.mesh is None
+    if too_long and not options.pins and is_mesh(cluster):
+        progress(
+            "two mesh axes are not searched: searches would be cut short; --mesh searches them"
+        )
     parts = (
         []
         if options.mesh is False or options.pins or too_long

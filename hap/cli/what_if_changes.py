@@ -30,7 +30,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What to ask.
+    """The changes to ask about.
 
     Attributes:
         rows: of the batch.

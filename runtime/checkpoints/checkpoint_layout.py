@@ -152,7 +152,7 @@ def writers(
 
 
 class _Part(NamedTuple):
-    """What the ranks of one machine hold of an input.
+    """The part of an input that the ranks of one machine hold.
 
     Attributes:
         sizes: by which its ranks cut the part; ``None``: each of them holds all of it.

@@ -144,7 +144,7 @@ def save_what_is_left() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steady:
-    """What changes in a step before its update, as it was after the step before.
+    """State that a step changes before its update, as of the end of the last step.
 
     Attributes:
         drawn: the step of the module's random numbers.
@@ -163,8 +163,8 @@ class _Steady:
 class _Watch:
     """One module's state between two steps, and the thread that listens to the other ranks.
 
-    The main thread holds ``_updates`` from the begin of an update to the end of its step. Who
-    attempts to save takes it and never gives it back: the parameters then stay as they are.
+    The main thread holds ``_updates`` from the begin of an update to the end of its step. A
+    thread that saves takes it and keeps it, so that the parameters no longer change.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ _NAME = "loss-"
 
 
 class SaveDecision(NamedTuple):
-    """What is saved; ``step`` is ``None`` if nothing is."""
+    """The step to save and the ranks that write it; ``step`` is ``None`` for no save."""
 
     step: int | None
     ranks: tuple[int, ...]

@@ -30,7 +30,7 @@ class StageSegment(IntEnum):
     FORWARD = 3
     BACKWARD = 4
     WEIGHTS = 5
-    """What the stage delays of a microbatch's backward."""
+    """The part of a microbatch's backward that the stage delays."""
     END = 6
     """The loss, of the sums over the microbatches."""
     GRADIENTS = 7

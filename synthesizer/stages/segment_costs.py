@@ -45,7 +45,7 @@ class SegmentCosts:
     stored_bytes: Floats
     """With gradients and optimizer states."""
     saved_bytes: Floats
-    """What the backward of a microbatch reads of its forward, per segment."""
+    """Activations that the backward of a microbatch reads, per segment."""
 
 
 def segment_costs(
