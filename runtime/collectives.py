@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hap.capture import torch_private
 from hap.runtime import messages
 
 Sizes = Sequence[int]
@@ -248,9 +249,14 @@ class ProcessGroupComm(Comm):
     def subgroup(self, parts: Sequence[Sequence[int]]) -> ProcessGroupComm:
         mine = part_of(parts, self.rank, self.world_size)
         known = dist.get_process_group_ranks(self._group)
+        # A group's name contains the number of groups that the rank is in. Programs may have made
+        # groups of some ranks alone.
+        counts: list[int] = [0] * self.world_size
+        dist.all_gather_object(counts, torch_private.process_groups(), group=self._group)
+        for _ in range(counts[self.rank], max(counts)):
+            dist.new_group([known[self.rank]], backend="gloo", use_local_synchronization=True)
         # Each rank creates only the group of its own part, but every rank creates one, even a
-        # single rank: NCCL splits its communicator in one call of all ranks, and a group's name
-        # contains the number of groups that the rank has created before.
+        # single rank: NCCL splits its communicator in one call of all ranks.
         ranks = [known[rank] for rank in mine]
         return ProcessGroupComm(dist.new_group(ranks, use_local_synchronization=True))
 

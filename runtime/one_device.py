@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.capture import torch_private
 from hap.capture.tracing import Loss, Step
@@ -110,7 +111,8 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if widen else before)
-    attention = torch_private.attention_by_products() if replay else contextlib.nullcontext()
+    # With a replay, dropout of attention is an operator of its own.
+    attention = sdpa_kernel(SDPBackend.MATH) if replay else contextlib.nullcontext()
     try:
         with attention, Reference():  # type: ignore[no-untyped-call]
             yield

@@ -363,6 +363,11 @@ class BoxedCode(fx.graph.CodeGen):
         return "\n".join(lines)
 
 
+def process_groups() -> int:
+    """Return the number of process groups of this rank, which is part of the next one's name."""
+    return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
 def keeps_graph() -> bool:
     """Return, during a backward, whether it may run a second time."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -378,13 +383,6 @@ def generator_state(like: Any) -> int:
     cuda = isinstance(like, torch.Tensor) and like.is_cuda
     state = torch.cuda.get_rng_state(like.device) if cuda else torch.get_rng_state()
     return hash((cuda, state.numpy().tobytes()))
-
-
-def attention_by_products() -> Any:
-    """Inside, attention is products and a softmax, so that its dropout is an operator of its own."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(SDPBackend.MATH)
 
 
 def checkpointed(node: fx.Node) -> tuple[int, bool] | None:
