@@ -74,7 +74,7 @@ TOLERANCE = 1e-4
 ROUNDED_TOLERANCE = 1e-2
 """Of losses whose gradients are rounded to bfloat16."""
 PATIENCE_S = 300.0
-UNBOUNDED = 2 << 30
+UNBOUNDED = 4 << 30
 """Memory of a rank: limits are judged by tensor bytes, not enforced, as contenders share ranks."""
 
 

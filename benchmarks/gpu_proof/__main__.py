@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu_proof.models import FAMILIES
 from benchmarks.gpu_proof.report import MISSED, Line, cell, machine, write
 from benchmarks.gpu_proof.settings import Settings
 
@@ -50,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the parts that use several")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="make the plans and stop")
     parser.add_argument("--tiny", action="store_true", help="with --prepare: for a run on CPUs")
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME",
+        help="model families to make random plans for; parts skip the others; default: all eight",
+    )  # fmt: skip
     parser.add_argument("--plans", type=Path, metavar="DIR", help="where the plans were prepared")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
     parser.add_argument("--out", type=Path, default=Path("gpu_proof.json"), help="the JSON file")
@@ -57,15 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.ranks < 1:
         parser.error(f"--ranks {options.ranks}: give 1 or more")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    prepare = functools.partial(
+        make_plans, ranks=options.ranks, families=options.families, console=console
+    )
     if options.prepare:
-        make_plans(options.prepare, options.ranks, tiny=options.tiny, console=console)
+        prepare(options.prepare, tiny=options.tiny)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         console.print("no CUDA device: the same code runs on CPUs with gloo and tiny models")
     with tempfile.TemporaryDirectory() as made:
         if options.plans is None:
-            make_plans(Path(made), options.ranks, tiny=device.type == "cpu", console=console)
+            prepare(Path(made), tiny=device.type == "cpu")
         settings = Settings(ranks=options.ranks, device=device, folder=options.plans or Path(made))
         lines = [
             line for part in options.only or PARTS for line in run_part(part, settings, console)
@@ -79,10 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def make_plans(folder: Path, ranks: int, *, tiny: bool, console: Console) -> None:
-    """Make every plan; the planner is imported here, because running does not need it."""
+def make_plans(
+    folder: Path, *, ranks: int, families: Sequence[str], tiny: bool, console: Console
+) -> None:
+    """Make the plans; the planner is imported here, because running does not need it."""
     prepare: Callable[..., None] = import_module("benchmarks.gpu_proof.prepare").prepare
-    prepare(folder, ranks, tiny=tiny, progress=console.print)
+    prepare(folder, ranks, families=families, tiny=tiny, progress=console.print)
 
 
 def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:

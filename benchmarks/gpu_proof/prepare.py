@@ -6,7 +6,7 @@ choose: any row for any operator, uneven and empty shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,15 +23,19 @@ nodes:
 SEED = 1
 
 
-def prepare(folder: Path, ranks: int, *, tiny: bool, progress: Callable[[str], None]) -> None:
-    """Write every plan to the folder.
+def prepare(
+    folder: Path, ranks: int, *, families: Sequence[str] = FAMILIES, tiny: bool,
+    progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write the plans to the folder.
 
     Args:
+        families: those of :data:`FAMILIES` to make random plans for; parts skip the others.
         ranks: number of ranks of the random plans.
         tiny: plan the tiny models for one rank, as for a CPU, instead of the real ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for family in FAMILIES:
+    for family in families:
         model, batch, loss, optimizer = built(family)
         for precision in PRECISIONS:
             kind = "random" if precision == "float32" else "autocast"
