@@ -48,8 +48,8 @@ class Task:
             them have been counted.
         patience_s: Seconds that ranks wait for one that is still building or stepping.
         sit_out: Relative time beyond which a contender sits out after the warm-up: it took more
-            than so many times as long as the fastest in all rounds so far. Plans never sit out,
-            since their predictions are judged.
+            than so many times as long as the fastest in all rounds so far. Plans take ``least``
+            counted rounds before, since their predictions are judged.
         ticks: Probes that the ranks time before a round; empty without a profile.
     """
 
@@ -120,7 +120,9 @@ def race_rank(task: Task) -> None:
     for number in range(task.warm_up + task.rounds):
         course.look(number)
         beaten = sits_out(rounds, task.sit_out) if number >= task.warm_up else set()
-        names = [name for name in alive if name in task.plans or name not in beaten]
+        if number < task.warm_up + task.least:
+            beaten -= task.plans.keys()
+        names = [name for name in alive if name not in beaten]
         turn = number % max(len(names), 1)
         rounds.append(course.round(alive, names[turn:] + names[:turn], number))
         late = time.monotonic() - begun > task.budget_s
