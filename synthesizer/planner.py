@@ -40,6 +40,7 @@ from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_boun
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
+from hap.synthesizer.two_axes_ahead import TwoAxesAhead, searched_ahead
 from hap.units import format_bytes, format_seconds
 
 Progress = Callable[[str], None]
@@ -145,7 +146,13 @@ def choose(
     synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
     known: list[Selection] = []
     try:
-        return _searched(synthesizer, optimizer_states, options, progress, known)
+        with contextlib.ExitStack() as stack:
+            ahead = None
+            if options.mesh is None and _mesh_is_searched(synthesizer, cluster, options):
+                ahead = stack.enter_context(
+                    searched_ahead(space, cluster, optimizer_states, engine)
+                )
+            return _searched(synthesizer, optimizer_states, options, progress, known, ahead)
     except PlanningStopped as stop:
         if options.mesh or not (known or synthesizer.found):
             raise
@@ -170,12 +177,13 @@ def _so_far(
 
 def _searched(
     synthesizer: Synthesizer, optimizer_states: int, options: PlanOptions, progress: Progress,
-    known: list[Selection],
+    known: list[Selection], ahead: TwoAxesAhead | None,
 ) -> PlannedPair:  # fmt: skip
     """The best pair of the whole search.
 
     Args:
         known: gets the pairs that a search which is stopped may return.
+        ahead: the search over two mesh axes, if it has begun.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress)
@@ -200,7 +208,7 @@ def _searched(
             beside = {"all devices": on_all, **beside}
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
-    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress)
+    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, ahead)
     fastest_pair = two.pair if two else best
     search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
     even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options)
@@ -304,32 +312,42 @@ def _named(cluster: Cluster, selection: Selection) -> str:
     return f"without {', '.join(cluster.devices[r].name for r in selection.left)}"
 
 
+def _mesh_is_searched(synthesizer: Synthesizer, cluster: Cluster, options: PlanOptions) -> bool:
+    """Whether two mesh axes are searched on a cluster."""
+    if options.mesh is False or options.pins or not is_mesh(cluster):
+        return False
+    # Inside the machines every search would be cut short again.
+    return options.mesh is True or synthesizer.engine is not bound
+
+
 def _on_two_axes(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    best: Candidate, progress: Progress,
+    best: Candidate, progress: Progress, ahead: TwoAxesAhead | None,
 ) -> MeshCandidate | None:  # fmt: skip
     """The best pair over two mesh axes if it is asked for, or faster than ``best``.
 
     Searched on the whole cluster and on the subset of it that ``synthesizer`` plans for.
     """
-    engine, beat = synthesizer.engine, None if options.mesh else best
-    # Inside the machines every search would be cut short again.
-    too_long = engine is bound and options.mesh is None
-    if too_long and not options.pins and is_mesh(cluster):
+    cut_short = options.mesh is None and not options.pins and synthesizer.engine is bound
+    if cut_short and is_mesh(cluster):
         progress(
             "two mesh axes are not searched: searches would be cut short; --mesh searches them"
         )
-    parts = (
-        []
-        if options.mesh is False or options.pins or too_long
-        else [*dict.fromkeys([cluster, synthesizer.cluster])]
-    )
-    found = [
-        best_on_mesh(
-            synthesizer.space, part, optimizer_states, engine, progress, beat, synthesizer.exponent
-        )
-        for part in parts if is_mesh(part)
+    limit = None if options.mesh else best.merit
+
+    def found_on(part: Cluster) -> MeshCandidate | None:
+        if part is cluster and ahead and limit:
+            return ahead.best(limit, progress)
+        return best_on_mesh(
+            synthesizer.space, part, optimizer_states, synthesizer.engine, progress,
+            lambda: limit, synthesizer.exponent,
+        )  # fmt: skip
+
+    parts = [
+        part for part in dict.fromkeys([cluster, synthesizer.cluster])
+        if _mesh_is_searched(synthesizer, part, options)
     ]  # fmt: skip
+    found = [found_on(part) for part in parts]
     two = min((c for c in found if c), key=lambda c: c.pair.merit, default=None)
     if two is None and options.mesh:
         raise InputError(

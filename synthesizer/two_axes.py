@@ -18,7 +18,7 @@ from hap.ir.mesh import Mesh, origin
 from hap.ir.placement import Placement
 from hap.ir.program import Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.pins import pinned
@@ -101,21 +101,23 @@ class InsideSynthesizer(Synthesizer):
 
 def best_on_mesh(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
-    progress: Callable[[str], None] = lambda text: None, beat: Candidate | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    beat: Callable[[], Merit | None] = lambda: None,
     exponent: int | None = None, allowed: Allowed | None = None,
 ) -> MeshCandidate | None:  # fmt: skip
     """Return the best pair of programs over the two axes; ``None`` if there is none.
 
     Args:
-        beat: skip programs between machines whose optimistic time, with each machine as one device,
-            is not below this candidate's.
+        beat: the merit of a known candidate. Programs between machines are skipped if their
+            optimistic time, with each machine as one device, is not below it.
         exponent: first guess of the price of memory.
         allowed: restricts the placements between machines.
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     for name, pair in _between(space, mesh, optimizer_states, engine, exponent, allowed):
-        if beat and pair.least_merit >= beat.merit:
+        limit = beat()
+        if limit and pair.least_merit >= limit:
             continue
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
@@ -126,7 +128,7 @@ def best_on_mesh(
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
         exponent = inside.exponent
-        least = min([*(c.pair.merit for c in found), *([beat.merit] if beat else [])], default=None)
+        least = min([*(c.pair.merit for c in found), *([limit] if limit else [])], default=None)
         if least is not None and best.least_merit >= least:
             continue  # even with all communication hidden
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))

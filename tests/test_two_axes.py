@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +34,8 @@ from hap.synthesizer.search.cost_tables import Aims, Problem
 from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
-from hap.synthesizer.two_axes import Between, InsideSynthesizer, _between, _used
+from hap.synthesizer.two_axes import Between, InsideSynthesizer, _between, _used, best_on_mesh
+from hap.synthesizer.two_axes_ahead import searched_ahead
 from tests.random_plans import (
     Case,
     RandomPrices,
@@ -228,6 +231,31 @@ def test_the_best_of_a_mesh_fits_and_runs() -> None:
     rows = [again.batch_rows(rank) for rank in range(4)]
     assert rows[0][0] == 0
     assert all(0 <= start <= stop <= 60 for start, stop in rows)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_search_in_a_second_process_finds_the_same_pair(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, cluster = benchmark_case("mlp", "tiny"), machines((3.0, 1.0), (2.0, 1.0))
+    expected = best_on_mesh(case.space, cluster, 2)
+    assert expected is not None
+    if broken:  # the process ends without an answer
+        monkeypatch.setattr("hap.synthesizer.two_axes_ahead._search", lambda *_: os._exit(1))
+    reports: list[str] = []
+    with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
+        assert ahead is not None or len(os.sched_getaffinity(0)) == 1
+        if ahead is None:
+            pytest.skip("one core: there is no second process")
+        found = ahead.best((math.inf, math.inf), reports.append)
+    assert found is not None
+    assert found.pair.merit == expected.pair.merit
+    assert found.pair.program == expected.pair.program
+    assert found.between.program == expected.between.program
+    assert any("failed" in report for report in reports) == broken
+    with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
+        assert ahead is not None
+        assert ahead.best(expected.pair.merit, reports.append) is None, "no better than that"
 
 
 def test_a_cluster_that_is_no_mesh_is_refused() -> None:
