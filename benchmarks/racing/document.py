@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.contenders import ABSENT, OURS
+from benchmarks.contenders import ABSENT, OURS, OURS_HALF, OURS_STAGED
 from benchmarks.racing import tables
 from benchmarks.racing.agenda import AGENDA, Slot
 from benchmarks.racing.results import Cell
@@ -36,8 +36,17 @@ device alone. Plans leave devices out in {left_out} of {firsts} cells.
 
 ![Median step of each contender over ours]({plot})
 
+{same}
 {again}
 {kept}
+"""
+
+SAME = """\
+## The same program twice
+
+In {cells} cells `ours` and another plan of ours have the same prediction, so they run the same program in
+tensors of their own. Their steps in the same rounds differ by {median:.1%} in the median and by {worst:.1%} at
+worst. Read a figure of one cell with this in mind.
 """
 
 AGAIN = """\
@@ -100,7 +109,8 @@ def document(cells: Sequence[Cell]) -> str:
             minutes=sum(cell.took_s for cell in cells) / 60,
             pauses=f" with {len(starts) - 1} interruptions" if len(starts) > 1 else "",
             absent=_absent(cells), left_out=len(_left_out(first)), plot=PLOT,
-            summary=tables.summary_text(cells), again=_again(cells), kept=_kept(first),
+            summary=tables.summary_text(cells), same=_same(cells),
+            again=_again(cells), kept=_kept(first),
         )
     ]  # fmt: skip
     for cluster in dict.fromkeys(cell.cluster for cell in first):
@@ -114,6 +124,20 @@ def _absent(cells: Sequence[Cell]) -> str:
     """Return a sentence on the cells of the agenda that there was no time for."""
     missing = [str(slot) for slot in AGENDA if slot not in {cell.slot for cell in cells}]
     return f"There was no time for {', '.join(missing)}. " if missing else ""
+
+
+def _same(cells: Sequence[Cell]) -> str:
+    """Return the section on plans that were raced twice in a cell."""
+    apart, where = [], set()
+    for cell in cells:
+        ours = cell.entry(OURS)
+        for other in (cell.entry(name) for name in (OURS_STAGED, OURS_HALF)):
+            if ours and other and other.predicted_s == ours.predicted_s:
+                apart.append(abs(ratio(other, ours) - 1))
+                where.add(cell.slot)
+    if not apart:
+        return ""
+    return SAME.format(cells=len(where), median=statistics.median(apart), worst=max(apart))
 
 
 def _again(cells: Sequence[Cell]) -> str:
