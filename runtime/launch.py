@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import multiprocessing
 import os
 import pickle
 import signal
@@ -31,17 +30,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hap.errors import HapError, InputError
+from hap.runtime.rank_process import RankProcess, end_with_parent, environment, kill, start
 
 T = TypeVar("T")
 
@@ -50,13 +49,6 @@ GRACE_S = 0.5  # after a failure: time to detect other dead ranks, see _failure
 _EXIT_S = 5.0  # after the last result: time until ranks that still run are killed
 LOST = 75
 """Exit code of a rank whose peer was lost: EX_TEMPFAIL of <sysexits.h>."""
-
-_SLOW_IMPORTS = {"hap", "timm", "torchvision", "transformers"}
-
-_SERVER = {"MALLOC_ARENA_MAX": "1"}
-"""A fork would keep using heaps that its server has beside the main heap, see :func:`keep_memory`."""
-
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
 
@@ -234,13 +226,14 @@ def spawn(
     resource_tracker.ensure_running()  # inside a host, it would keep the host's namespace alive
     with where.inside(None):  # the store listens on all addresses of that host
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    # A fork of a server does not enter a host that is emulated.
     method = "forkserver" if type(where) is Where and "nccl" not in backend else "spawn"
-    ranks: list[_Rank] = []
+    ranks: list[RankProcess] = []
     try:
         for rank in range(world_size):
             variables = _torchrun_variables(rank, world_size, where.address, store.port)
-            with _environment({**variables, **where.variables(rank)}), where.inside(rank):
-                ranks.append(_start(backend, method))
+            with environment({**variables, **where.variables(rank)}), where.inside(rank):
+                ranks.append(start(_rank_main, backend, method))
             where.started(rank, ranks[rank].pid)
         results = _collect(ranks, payload, before_rank, on_report, timeout_s, grace_s)
         patience_ends = time.monotonic() + _EXIT_S
@@ -249,51 +242,11 @@ def spawn(
         return results
     finally:
         for one in ranks:
-            _kill(one)
-
-
-class _Rank(NamedTuple):
-    process: BaseProcess
-    pid: int
-    pipe: Connection
-
-
-def _start(backend: str, method: str) -> _Rank:
-    """Start one rank: a process that imports everything anew, or a fork of one that has done so.
-
-    Args:
-        method: ``spawn``, or ``forkserver``: faster by the seconds that importing torch takes. A
-            fork does not enter the parent's current host, so only ranks of this machine are forked.
-    """
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(_imported())
-    ours, theirs = context.Pipe()
-    # A fork has the variables of its server, and that one has those of the first call.
-    process = context.Process(target=_rank_main, args=(theirs, backend, dict(os.environ)))  # type: ignore[attr-defined]
-    with _environment(_SERVER):
-        process.start()
-    theirs.close()  # so that the rank's death closes the pipe
-    assert process.pid is not None
-    return _Rank(process, process.pid, ours)
-
-
-def _imported() -> list[str]:
-    """Return the modules of slow packages that this process has imported; torch comes with them."""
-    return [name for name in sys.modules if name.partition(".")[0] in _SLOW_IMPORTS]
-
-
-def _kill(rank: _Rank) -> None:
-    """Kill a rank and its children by SIGKILL, since it may be blocked in a collective."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(rank.pid, signal.SIGKILL)
-    rank.process.kill()  # it may not lead its process group yet
-    rank.process.join()
-    rank.pipe.close()
+            kill(one)
 
 
 def _collect(
-    ranks: list[_Rank],
+    ranks: list[RankProcess],
     payload: bytes,
     before_rank: Callable[[int, int], None] | None,
     on_report: Callable[[int, Any], None] | None,
@@ -387,9 +340,7 @@ def _failure(
 def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> None:
     """Run a spawned rank from its start to its exit."""
     global _to_parent
-    os.setsid()  # its own process group: killed with its children, no Ctrl-C of the terminal
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent
-    threading.Thread(target=_end_with_parent, daemon=True).start()  # the call, if not its child
+    end_with_parent()
     os.environ.clear()
     os.environ.update(variables)
     _to_parent = pipe
@@ -415,13 +366,6 @@ def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> 
         sys.exit(1)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(0, signal.SIGKILL)
-
-
 def _send(pipe: Connection, kind: str, body: object) -> None:
     # Plain pickle, not torch's: a tensor sent by handle is lost when its rank exits.
     message = pickle.dumps((kind, body))
@@ -441,16 +385,3 @@ def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> 
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a child process before it starts: loading torch reads those of OpenMP."""
-    before = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del os.environ[name]
-        os.environ.update(before)
