@@ -248,6 +248,21 @@ def test_uneven_stages_take_the_longest_chain_of_dependences(seed: int) -> None:
     assert simulate_pipeline(stages, parts).step_s == pytest.approx(max(ends))
 
 
+def test_computing_beside_a_transfer_takes_longer_at_both_ends() -> None:
+    def ends(interference: float) -> tuple[float, ...]:
+        stages = [
+            StageSeconds(forward_s=1.0, backward_s=1.0, send_s=2.0, return_s=2.0, in_flight=2,
+                         interference=interference),
+            StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, interference=interference),
+        ]  # fmt: skip
+        return simulate_pipeline(stages, 2).end_s
+
+    # The second stage begins its two microbatches at 3 and 5, and ends each after 2.
+    assert ends(0.0) == (10.0, 7.0)
+    # It sends back the first gradient, and receives the second input, beside computing: 1 s each.
+    assert ends(0.5) == (12.0, 10.0)
+
+
 def test_too_few_microbatches_in_flight_are_no_deadlock_of_the_simulator() -> None:
     stages = [
         StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1),

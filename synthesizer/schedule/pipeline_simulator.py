@@ -1,7 +1,8 @@
 """Simulate a pipeline: forwards and backwards of microbatches on stages, transfers between them.
 
 Each stage computes one turn at a time, in the order of :func:`hap.ir.pipeline_order.turns`. Each
-direction of a boundary carries one transfer at a time, beside computing.
+direction of a boundary carries one transfer at a time, beside computing. A stage that computes
+meanwhile loses a part of that time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class StageSeconds:
         weights_s: part of ``backward_s`` that no other stage waits for.
         delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
         in_flight: microbatches whose activations it may hold.
+        interference: part of a transfer's time that its computing loses, at either end.
     """
 
     forward_s: float
@@ -35,6 +37,7 @@ class StageSeconds:
     after_s: float = 0.0
     weights_s: float = 0.0
     delay: int = 0
+    interference: float = 0.0
     in_flight: int
 
     def turn_s(self, turn: Turn) -> float:
@@ -93,7 +96,13 @@ def simulate_pipeline(
                 first = k == 0 if not turn.backward else k == count - 1
                 if not first and not turn.weights and (k, turn) not in there:
                     break
-                start = max(free[k], there.get((k, turn), 0.0))
+                came = there.get((k, turn), 0.0)
+                if not first and not turn.weights:
+                    took = stages[k].return_s if turn.backward else stages[k - 1].send_s
+                    lost = stage.interference * min(max(free[k] - (came - took), 0.0), took)
+                    free[k] += lost
+                    busy[k] += lost
+                start = max(free[k], came)
                 seconds = stage.turn_s(turn)
                 free[k] = start + seconds
                 busy[k] += seconds
@@ -101,24 +110,22 @@ def simulate_pipeline(
                 moved = True
                 if record is not None:
                     record.append(TurnTimes(k, turn, False, start, free[k]))
-                if turn.weights:
+                ends_here = k == 0 if turn.backward else k + 1 == count
+                if turn.weights or ends_here:
                     continue
-                if not turn.backward and k + 1 < count:
-                    sending[k] = max(sending[k], free[k]) + stage.send_s
-                    there[k + 1, turn] = sending[k]
-                    if record is not None:
-                        record.append(
-                            TurnTimes(k, turn, True, sending[k] - stage.send_s, sending[k])
-                        )
-                    free[k] = sending[k] if blocking else free[k]
-                elif turn.backward and k:
-                    before = stages[k - 1]
-                    returning[k - 1] = max(returning[k - 1], free[k]) + before.return_s
-                    there[k - 1, turn] = returning[k - 1]
-                    if record is not None:
-                        end = returning[k - 1]
-                        record.append(TurnTimes(k, turn, True, end - before.return_s, end))
-                    free[k] = returning[k - 1] if blocking else free[k]
+                lane, took = (returning, stages[k - 1].return_s) if turn.backward else (
+                    sending, stage.send_s
+                )  # fmt: skip
+                low, to = (k - 1, k - 1) if turn.backward else (k, k + 1)
+                begin = max(lane[low], free[k])
+                lane[low] = there[to, turn] = begin + took
+                if record is not None:
+                    record.append(TurnTimes(k, turn, True, begin, lane[low]))
+                if blocking:
+                    free[k] = lane[low]
+                else:
+                    free[k] += stage.interference * took
+                    busy[k] += stage.interference * took
         if not moved:
             raise ValueError("the stages wait for each other")
     ends = tuple(f + s.after_s for f, s in zip(free, stages, strict=True))

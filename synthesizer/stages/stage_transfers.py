@@ -64,6 +64,9 @@ def stage_seconds(
                 before_s=each.before_s + (sent(k - 1, k, True) if k else 0.0),
                 after_s=each.after_s + (sent(k + 1, k, True) if k < last else 0.0),
                 in_flight=flight, weights_s=each.weights_s, delay=each.delay,
+                interference=max(
+                    cluster.devices[r].contention.interference for r in groups[k]
+                ),
             )
         )  # fmt: skip
     return stages
