@@ -122,8 +122,12 @@ def document(cells: Sequence[Cell]) -> str:
 
 def _absent(cells: Sequence[Cell]) -> str:
     """Return a sentence on the cells of the agenda that there was no time for."""
-    missing = [str(slot) for slot in AGENDA if slot not in {cell.slot for cell in cells}]
-    return f"There was no time for {', '.join(missing)}. " if missing else ""
+    missing = [slot for slot in AGENDA if slot not in {cell.slot for cell in cells}]
+    again = [slot for slot in missing if slot.run > 1]
+    if not missing:
+        return ""
+    runs = f", {len(again)} of them repeated runs" if again else ""
+    return f"There was no time for {len(missing)} more cells of the agenda{runs}. "
 
 
 def _same(cells: Sequence[Cell]) -> str:
