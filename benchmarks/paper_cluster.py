@@ -28,8 +28,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.models import bert, bert_moe, vgg19, vit
+from benchmarks.paper_document import (
+    BASE,
+    EVERYONE,
+    KEPT,
+    PLAN,
+    plans,
+    plot,
+    tables,
+    write_document,
+)  # fmt: skip
 from benchmarks.paper_document import CONSTANTS as CONSTANTS_8
-from benchmarks.paper_document import EVERYONE, PLAN, plans, plot, tables, write_document
 from hap import api
 from hap.capture import torch_private
 from hap.cluster.cluster_file import load_cluster
@@ -37,7 +46,10 @@ from hap.cluster.topology import Cluster
 from hap.errors import InfeasibleError
 from hap.ir.plan import Plan
 from hap.ir.prediction import Alternative
+from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.plan_prediction import alternatives
+from hap.synthesizer.search.program_space import build_space
 
 HERE = Path(__file__).parent
 SAMPLES = 32
@@ -133,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def cell(model: str, cluster: Cluster) -> dict[str, Any]:
     """Plan one cell as by ``hap plan --compare``: the rows, the plan first, as plain data.
 
-    If the plan leaves devices out, a plan for all devices is made as well.
+    If the plan leaves devices out, a plan for all devices is made as well, and DP-CP on those kept.
     """
     start = time.process_time()
     with torch_private.fake_mode():
@@ -152,8 +164,17 @@ def cell(model: str, cluster: Cluster) -> dict[str, Any]:
     if plan.left_out:
         with contextlib.suppress(InfeasibleError):  # devices may be left out for lack of memory
             rows.append(_own(EVERYONE, planned(all_devices=True)))
+        rows.append(_data_parallel(plan))
     rows += [_row(other) for other in plan.prediction.alternatives]
     return {"rows": rows, "cpu_s": time.process_time() - start}
+
+
+def _data_parallel(plan: Plan) -> dict[str, Any]:
+    """Return the row of DP-CP on the devices of a plan."""
+    method = next(method for method in METHODS if method.name == BASE)
+    pair = method.plan(build_space(plan.graph), plan.cluster, plan.optimizer.states)
+    (row,) = alternatives(plan.graph, {KEPT: pair}, {}, {})
+    return _row(row)
 
 
 def _own(name: str, plan: Plan) -> dict[str, Any]:
