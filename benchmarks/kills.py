@@ -29,6 +29,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from hap.api import plan_file
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import CheckpointError
@@ -111,9 +113,7 @@ class Training:
 
     def ranks(self) -> list[int]:
         """Return the process numbers of the ranks."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(c) for c in children if b"spawn_main" in _command(int(c))]
+        return rank_pids(self.process.pid)
 
     def kill(self, victims: list[int]) -> bool:
         """Kill these processes; returns whether all others ended by themselves."""
@@ -134,6 +134,16 @@ class Training:
         for reader in self._readers:
             reader.join()
         return ended
+
+
+def rank_pids(pid: int) -> list[int]:
+    """Return the process numbers of the ranks of a ``hap run``: they lead sessions of their own."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(child.pid) == child.pid:
+                found.append(child.pid)
+    return sorted(found)
 
 
 def _command(pid: int) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -211,7 +211,7 @@ def _searched(
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, ahead)
     fastest_pair = two.pair if two else best
     search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
-    even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options)
+    even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options, fastest_pair)
     staged = search and _in_stages(search, fastest_pair, progress)
     if search and staged:
         shown = {"without stages": best, **beside}
@@ -267,12 +267,15 @@ def _stage_search(
 
 def _even_pipeline(
     search: StageSearch | None, synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int,
-    options: PlanOptions,
+    options: PlanOptions, best: Candidate,
 ) -> list[Alternative]:  # fmt: skip
     """The row of an even pipeline, if all baselines are asked for."""
     if not options.compare:
         return []
-    return [even_row(lambda: search or StageSearch(synthesizer.space, cluster, optimizer_states))]
+    row = even_row(lambda: search or StageSearch(synthesizer.space, cluster, optimizer_states))
+    if row.fits and not options.stages and row.step_s < best.timeline.step_s:
+        row = replace(row, note=f"{row.note}; --stages plans pipelines, too")
+    return [row]
 
 
 def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from torch.distributed import HashStore
 
 import hap
+from benchmarks.kills import rank_pids
 from hap.cli.commands import main
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import InputError
@@ -105,13 +106,6 @@ def _until(true: Callable[[], bool], limit_s: float = 150) -> None:
         time.sleep(0.02)
 
 
-def _ranks(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()
-    ]  # fmt: skip
-
-
 def _steps(log: Path) -> int:
     return log.read_text().count("\n") if log.exists() else 0
 
@@ -147,7 +141,7 @@ def test_a_killed_rank_is_started_again(
     )  # fmt: skip
     _until(lambda: _steps(log) > 25)
     done = _steps(log)
-    os.kill(_ranks(run.pid)[1], signal.SIGKILL)
+    os.kill(rank_pids(run.pid)[1], signal.SIGKILL)
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
     assert "a:1 was lost (killed by SIGKILL); starting all ranks again" in errors
