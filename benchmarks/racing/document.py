@@ -24,8 +24,8 @@ These commands write this page:
     {command}
     python -m benchmarks.race --write-docs
 
-Commit {code} raced all {cells} cells in one go of {minutes:.0f} minutes{pauses}; nothing was raced again
-because of its result. {absent}[The race](race.md) describes the contenders, the procedure and the columns,
+Commit {code} raced all {cells} cells in one go of {minutes:.0f} minutes{pauses}. [Earlier
+starts](race.md#earlier-starts) of the race are described apart. {absent}[The race](race.md) describes the contenders, the procedure and the columns,
 and `benchmarks/data/race.jsonl` holds every step.
 
 *Best by hand* is the fastest contender that no plan runs, whose losses are right and that fits the memory:
