@@ -64,7 +64,8 @@ def select_devices(
         if keep <= {*kept} and _least_s(whole, alone, kept) < limit_s
     ]
     rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
-    estimated = [balanced(s) for s in rough[:MOST]]
+    judged = {s.left: s for s in known}
+    estimated = [judged.get(s.left) or balanced(s) for s in rough[:MOST]]
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
@@ -145,8 +146,8 @@ def on_one_device(whole: Synthesizer) -> Selection:
 
 
 def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:
-    """The whole cluster's program without its slowest device."""
-    slowest = int(np.argmin(whole.machine.speed))
+    """The whole cluster's program without its slowest device, the last of equal ones."""
+    slowest = int(np.flatnonzero(whole.machine.speed == whole.machine.speed.min())[-1])
     return balanced(on_subset(whole, best, _others(whole, (slowest,))))
 
 

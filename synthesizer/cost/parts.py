@@ -72,13 +72,15 @@ class AxisParts(Parts):
         vectors: parts by axis, each of shape [world_size].
         tensor_keys: results of :meth:`tensor_key` if prices depend on more than parts.
         one: see :class:`Parts`; given if the machine keeps it and ``vectors``.
+        ring_size: see :class:`Parts`; default: all ranks.
     """
 
     def __init__(
         self, axes: Axes, world_size: int, vectors: Mapping[str, PerRank],
         tensor_keys: Mapping[str, Hashable] | None = None, one: PerRank | None = None,
+        ring_size: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(axes, world_size, world_size, one)
+        super().__init__(axes, world_size, ring_size or world_size, one)
         self.lasting = one is not None
         self._vectors, self._tensor_keys = vectors, tensor_keys or {}
 

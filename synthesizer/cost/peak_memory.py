@@ -188,7 +188,7 @@ def communication_buffers(group: Sequence[Instruction], cost: Prices) -> PerRank
     parts that a rank receives.
     """
     converts = [s for s in group if isinstance(s, Convert)]
-    nothing: PerRank = np.zeros(cost.machine.cluster.world_size)
+    nothing: PerRank = np.zeros_like(cost.parts.one)
     if not converts or len(converts) < len(group) or converts[0].local:
         return nothing
     kind, how, fused = converts[0].kind, converts[0].implementation, len(converts) > 1

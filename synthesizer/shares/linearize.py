@@ -39,14 +39,14 @@ class _FreeNetwork:
         return [Quote(how, 0.0) for how in IMPLEMENTATIONS[kind]]
 
 
-def _probe(task: Task, machine: Machine, parts: Floats) -> CostModel:
-    """A cost model of given parts, dims group, rank.
+def _probe(task: Task, machine: Machine, parts: Floats, ring_size: int | None = None) -> CostModel:
+    """A cost model of given parts, dims group, rank; communication is free.
 
-    Its ranks are separate questions, not devices that work together: communication is free.
+    Its ranks are separate questions, not devices that work together; or its rings of ``ring_size``.
     """
     vectors = list(parts)  # the cost model tells parts apart by identity
     of_axis = {axis: vectors[g] for axis, g in task.group_of.items()}
-    probed = AxisParts(task.axes, machine.cluster.world_size, of_axis)
+    probed = AxisParts(task.axes, parts.shape[1], of_axis, ring_size=ring_size)
     graph, states = task.graph, task.optimizer_states
     return CostModel(graph, task.axes, machine, probed, states, _FreeNetwork())
 
@@ -102,21 +102,19 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
 
 def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
     """Per collective and question, the largest buffer of any rank of the split."""
-    groups = len(task.groups)
-    models = []
-    for split in splits:
-        parts = np.array([np.array(u) / sum(u) for u in split])
-        models.append([_probe(task, task.machine, parts)])
-        for g in range(groups):
-            more = parts.copy()
-            more[g] += _STEP
-            models[-1].append(_probe(task, task.machine, more))
+    groups, world = len(task.groups), task.machine.cluster.world_size
+    parts = np.array([[np.array(u) / sum(u) for u in split] for split in splits])
+    asked = np.repeat(parts[:, None], 1 + groups, axis=1)  # split, question, group, rank
+    for g in range(groups):
+        asked[:, 1 + g, g] += _STEP
+    vectors = asked.transpose(2, 0, 1, 3).reshape(groups, -1)
+    probe = _probe(task, task.machine, vectors, ring_size=world)
 
     def buffers(group: Sequence[Instruction]) -> PerRank:
-        most = np.array([[communication_buffers(group, m).max() for m in row] for row in models])
+        most = communication_buffers(group, probe).reshape(asked.shape[0], -1, world).max(-1)
         alike = np.repeat(most[:, :1], 1 + 2 * groups, axis=1)
-        asked = np.concatenate([alike, most[:, 1:]], axis=1)  # split, question
-        return np.repeat(asked[:, None], len(task.types), axis=1).reshape(-1)
+        asked_of = np.concatenate([alike, most[:, 1:]], axis=1)  # split, question
+        return np.repeat(asked_of[:, None], len(task.types), axis=1).reshape(-1)
 
     return buffers
 

@@ -127,7 +127,7 @@ def _stage_rows(problem: mathopt.Model, model: Model, m: _Variables, z: _Variabl
         t = problem.add_variable(lb=0)
         terms.append((t, float(times[s])))
         for k in range(stage.shape[1]):
-            for constant, *rest in np.unique(stage[:, k] * model.scale, axis=0).tolist():
+            for constant, *rest in sorted({*map(tuple, (stage[:, k] * model.scale).tolist())}):
                 starts = [(z[g][k], -rest[g]) for g in range(groups)]
                 slopes = [(m[g][k], -rest[groups + g] / u) for g, u in enumerate(model.task.units)]
                 _row(problem, [(t, 1.0), *starts, *slopes], lower=constant)
