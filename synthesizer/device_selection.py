@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.second_process import each
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
@@ -65,7 +66,8 @@ def select_devices(
     ]
     rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
     judged = {s.left: s for s in known}
-    estimated = [judged.get(s.left) or balanced(s) for s in rough[:MOST]]
+    estimated = [judged[s.left] for s in rough[:MOST] if s.left in judged]
+    estimated += all_balanced([s for s in rough[:MOST] if s.left not in judged])
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
@@ -124,11 +126,13 @@ def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
     return Selection(synthesizer=part, pair=pair, left=_others(whole, kept))
 
 
-def balanced(selection: Selection) -> Selection:
-    """The same program and devices with the better of its shares and balanced ones."""
-    part, pair = selection.synthesizer, selection.pair
-    other = part.judge(pair.program, part.balance(pair))
-    return replace(selection, pair=fastest([pair, other]))
+def all_balanced(selections: Sequence[Selection]) -> list[Selection]:
+    """The same programs and devices with the better of their shares and balanced ones."""
+    shares = each(lambda s: s.synthesizer.balance(s.pair), selections)
+    return [
+        replace(s, pair=fastest([s.pair, s.synthesizer.judge(s.pair.program, balanced)]))
+        for s, balanced in zip(selections, shares, strict=True)
+    ]
 
 
 def _overfull(selection: Selection) -> bool:
@@ -148,7 +152,7 @@ def on_one_device(whole: Synthesizer) -> Selection:
 def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:
     """The whole cluster's program without its slowest device, the last of equal ones."""
     slowest = int(np.flatnonzero(whole.machine.speed == whole.machine.speed.min())[-1])
-    return balanced(on_subset(whole, best, _others(whole, (slowest,))))
+    return all_balanced([on_subset(whole, best, _others(whole, (slowest,)))])[0]
 
 
 def _others(whole: Synthesizer, ranks: Ranks) -> Ranks:

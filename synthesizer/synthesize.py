@@ -6,6 +6,7 @@ out of memory, their bytes get the lowest price at which the program fits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
-from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation
+from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
@@ -32,6 +33,7 @@ from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
+from hap.synthesizer.second_process import ahead
 from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
 from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
@@ -49,6 +51,9 @@ Where every search is cut short, two have to do, and parts of the cluster are no
 
 WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
+
+LONG = 300
+"""Nodes of a graph from which on a second process is worth its start."""
 
 MOST_S = FORBIDDEN / PICOSECONDS / 4
 """Highest price of all bytes of a program together."""
@@ -113,7 +118,7 @@ class Synthesizer:
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._short: _Short | None = None
-        self._fixed: dict[object, Relaxation] = {}
+        self._fixed: dict[object, Relaxed] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
         """Return the same search on another cluster."""
@@ -150,11 +155,12 @@ class Synthesizer:
                 if fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
-        for number, shares in enumerate(self.starts()):
-            if number == 2 and fastest(found).fits:
-                break  # the start by memory is needed only if memory is short
-            alternate(shares, f"start {number + 1}")
-        progress("bounding the step from below")
+        with self._relaxed_ahead():
+            for number, shares in enumerate(self.starts()):
+                if number == 2 and fastest(found).fits:
+                    break  # the start by memory is needed only if memory is short
+                alternate(shares, f"start {number + 1}")
+            progress("bounding the step from below")
         for program in self.relaxed.programs:
             pair = self._under(program, fastest(found).shares)
             shares = self.balance(pair)
@@ -207,12 +213,25 @@ class Synthesizer:
         return bound if self._cut_short else eliminate_or_bound
 
     @cached_property
-    def relaxed(self) -> Relaxation:
+    def relaxed(self) -> Relaxed:
         """The bound and programs over all shares."""
-        prices = AnyShares(self.space, self.machine, self._states)
+        return self._bounded(AnyShares(self.space, self.machine, self._states))
+
+    @contextlib.contextmanager
+    def _relaxed_ahead(self) -> Iterator[None]:
+        """Find :attr:`relaxed` in a second process inside the context, if that is long work."""
+        if len(self.space.graph.nodes) < LONG:
+            yield
+            return
+        with ahead(lambda told: self.relaxed) as process:
+            yield
+            found = process.result() if process else None
+        if found:
+            self.relaxed = found
+
+    def _bounded(self, prices: AnyShares | FixedShares) -> Relaxed:
         relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
-        relaxation.run(prices.proportional, 2 if self._cut_short else SEARCHES)
-        return relaxation
+        return relaxation.run(prices.proportional, 2 if self._cut_short else SEARCHES)
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
         """Return (bound over all programs and shares, total searches) by ``searches`` more ones."""
@@ -226,14 +245,13 @@ class Synthesizer:
         branching.run(searches, step_s)
         return min(branching.bound_s, step_s), relaxed.searches + branching.searches
 
-    def fixed(self, shares: Shares) -> Relaxation:
+    def fixed(self, shares: Shares) -> Relaxed:
         """Return bound and programs under given shares of computing; storage shares are free."""
         shares = {name: shares[name] for name in self.space.axes.axes}
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = Relaxation(self.space, prices, self._allowed, self._bounding)
-            self._fixed[key].run(prices.proportional, 2 if self._cut_short else SEARCHES)
+            self._fixed[key] = self._bounded(prices)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -134,6 +134,10 @@ class Program:
     instructions: tuple[Instruction, ...]
     outputs: tuple[Placement, ...]
     axes: Mapping[str, tuple[str, int]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is derived from the program when it is sent to another process."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def axis(self, tensor: str, dim: int) -> tuple[str, int]:
         return self.axes[f"{tensor}:{dim}"]

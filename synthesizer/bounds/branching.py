@@ -23,6 +23,7 @@ from hap.synthesizer.bounds.lower_bound import (
     Floors,
     OverlapPrice,
     Relaxation,
+    Relaxed,
     Weights,
 )
 from hap.synthesizer.cost.cost_model import CostModel
@@ -222,7 +223,7 @@ class Branching:
 
     def __init__(
         self, space: Space, machine: Machine, states: int, allowed: Allowed | None,
-        root: Relaxation, axis: str,
+        root: Relaxed, axis: str,
     ) -> None:  # fmt: skip
         self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
         self._known = [f.labelling for f in root.found]

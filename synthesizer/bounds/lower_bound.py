@@ -256,6 +256,16 @@ class BoundResult:
         return total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """The best lower bound of some searches, and what they found, with all programs in order."""
+
+    found: Sequence[BoundResult]
+    programs: tuple[Program, ...]
+    bound_s: float
+    searches: int
+
+
 class Relaxation:
     """Searches under weighted prices by an engine; the best lower bound and all programs found."""
 
@@ -328,17 +338,18 @@ class Relaxation:
         """Return the weights that maximise the cost of the cheapest program found."""
         return best_weights(self.found, self._prices.overlap_price)
 
-    def run(self, start: Weights, searches: int, enough_s: float = np.inf) -> None:
-        """Search from ``start`` on, until no gain is possible or the bound reaches ``enough_s``."""
+    def run(self, start: Weights, searches: int) -> Relaxed:
+        """Search from ``start`` on, until no gain is possible."""
         weights = start
         for _ in range(searches):
-            found = self.search(weights)
-            if found is None or self.bound_s >= enough_s:
-                return
+            if self.search(weights) is None:
+                break
             weights = self.weights()
-            best = min(f.at(weights) for f in self.found)
-            if best <= self.bound_s * (1 + 1e-6):
-                return
+            if min(f.at(weights) for f in self.found) <= self.bound_s * (1 + 1e-6):
+                break
+        return Relaxed(
+            found=self.found, programs=self.programs, bound_s=self.bound_s, searches=self.searches
+        )
 
 
 def best_weights(found: Sequence[BoundResult], overlap_price: OverlapPrice) -> Weights:

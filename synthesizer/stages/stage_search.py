@@ -15,7 +15,7 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
-from hap.synthesizer.bounds.lower_bound import Relaxation
+from hap.synthesizer.bounds.lower_bound import Relaxed
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.schedule.pipeline_simulator import (
@@ -101,7 +101,7 @@ class StageSearch:
         keep: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self._space, self.cluster, self.states = space, cluster, optimizer_states
-        self._relaxed: dict[Ranks, Relaxation] = {}
+        self._relaxed: dict[Ranks, Relaxed] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
         self._whole = self._time.whole()
@@ -114,7 +114,7 @@ class StageSearch:
                 hint="use a number of rows that 2, 3 or 4 divides",
             )
 
-    def relaxed(self, ranks: Ranks) -> Relaxation:
+    def relaxed(self, ranks: Ranks) -> Relaxed:
         """Return the bound of all programs without stages on a set of devices."""
         if ranks not in self._relaxed:
             part = self.cluster.keep(ranks)
