@@ -6,14 +6,15 @@ may cost more than it saves. Among plans of about equal time, the one with the f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hap.second_process import Ahead, ahead, each
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.second_process import each
-from hap.synthesizer.synthesize import Synthesizer, proportional_shares
+from hap.synthesizer.synthesize import Searched, Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
 
@@ -42,9 +43,31 @@ class Selection:
         return self.synthesizer.cluster.world_size
 
 
+@dataclass(frozen=True, slots=True)
+class PartAhead:
+    """The whole search on a part of the cluster, without the ranks ``left``, in another process."""
+
+    left: Ranks
+    process: Ahead[Searched]
+
+
+@contextlib.contextmanager
+def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
+    """Search on the fastest kind of devices, often the best part, inside the context."""
+    speed = np.round(whole.machine.speed, 12)
+    kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
+    if not whole.is_long or not 1 < len(kept) < len(speed):
+        yield None
+        return
+    part = whole.on(whole.cluster.keep(kept))
+    with ahead(lambda told: part.searched(), later=True) as process:
+        yield PartAhead(_others(whole, kept), process) if process else None
+
+
 def select_devices(
     whole: Synthesizer, best: Candidate, known: Sequence[Selection],
     progress: Callable[[str], None] = lambda text: None, keep: frozenset[int] = frozenset(),
+    part: PartAhead | None = None,
 ) -> Selection:  # fmt: skip
     """The fastest selection of devices.
 
@@ -55,6 +78,7 @@ def select_devices(
         best: the best pair on the whole cluster.
         known: selections that are judged already, the fastest device alone among them.
         keep: ranks that must not be left out.
+        part: a search that has begun.
     """
     found = [Selection(synthesizer=whole, pair=best), *known]
     alone = min(found, key=lambda s: s.devices)
@@ -71,7 +95,10 @@ def select_devices(
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
-        pair = fastest([promising.synthesizer.best(progress), promising.pair])
+        searched = part.process.result() if part and part.left == promising.left else None
+        on_part = promising.synthesizer
+        best_there = on_part.take(searched) if searched else on_part.best(progress)
+        pair = fastest([best_there, promising.pair])
         found.append(replace(promising, pair=pair))
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 

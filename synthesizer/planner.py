@@ -22,8 +22,10 @@ from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import (
+    PartAhead,
     Ranks,
     Selection,
+    fastest_kind_ahead,
     on_one_device,
     select_devices,
     without_slowest,
@@ -147,12 +149,14 @@ def choose(
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:
-            ahead = None
+            ahead = part = None
+            if not options.all_devices and not options.mesh:
+                part = stack.enter_context(fastest_kind_ahead(synthesizer))
             if options.mesh is None and _mesh_is_searched(synthesizer, cluster, options):
                 ahead = stack.enter_context(
                     searched_ahead(space, cluster, optimizer_states, engine)
                 )
-            return _searched(synthesizer, optimizer_states, options, progress, known, ahead)
+            return _searched(synthesizer, optimizer_states, options, progress, known, ahead, part)
     except PlanningStopped as stop:
         if options.mesh or not (known or synthesizer.found):
             raise
@@ -177,13 +181,14 @@ def _so_far(
 
 def _searched(
     synthesizer: Synthesizer, optimizer_states: int, options: PlanOptions, progress: Progress,
-    known: list[Selection], ahead: TwoAxesAhead | None,
+    known: list[Selection], ahead: TwoAxesAhead | None, part: PartAhead | None,
 ) -> PlannedPair:  # fmt: skip
     """The best pair of the whole search.
 
     Args:
         known: gets the pairs that a search which is stopped may return.
         ahead: the search over two mesh axes, if it has begun.
+        part: the search on a part of the cluster, if it has begun.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress)
@@ -201,7 +206,7 @@ def _searched(
         on_all = best
         keep = _ranks(cluster, options.keep)
         judged = [] if options.pins else list(selections.values())  # on one device all is whole
-        chosen = select_devices(synthesizer, best, judged, progress, keep)
+        chosen = select_devices(synthesizer, best, judged, progress, keep, part)
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         known[:] = [chosen]
         if left:

@@ -20,6 +20,7 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
+from hap.second_process import ahead
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
 from hap.synthesizer.candidate import Candidate, fastest
@@ -33,7 +34,6 @@ from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
-from hap.synthesizer.second_process import ahead
 from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
 from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
@@ -53,7 +53,7 @@ WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
 
 LONG = 300
-"""Nodes of a graph from which on a second process is worth its start."""
+"""Nodes of a graph from which on another process is worth its start."""
 
 MOST_S = FORBIDDEN / PICOSECONDS / 4
 """Highest price of all bytes of a program together."""
@@ -87,6 +87,18 @@ class _Short:
     def price(self, exponent: int) -> PerRank:
         """Return the seconds per byte of each rank."""
         return np.where(self.ranks, self.unit_s * 2.0**exponent, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """The result of :meth:`Synthesizer.best` in another process, and what that search knows."""
+
+    program: Program
+    shares: Shares
+    gap: float
+    exponent: int | None
+    relaxed: Relaxed
+    fixed: dict[object, Relaxed]
 
 
 class Synthesizer:
@@ -188,6 +200,20 @@ class Synthesizer:
         self.found = []
         return fastest(found)
 
+    def searched(self) -> Searched:
+        """Return the best pair in a form for another process."""
+        best = self.best()
+        return Searched(
+            program=best.program, shares=best.shares, gap=self.gap, exponent=self.exponent,
+            relaxed=self.relaxed, fixed=self._fixed,
+        )  # fmt: skip
+
+    def take(self, found: Searched) -> Candidate:
+        """Return the best pair that the same search found in another process."""
+        self.gap, self.exponent = found.gap, found.exponent
+        self.relaxed, self._fixed = found.relaxed, found.fixed
+        return self.judge(found.program, found.shares)
+
     def _undivided(self, shares: Shares) -> Candidate:
         """Run the whole step on every device; searches may miss this where starts dominate."""
         return Synthesizer(
@@ -201,6 +227,11 @@ class Synthesizer:
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a search takes long enough to be worth another process."""
+        return len(self.space.graph.nodes) >= LONG
 
     @property
     def _cut_short(self) -> bool:
@@ -219,8 +250,8 @@ class Synthesizer:
 
     @contextlib.contextmanager
     def _relaxed_ahead(self) -> Iterator[None]:
-        """Find :attr:`relaxed` in a second process inside the context, if that is long work."""
-        if len(self.space.graph.nodes) < LONG:
+        """Find :attr:`relaxed` in another process inside the context, if that is long work."""
+        if not self.is_long:
             yield
             return
         with ahead(lambda told: self.relaxed) as process:

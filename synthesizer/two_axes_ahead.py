@@ -14,11 +14,11 @@ from hap.cluster.topology import Cluster
 from hap.ir.axes import Shares
 from hap.ir.mesh import Mesh
 from hap.ir.program import Program
+from hap.second_process import Ahead, Told, ahead
 from hap.synthesizer.candidate import Merit
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
-from hap.synthesizer.second_process import Ahead, Told, ahead
 from hap.synthesizer.two_axes import InsideSynthesizer, MeshCandidate, best_on_mesh
 
 Progress = Callable[[str], None]
@@ -89,7 +89,7 @@ def searched_ahead(
         pairs = (between.program, dict(between.shares)), (pair.program, dict(pair.shares))
         return _Found(pairs, pair.merit, reports)
 
-    with ahead(search) as process:
+    with ahead(search, later=True) as process:
         if process is None:
             yield None
         else:

@@ -241,7 +241,7 @@ def test_the_search_in_a_second_process_finds_the_same_pair(
     expected = best_on_mesh(case.space, cluster, 2)
     assert expected is not None
     if broken:  # the process ends without an answer
-        monkeypatch.setattr("hap.synthesizer.second_process._compute", lambda *_: os._exit(1))
+        monkeypatch.setattr("hap.second_process._compute", lambda *_: os._exit(1))
     reports: list[str] = []
     with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
         assert ahead is not None or len(os.sched_getaffinity(0)) == 1

@@ -23,7 +23,8 @@ from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes
 __all__ = ["ShareResult", "ShareStatus", "alike_axes", "proportional", "solve_shares"]
 
 _PATIENCE = 2
-"""Rounds in a row without a better split that end the alternation if exchanges are in it.
+"""Rounds in a row, each with a gain below the gap :data:`COARSE`, after which the alternation ends
+if exchanges are in it.
 
 Without them it is left to converge: every round adds tangents until its split was tried.
 """
@@ -74,11 +75,12 @@ def solve_shares(
             planes.update((split, exchange_plane(task, split)) for split in new)
         assert tangents is not None, "there are first splits"
         found = min([best, *(task.simulated(task.shares(s)) for s in new)], key=Simulated.rank)
-        stalled = stalled + 1 if found is best else 0
+        lacking, step_s = best.rank()
+        stalled = 0 if found.rank() < (lacking, step_s * (1 - COARSE)) else stalled + 1
         best = found
         here = planes[best.split]
         convex = not here.slopes.any()
-        if stalled == _PATIENCE and not convex:
+        if stalled >= _PATIENCE and not convex:
             break
         model = Model(
             task=task,

@@ -1,4 +1,4 @@
-"""Compute in a second process, a fork, while this one goes on."""
+"""Compute in another process, a fork, while this one goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Told = Callable[[], Any]
 
 
 class Ahead(Generic[Result]):
-    """A computation that has begun in the second process, which sends its result by ``pipe``."""
+    """A computation that has begun in another process, which sends its result by ``pipe``."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -40,14 +40,18 @@ class Ahead(Generic[Result]):
 
 
 @contextlib.contextmanager
-def ahead(work: Callable[[Told], Result]) -> Iterator[Ahead[Result] | None]:
-    """Compute ``work`` in a second process inside the context; ``None`` if there is no core for one."""
+def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead[Result] | None]:
+    """Compute ``work`` in another process inside the context; ``None`` if there is no core for one.
+
+    Args:
+        later: the result is not needed soon: other work has priority.
+    """
     if len(os.sched_getaffinity(0)) < 2 or multiprocessing.current_process().daemon:
         yield None
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    process = fork.Process(target=_compute, args=(work, theirs, ours), daemon=True)
+    process = fork.Process(target=_compute, args=(work, later, theirs, ours), daemon=True)
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
@@ -58,9 +62,12 @@ def ahead(work: Callable[[Told], Result]) -> Iterator[Ahead[Result] | None]:
         ours.close()
 
 
-def _compute(work: Callable[[Told], Any], pipe: Connection, parent: Connection) -> None:
+def _compute(
+    work: Callable[[Told], Any], later: bool, pipe: Connection, parent: Connection
+) -> None:
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    os.nice(10 if later else 0)
     known: list[Any] = []
 
     def told() -> Any:
@@ -76,7 +83,7 @@ def _compute(work: Callable[[Told], Any], pipe: Connection, parent: Connection) 
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The result for each item; every other one is computed in the second process."""
+    """The result for each item; every other one is computed in another process."""
     second = items[1::2]
     if not second:
         return [work(item) for item in items]
