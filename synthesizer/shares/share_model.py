@@ -15,7 +15,7 @@ from hap.synthesizer.shares.solvers import solved
 SCALE = 1e4
 """The start's step time, and a device's memory, in the solver's units: its tolerance is 1e-7."""
 
-COARSE, FINE = 1e-3, 1e-5
+COARSE, FINE = 1e-3, 1e-4
 """Relative gaps of the solver: of rounds that add tangents, and of the last one."""
 
 _Variables = list[list[mathopt.Variable]]

@@ -44,12 +44,12 @@ def solved(
 def _ways(
     gap: float, relaxed: bool
 ) -> Iterator[tuple[mathopt.SolverType, mathopt.SolveParameters]]:
-    # There is a good split to start from, and few variables: SCIP's heuristics and cuts cost up to
-    # ten times what they save.
-    types, off = mathopt.SolverType, mathopt.Emphasis.OFF
+    # There is a good split to start from, and few variables: most of SCIP's heuristics, and all its
+    # cuts, cost more than they save.
+    types, low, off = mathopt.SolverType, mathopt.Emphasis.LOW, mathopt.Emphasis.OFF
     if relaxed:
         yield types.GLOP, mathopt.SolveParameters()
-    limits = {"relative_gap_tolerance": gap, "node_limit": _NODES, "heuristics": off, "cuts": off}
-    yield types.GSCIP, mathopt.SolveParameters(**limits)
+    limits = {"relative_gap_tolerance": gap, "node_limit": _NODES, "heuristics": low, "cuts": off}
+    yield types.GSCIP, mathopt.SolveParameters(**limits, presolve=low)
     yield types.GSCIP, mathopt.SolveParameters(**limits, presolve=off)
     yield types.CP_SAT, mathopt.SolveParameters(relative_gap_tolerance=gap, threads=1)
