@@ -20,34 +20,46 @@ Told = Callable[[], Any]
 
 
 class Ahead(Generic[Result]):
-    """A computation that has begun in another process, which sends its result by ``pipe``."""
+    """A computation that has begun.
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    Args:
+        work: the computation.
+        pipe: connection to the process that computes; ``None``: :meth:`result` computes.
+
+    ``failed``: whether the process ended without a result.
+    """
+
+    def __init__(self, work: Callable[[Told], Result], pipe: Connection | None) -> None:
+        self._work, self._pipe = work, pipe
+        self._told: Any = None
+        self.failed = False
 
     def tell(self, what: Any) -> None:
-        """Send a value to the computation; without effect if that has ended."""
-        with contextlib.suppress(ConnectionError):
-            self._pipe.send(what)
+        """Give a value to the computation; without effect if that has ended."""
+        self._told = what
+        if self._pipe:
+            with contextlib.suppress(ConnectionError):
+                self._pipe.send(what)
 
-    def result(self) -> Result | None:
-        """Wait for the result; ``None`` if the computation failed, which the caller then repeats."""
-        try:
-            found: Result | None = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            return None
-        return found
+    def result(self) -> Result:
+        """Wait for the result; if the other process failed, compute it in this one."""
+        found: tuple[Result] | None = None
+        if self._pipe:
+            with contextlib.suppress(EOFError, ConnectionError):
+                found = self._pipe.recv()
+            self.failed = found is None
+        return found[0] if found else self._work(lambda: self._told)
 
 
 @contextlib.contextmanager
-def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead[Result] | None]:
-    """Compute ``work`` in another process inside the context; ``None`` if there is no core for one.
+def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead[Result]]:
+    """Compute in another process inside the context, or where there is no core for it, at the end.
 
     Args:
         later: the result is not needed soon: other work has priority.
     """
     if len(os.sched_getaffinity(0)) < 2 or multiprocessing.current_process().daemon:
-        yield None
+        yield Ahead(work, None)
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -55,7 +67,7 @@ def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
-        yield Ahead(ours)
+        yield Ahead(work, ours)
     finally:
         process.kill()
         process.join()
@@ -75,20 +87,15 @@ def _compute(
             known.append(pipe.recv())
         return known[0] if known else None
 
-    try:
-        found = work(told)
-    except HapError:
-        found = None
-    pipe.send(found)
+    with contextlib.suppress(HapError):  # the parent computes again, and raises it
+        pipe.send((work(told),))
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """The result for each item; every other one is computed in another process."""
-    second = items[1::2]
-    if not second:
+    if len(items) < 2:
         return [work(item) for item in items]
-    with ahead(lambda told: [work(item) for item in second]) as process:
+    with ahead(lambda told: [work(item) for item in items[1::2]]) as process:
         found = [work(item) for item in items[::2]]
-        others = process.result() if process else None
-    found_there = others if others is not None else [work(item) for item in second]
-    return [(found_there if k % 2 else found)[k // 2] for k in range(len(items))]
+        others = process.result()
+    return [(others if k % 2 else found)[k // 2] for k in range(len(items))]

@@ -61,7 +61,7 @@ def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
         return
     part = whole.on(whole.cluster.keep(kept))
     with ahead(lambda told: part.searched(), later=True) as process:
-        yield PartAhead(_others(whole, kept), process) if process else None
+        yield PartAhead(_others(whole, kept), process)
 
 
 def select_devices(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError, TooEntangledError
@@ -28,8 +27,9 @@ from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide
-from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
+from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
+from hap.synthesizer.search.bucket_elimination import TooWide
+from hap.synthesizer.search.cost_tables import Aims, Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
@@ -54,39 +54,6 @@ WIDE = 0.05
 
 LONG = 300
 """Nodes of a graph from which on another process is worth its start."""
-
-MOST_S = FORBIDDEN / PICOSECONDS / 4
-"""Highest price of all bytes of a program together."""
-
-LOWEST_PRICE, HIGHEST_PRICE = -10, 4
-"""Range of the price of a byte: powers of two of the step's time per byte of memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Short:
-    """The ranks that lack memory, and the price of their bytes.
-
-    ``unit_s``: seconds per byte at exponent 0. ``highest``: the highest exponent with which costs
-    stay below :data:`FORBIDDEN`.
-    """
-
-    ranks: npt.NDArray[np.bool_]
-    unit_s: float
-    highest: int
-
-    @classmethod
-    def of(cls, pair: Candidate, memory: PerRank) -> _Short:
-        """Return the ranks and the price of a program that lacks memory; ``memory``: bytes per rank."""
-        ranks = pair.serial_lacking_bytes > 0
-        unit_s, highest = pair.serial.step_s / float(memory.max()), HIGHEST_PRICE
-        held = float(pair.serial.peak_bytes[ranks].sum())
-        while highest > LOWEST_PRICE and held * unit_s * 2.0**highest > MOST_S:
-            highest -= 1
-        return cls(ranks, unit_s, highest)
-
-    def price(self, exponent: int) -> PerRank:
-        """Return the seconds per byte of each rank."""
-        return np.where(self.ranks, self.unit_s * 2.0**exponent, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +96,7 @@ class Synthesizer:
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
-        self._short: _Short | None = None
+        self._short: MemoryPrice | None = None
         self._fixed: dict[object, Relaxed] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
@@ -256,9 +223,7 @@ class Synthesizer:
             return
         with ahead(lambda told: self.relaxed) as process:
             yield
-            found = process.result() if process else None
-        if found:
-            self.relaxed = found
+            self.relaxed = process.result()
 
     def _bounded(self, prices: AnyShares | FixedShares) -> Relaxed:
         relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
@@ -295,11 +260,11 @@ class Synthesizer:
             best = self.cheapest(shares)
             if not best.serial_lacking_bytes.any():
                 return best
-            self._short = _Short.of(best, self._memory)
+            self._short = MemoryPrice.of(best, self._memory)
         short, found = self._short, list[Candidate]()
 
         def fits(exponent: int) -> bool:
-            found.append(self.cheapest(shares, short.price(exponent)))
+            found.append(self.cheapest(shares, short.at(exponent)))
             return not found[-1].serial_lacking_bytes.any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
@@ -310,7 +275,7 @@ class Synthesizer:
         """The cheapest program under fixed shares and the price of memory that was found last."""
         if self._short is None or self.exponent is None:
             return self.cheapest(shares)
-        return self.cheapest(shares, self._short.price(self.exponent))
+        return self.cheapest(shares, self._short.at(self.exponent))
 
     def cheapest(self, shares: Shares, price: PerRank | None = None) -> Candidate:
         """Return the cheapest program under fixed shares and prices (seconds per byte, by rank)."""
@@ -393,41 +358,6 @@ class Synthesizer:
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""
         return self._cost(candidate.program, candidate.shares)
-
-
-def lowest_fitting(
-    fits: Callable[[int], bool], low: int, high: int, first: int | None
-) -> int | None:
-    """Return the lowest number above ``low`` that fits; ``None`` if ``high`` does not.
-
-    Args:
-        fits: monotone; false for ``low``.
-        first: the first guess, from which steps double; default: ``high``, then bisection.
-    """
-    tried = first if first is not None and low < first < high else high
-    near, step = tried != high, 1
-    if fits(tried):
-        high = tried
-        while near and high - low > 1:
-            tried = max(high - step, low + 1)
-            if not fits(tried):
-                low = tried
-                break
-            high, step = tried, 2 * step
-    else:
-        low = tried
-        if tried == high or not fits(high):
-            return None
-        while high - low > 1:
-            tried = min(low + step, high - 1)
-            if fits(tried):
-                high = tried
-                break
-            low, step = tried, 2 * step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:

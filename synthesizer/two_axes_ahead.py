@@ -1,4 +1,4 @@
-"""Search two mesh axes in a second process, while the planner searches one.
+"""Search two mesh axes in another process, while the planner searches one.
 
 The result is that of the same search afterwards: whatever it knows of the plan over one axis, it
 skips only programs that cannot beat that plan.
@@ -34,42 +34,33 @@ class _Found:
     reports: list[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TwoAxesAhead:
-    """A search that has begun.
+    """A search that has begun."""
 
-    Args:
-        process: the second process.
-    """
-
-    def __init__(
-        self, space: Space, cluster: Cluster, optimizer_states: int, engine: Engine,
-        process: Ahead[_Found],
-    ) -> None:  # fmt: skip
-        self._space, self._cluster, self._states = space, cluster, optimizer_states
-        self._engine, self._process = engine, process
+    space: Space
+    cluster: Cluster
+    states: int
+    engine: Engine
+    process: Ahead[_Found]
 
     def best(self, beat: Merit, progress: Progress) -> MeshCandidate | None:
         """Return the best pair of programs if it beats ``beat``; wait for the search.
 
-        If the second process failed, the search is repeated in this one, where its error is raised.
+        If the other process failed, the search is repeated in this one, where its error is raised.
         """
-        self._process.tell(beat)
-        found = self._process.result()
-        if found is None:
-            progress("searching two mesh axes again: the process that did so failed")
-            again = best_on_mesh(
-                self._space, self._cluster, self._states, self._engine, progress, lambda: beat
-            )
-            return again if again and again.pair.merit < beat else None
+        self.process.tell(beat)
+        found = self.process.result()
+        if self.process.failed:
+            progress("searched two mesh axes again: the process that did so failed")
         for text in found.reports:
             progress(text)
         if found.pairs is None or found.merit is None or found.merit >= beat:
             return None
         (program, shares), (inner, inner_shares) = found.pairs
-        between = Between(
-            mesh=Mesh(self._cluster), graph=self._space.graph, program=program, shares=shares
-        )
-        inside = InsideSynthesizer(between, self._cluster, self._states, self._engine)
+        mesh = Mesh(self.cluster)
+        between = Between(mesh=mesh, graph=self.space.graph, program=program, shares=shares)
+        inside = InsideSynthesizer(between, self.cluster, self.states, self.engine)
         pair = inside.judge(inner, inner_shares)
         return MeshCandidate(between=between, pair=pair, cost=inside.cost(pair))
 
@@ -77,8 +68,8 @@ class TwoAxesAhead:
 @contextlib.contextmanager
 def searched_ahead(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine
-) -> Iterator[TwoAxesAhead | None]:
-    """Search in a second process inside the context; ``None`` where there is no core for one."""
+) -> Iterator[TwoAxesAhead]:
+    """Search in another process inside the context."""
 
     def search(told: Told) -> _Found:
         reports: list[str] = []
@@ -90,7 +81,6 @@ def searched_ahead(
         return _Found(pairs, pair.merit, reports)
 
     with ahead(search, later=True) as process:
-        if process is None:
-            yield None
-        else:
-            yield TwoAxesAhead(space, cluster, optimizer_states, engine, process)
+        yield TwoAxesAhead(
+            space=space, cluster=cluster, states=optimizer_states, engine=engine, process=process
+        )

@@ -18,8 +18,8 @@ from hap.errors import InfeasibleError, InputError
 from hap.ir.placement import R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
+from hap.synthesizer.memory_price import lowest_fitting
 from hap.synthesizer.plan_options import PlanOptions
-from hap.synthesizer.synthesize import lowest_fitting
 from tests.random_plans import make_case, verdict
 
 
