@@ -20,8 +20,9 @@ the losses, the gradients and, after three steps, the parameters of one device t
 float64. The table has its largest error, on emulated ranks, under a random plan with random shares
 for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unlike devices.
 *Planned*: the published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
-without memory for its weights, in seconds of one process from the module to the plan; processor
-seconds in brackets. Other processes shared the machine's two cores.
+without memory for its weights, in seconds from the module to the plan, one model after the other on
+two cores; the processor seconds of all its processes in brackets. Importing the model's package and
+building the model come before, and have a line of their own.
 
 Models are those of `transformers`, `torchvision` and `timm`, unmodified, or those that
 `benchmarks/zoo` defines. `transformers` is the extra `models`, `torchvision` and `timm` are the extra

@@ -93,13 +93,14 @@ def figures(results: dict[str, Found]) -> list[Figure]:
         return lines
     plans = [results[name]["plan"] for name in planned]
     walls, processor = ([plan[key] for plan in plans] for key in ("wall_s", "cpu_s"))
+    built = [plan["build_s"] for plan in plans if "build_s" in plan]
     late = [plan for plan in plans if plan["wall_s"] > LIMIT_S]
     small = [plan for plan in plans if plan["parameters"] < SMALL]
     late_small = [plan for plan in small if plan["wall_s"] > SMALL_S]
     return [
         *lines,
         Figure(
-            "seconds of planning, median", f"{median(walls):.0f} ({median(processor):.0f})",
+            "seconds of planning, median", f"{median(walls):.1f} ({median(processor):.1f})",
             f"at most {MEDIAN_S:.0f}", median(walls) <= MEDIAN_S,
         ),
         Figure(
@@ -113,4 +114,5 @@ def figures(results: dict[str, Found]) -> list[Figure]:
             f"planned in more than {SMALL_S:.0f} s, below {SMALL // 10**6} million parameters",
             f"{len(late_small)} of {len(small)}", "0", not late_small,
         ),
+        Figure("seconds of importing and building, median", f"{median(built or [0.0]):.1f}"),
     ]  # fmt: skip

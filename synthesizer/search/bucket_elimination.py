@@ -212,8 +212,11 @@ EASY = 1 << 27
 def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
     """Return the best of greedy orders by several measures; the last results are cached."""
     found: list[_Order] = []
+    least = math.inf
     for measure in (_small_first, _table_size, _fill, _degree):
-        found.append(_order(sizes, edges, measure))
+        found.append(_order(sizes, edges, measure, least))
+        if found[-1].largest <= LARGEST_TABLE:
+            least = min(least, found[-1].total)
         if found[-1].total <= EASY and found[-1].largest <= LARGEST_TABLE:
             break
     return min(found, key=lambda order: (order.largest > LARGEST_TABLE, order.total))
@@ -243,8 +246,12 @@ def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     return (len(near[v]) << 40) + min(_table_size(v, sizes, near), (1 << 40) - 1)
 
 
-def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Measure) -> _Order:
-    """Return a greedy order; its beginning alone if a table of it is too large for any use."""
+def _order(
+    sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Measure, limit: float
+) -> _Order:
+    """Return a greedy order; its beginning alone if a table is too large for any use, or all
+    together have more entries than ``limit``.
+    """
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:
         near[u].add(v)
@@ -266,7 +273,7 @@ def _order(sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Meas
         if entries > largest:
             largest, widest = entries, (*scope, v)
         steps.append((v, scope))
-        if largest > LARGEST_TABLE:
+        if largest > LARGEST_TABLE or total > limit:
             break
         for n in scope:
             near[n].discard(v)
