@@ -23,7 +23,6 @@ import dataclasses
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -153,6 +152,7 @@ def verify(name: str) -> Found:
 def plan(name: str) -> Found:
     """The full size on eight unlike devices, as ``hap plan`` would."""
     import hap
+    from benchmarks.plan_phases import processor_s
     from hap.api import without_data
     from hap.errors import HapError
 
@@ -172,12 +172,6 @@ def plan(name: str) -> Found:
         "build_s": round(wall - start, 1), "wall_s": round(time.perf_counter() - wall, 1),
         "cpu_s": round(processor_s() - processor, 1),
     }  # fmt: skip
-
-
-def processor_s() -> float:
-    """Processor seconds of this process and of those that it began and that have ended."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 STAGES: dict[str, Callable[[str], Found]] = {"verify": verify, "plan": plan}
