@@ -91,9 +91,9 @@ def _compute(
         pipe.send((work(told),))
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The result for each item; every other one is computed in another process."""
-    if len(items) < 2:
+def each(work: Callable[[Item], Result], items: Sequence[Item], *, apart: bool) -> list[Result]:
+    """The result for each item; with ``apart`` every other one is computed in another process."""
+    if len(items) < 2 or not apart:
         return [work(item) for item in items]
     with ahead(lambda told: [work(item) for item in items[1::2]]) as process:
         found = [work(item) for item in items[::2]]

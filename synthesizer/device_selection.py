@@ -155,7 +155,8 @@ def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
 
 def all_balanced(selections: Sequence[Selection]) -> list[Selection]:
     """The same programs and devices with the better of their shares and balanced ones."""
-    shares = each(lambda s: s.synthesizer.balance(s.pair), selections)
+    long = any(s.synthesizer.is_long for s in selections)
+    shares = each(lambda s: s.synthesizer.balance(s.pair), selections, apart=long)
     return [
         replace(s, pair=fastest([s.pair, s.synthesizer.judge(s.pair.program, balanced)]))
         for s, balanced in zip(selections, shares, strict=True)

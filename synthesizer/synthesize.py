@@ -19,7 +19,7 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
-from hap.second_process import ahead
+from hap.second_process import ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
 from hap.synthesizer.candidate import Candidate, fastest
@@ -140,9 +140,9 @@ class Synthesizer:
                     break  # the start by memory is needed only if memory is short
                 alternate(shares, f"start {number + 1}")
             progress("bounding the step from below")
-        for program in self.relaxed.programs:
-            pair = self._under(program, fastest(found).shares)
-            shares = self.balance(pair)
+        under = [self._under(p, fastest(found).shares) for p in self.relaxed.programs]
+        balanced = each(self.balance, under, apart=self.is_long)
+        for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
