@@ -162,7 +162,7 @@ def compare(model: str) -> Row:
     three = (even, found, plan)
     theirs = []
     for c in three:
-        prices = of_shares(space.graph, judge.axes(c), judge.machine, c.shares)
+        prices = of_shares(space.graph, judge.cost(c).axes, judge.machine, c.shares)
         computing, communicating = _pair(supersteps(space.graph, c.program, prices))
         theirs.append((computing, communicating + reduced_s(space.graph, c.program)))
     ours = [_pair(supersteps(space.graph, c.program, judge.cost(c))) for c in three]

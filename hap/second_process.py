@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
@@ -58,7 +59,7 @@ def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead
     Args:
         later: the result is not needed soon: other work has priority.
     """
-    if len(os.sched_getaffinity(0)) < 2 or multiprocessing.current_process().daemon:
+    if not _has_core():
         yield Ahead(work, None)
         return
     fork = multiprocessing.get_context("fork")
@@ -72,6 +73,15 @@ def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead
         process.kill()
         process.join()
         ours.close()
+
+
+def _has_core() -> bool:
+    """Whether there is a core for a fork; elsewhere than on Linux forks are not safe."""
+    return (
+        sys.platform == "linux"
+        and len(os.sched_getaffinity(0)) > 1
+        and not multiprocessing.current_process().daemon
+    )
 
 
 def _compute(

@@ -18,7 +18,6 @@ from hap.ir.placement import Placement, R, S
 from hap.ir.regather import backward_alias_of
 from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.hap_paper import plan_as_paper
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space
@@ -28,43 +27,36 @@ Restriction = Callable[[Space], Allowed]
 """The placements of one method; raises ``HapError`` with the reason if it can't run the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train: a name, the maker of its program, and its source.
+    """A way to train: a name, its source, and the maker of its program.
 
     ``usual``: planned with every plan; the others on demand, to save time.
     """
 
     name: str
-    plan: Callable[[Space, Cluster, int], Candidate]
     note: str
+    plan: Callable[[Space, Cluster, int], Candidate]
     usual: bool = False
 
 
-def by_speed(machine: Machine) -> PerRank:
-    return machine.speed
-
-
-def evenly(machine: Machine) -> PerRank:
-    return np.ones_like(machine.speed)
-
-
 def restricted(
-    restriction: Restriction,
-    weigh: Callable[[Machine], PerRank],
-    narrow: Callable[[Space], Space] = lambda space: space,
-) -> Callable[[Space, Cluster, int], Candidate]:
-    """Return the cheapest program within ``restriction``, with shares proportional to ``weigh``.
+    restriction: Restriction, narrow: Callable[[Space], Space] = lambda space: space, *,
+    even: bool = False,
+) -> Callable[[Space, Cluster, int], Candidate]:  # fmt: skip
+    """Return the cheapest program within ``restriction``, with shares by speed, or ``even`` ones.
 
     ``narrow`` removes rows from the space, where placements alone don't define the method.
     """
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
         allowed = restriction(space)
+        machine = space.machine(cluster)
         synthesizer = Synthesizer(
-            narrow(space), cluster, optimizer_states, allowed, machine=space.machine(cluster)
+            narrow(space), cluster, optimizer_states, allowed, machine=machine
         )
-        return synthesizer.cheapest(proportional_shares(space.axes, weigh(synthesizer.machine)))
+        weights = np.ones_like(machine.speed) if even else machine.speed
+        return synthesizer.cheapest(proportional_shares(space.axes, weights))
 
     return plan
 
@@ -171,34 +163,17 @@ def tensor_parallel(space: Space) -> Allowed:
 
 
 METHODS = (
-    Method(
-        name="data parallel, even", usual=True, note="DDP",
-        plan=restricted(data_parallel, evenly),
-    ),
-    Method(
-        name="data parallel, proportional", usual=True, note="rows by speed",
-        plan=restricted(data_parallel, by_speed),
-    ),
-    Method(
-        name="ZeRO-2, proportional", usual=True, note="stored in shards, gathered once",
-        plan=restricted(sharded_storage, by_speed, replicas_kept),
-    ),
-    Method(
-        name="ZeRO-3 (FSDP), proportional", note="stored in shards, gathered again by the backward",
-        plan=restricted(sharded_storage, by_speed, gathered_again),
-    ),
-    Method(
-        name="tensor parallel, even", note="Megatron-LM: columns, then rows",
-        plan=restricted(tensor_parallel, evenly),
-    ),
-    Method(
-        name="expert parallel, even", note="GShard: all-to-all to the experts and back",
-        plan=restricted(expert_parallel, evenly),
-    ),
-    Method(
-        name="HAP 2024", note="the paper's space, costs and ratios",
-        plan=plan_as_paper,
-    ),
+    Method("data parallel, even", "DDP", restricted(data_parallel, even=True), usual=True),
+    Method("data parallel, proportional", "rows by speed", restricted(data_parallel), usual=True),
+    Method("ZeRO-2, proportional", "stored in shards, gathered once",
+           restricted(sharded_storage, replicas_kept), usual=True),
+    Method("ZeRO-3 (FSDP), proportional", "stored in shards, gathered again by the backward",
+           restricted(sharded_storage, gathered_again)),
+    Method("tensor parallel, even", "Megatron-LM: columns, then rows",
+           restricted(tensor_parallel, even=True)),
+    Method("expert parallel, even", "GShard: all-to-all to the experts and back",
+           restricted(expert_parallel, even=True)),
+    Method("HAP 2024", "the paper's space, costs and ratios", plan_as_paper),
 )  # fmt: skip
 """The methods in the order of the screen."""
 

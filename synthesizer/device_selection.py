@@ -21,7 +21,6 @@ Ranks = tuple[int, ...]
 CLOSE = 1.01
 """Ratio of steps up to which fewer devices count as no slower."""
 
-
 FEW = 4
 """Number of devices of one kind up to which each number is a candidate."""
 

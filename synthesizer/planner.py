@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -108,15 +109,12 @@ def choose_in_space(
     If all are, the engine ``bounded`` searches the whole space; it may be cut short.
     """
     progress("stating the rules")
-    for narrow, left in enumerate(NARROW):
+    ways = (*NARROW, "everything free, by A* where elimination is too large")
+    for narrow, (left, others) in enumerate(pairwise(ways)):
         try:
             return choose(build_space(graph, narrow=narrow), cluster, states, options, progress)
         except TooEntangledError:
-            others = (
-                *NARROW[narrow + 1 :],
-                "everything free, by A* where elimination is too large",
-            )
-            progress(f"the graph is too entangled to search with {left}; now with {others[0]}")
+            progress(f"the graph is too entangled to search with {left}; now with {others}")
     return choose(build_space(graph), cluster, states, options, progress, bound)
 
 

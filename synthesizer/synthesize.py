@@ -80,6 +80,7 @@ class Synthesizer:
         machine: the prices' machine of the cluster; default: that of the space.
 
     ``found`` has the pairs of :meth:`best` while it runs.
+    ``is_long``: whether a part of a search is worth another process.
     ``gap`` is the largest excess of a search's cost over its bound: 0 unless an engine was cut short.
     """
 
@@ -92,6 +93,7 @@ class Synthesizer:
         self.machine = machine or space.machine(cluster)
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
+        self.is_long = len(space.graph.nodes) >= LONG
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
@@ -194,11 +196,6 @@ class Synthesizer:
             if len(ranks) < cluster.world_size:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
-
-    @property
-    def is_long(self) -> bool:
-        """Whether a search takes long enough to be worth another process."""
-        return len(self.space.graph.nodes) >= LONG
 
     @property
     def _cut_short(self) -> bool:
@@ -350,10 +347,6 @@ class Synthesizer:
             model = CostModel(self.space.graph, axes, self.machine, shares, self._states)
             self._priced = (axes, dict(shares)), model
         return self._priced[1]
-
-    def axes(self, candidate: Candidate) -> Axes:
-        """Return the axes of the graph and of the candidate's storage."""
-        return program_axes(self.space.axes, candidate.program)
 
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""

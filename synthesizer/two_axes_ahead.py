@@ -21,7 +21,6 @@ from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.two_axes import InsideSynthesizer, MeshCandidate, best_on_mesh
 
-Progress = Callable[[str], None]
 Pair = tuple[Program, Shares]
 
 
@@ -44,7 +43,7 @@ class TwoAxesAhead:
     engine: Engine
     process: Ahead[_Found]
 
-    def best(self, beat: Merit, progress: Progress) -> MeshCandidate | None:
+    def best(self, beat: Merit, progress: Callable[[str], None]) -> MeshCandidate | None:
         """Return the best pair of programs if it beats ``beat``; wait for the search.
 
         If the other process failed, the search is repeated in this one, where its error is raised.
@@ -76,9 +75,8 @@ def searched_ahead(
         best = best_on_mesh(space, cluster, optimizer_states, engine, reports.append, told)
         if best is None:
             return _Found(None, None, reports)
-        between, pair = best.between, best.pair
-        pairs = (between.program, dict(between.shares)), (pair.program, dict(pair.shares))
-        return _Found(pairs, pair.merit, reports)
+        outer, inner = ((c.program, dict(c.shares)) for c in (best.between, best.pair))
+        return _Found((outer, inner), best.pair.merit, reports)
 
     with ahead(search, later=True) as process:
         yield TwoAxesAhead(

@@ -198,13 +198,13 @@ def test_the_summary_counts_against_the_targets() -> None:
         "graph": {"plan": planned | {"parameters": 10**5, "wall_s": 9.0}},
     }  # fmt: skip
     seen = {figure.name: figure for figure in figures(results)}
-    assert seen["seconds of planning, median"][1:] == ("11 (5)", "at most 15", True)
+    assert seen["seconds of planning, median"][1:] == ("11.0 (5.0)", "at most 15", True)
     assert seen["seconds of planning, maximum"][1:] == ("61 (5)", "at most 60", False)
     assert seen["planned in more than 60 s"].seen == "1 of 3"
     assert seen["planned in more than 10 s, below 1 million parameters"].seen == "1 of 2"
     assert seen["written by others, verified and planned"].seen.startswith("1 of ")
     text = document(results)
-    assert "| seconds of planning, median | 11 (5) | at most 15: met |" in text
+    assert "| seconds of planning, median | 11.0 (5.0) | at most 15: met |" in text
     assert "bert (61 s)." in text
 
 

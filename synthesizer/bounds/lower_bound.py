@@ -285,12 +285,6 @@ class Relaxation:
         self.bound_s = 0.0
         self.searches = 0
 
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """All programs found, in order."""
-        unlike = {f.labelling.labels: f.labelling for f in self.found}
-        return tuple(self._problem.program(labelling) for labelling in unlike.values())
-
     def search(self, weights: Weights) -> BoundResult | None:
         """Find the cheapest program under given weights; raise ``bound_s`` to a better bound.
 
@@ -347,8 +341,10 @@ class Relaxation:
             weights = self.weights()
             if min(f.at(weights) for f in self.found) <= self.bound_s * (1 + 1e-6):
                 break
+        unlike = {f.labelling.labels: f.labelling for f in self.found}
+        programs = tuple(self._problem.program(labelling) for labelling in unlike.values())
         return Relaxed(
-            found=self.found, programs=self.programs, bound_s=self.bound_s, searches=self.searches
+            found=self.found, programs=programs, bound_s=self.bound_s, searches=self.searches
         )
 
 

@@ -7,8 +7,10 @@ Cho et al., MLSys 2019).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from hap.cluster.topology import Cluster
 from hap.ir.hierarchical import cheaper, regular
 
 Floats = npt.NDArray[np.float64]
+
+KEPT = 256
+"""Limit of gathers that are remembered, by their parts."""
 
 
 class Stages:
@@ -39,33 +44,37 @@ class Stages:
         kinds = list(zip(self.counts, self._inner, strict=True))
         self._kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
         self._kinds = list(numbers)
+        self._even = self._inside([[1 / self._width] * self._width] * self._machines)
+        self._gathers = functools.lru_cache(KEPT)(self._gather)
 
     def all_reduce(self, nbytes: float, on: float) -> float:
         """Reduce-scatter inside, all-reduce of a part per column, all-gather inside."""
-        part = nbytes / self._width
-        inside = self._inside([[part] * self._width] * self._machines, on)
         m, link = self._machines, self._outer
-        return 2 * inside + all_reduce(m, nbytes, steps(m) * on * link.latency_s, link)
+        across = all_reduce(m, nbytes, steps(m) * on * link.latency_s, link)
+        return 2 * _slowest(self._even, nbytes, on) + across
 
     def gather(self, nbytes: float, parts: Floats, on: float, *, scatter: bool) -> float:
-        """All-gather; with ``scatter`` reduce-scatter, the same stages in reverse.
+        """All-gather; with ``scatter`` reduce-scatter, the same stages in reverse."""
+        stages = self._gathers(parts.tobytes(), scatter)
+        return sum(_slowest(moves, nbytes, on) for moves in stages)
+
+    def _gather(self, parts_bytes: bytes, scatter: bool) -> tuple[list[_Move], ...]:
+        """Return the moves of the stages: levelling, between the machines, and inside them.
 
         Machines of unequal sizes first level their shards over the columns, which gathers them
         inside; in reverse, they finally gather the columns' shards and cut their own from them.
         """
-        level = 0.0
+        parts, level = np.frombuffer(parts_bytes), list[_Move]()
         if self.regular:
-            cuts = (nbytes * parts).reshape(self._machines, self._width)
+            cuts = parts.reshape(self._machines, self._width)
         else:
-            blocks = np.split(nbytes * parts, self._starts[1:])
+            blocks = np.split(parts, self._starts[1:])
             cuts = np.array([np.full(self._width, block.sum() / self._width) for block in blocks])
-            level = self._inside([b.tolist() for b in (cuts if scatter else blocks)], on)
+            level = self._inside([b.tolist() for b in (cuts if scatter else blocks)])
         columns = cuts.T.tolist()
         moved = [ring(column) for column in columns]
-        across = max(starts for starts, _ in moved) * on * self._outer.latency_s
-        across += sum(sent for _, sent in moved) / self._outer.bandwidth_bytes_per_s
-        totals = [sum(column) for column in columns]
-        return level + across + self._inside([totals] * self._machines, on)
+        across = _Move(max(s for s, _ in moved), sum(sent for _, sent in moved), self._outer)
+        return level, [across], self._inside([list(map(sum, columns))] * self._machines)
 
     def all_to_all(self, nbytes: float, src: Floats, dst: Floats, on: float) -> float:
         """First to the peer in each machine, which passes the data on; machines of equal size."""
@@ -104,16 +113,29 @@ class Stages:
             return 2 * (moved_s + starts_s) + all_reduce(m, nbytes, start_s, outer)
         return moved_s + starts_s + start_s + (m - 1) / m * nbytes / outer.bandwidth_bytes_per_s
 
-    def _inside(self, sizes: Sequence[Sequence[float]], on: float) -> float:
+    def _inside(self, sizes: Sequence[Sequence[float]]) -> list[_Move]:
         """Gather or reduce-scatter a list of sizes in each machine; missing ones are 0."""
-        slowest = 0.0
-        alike = dict.fromkeys(zip(self._kind, map(tuple, sizes), strict=True))
-        for kind, mine in alike:
+        moves = []
+        for kind, mine in dict.fromkeys(zip(self._kind, map(tuple, sizes), strict=True)):
             count, link = self._kinds[kind]
-            starts, sent = ring([*mine, *[0.0] * (count - len(mine))])
-            seconds = starts * on * link.latency_s + sent / link.bandwidth_bytes_per_s
-            slowest = max(slowest, seconds)
-        return slowest
+            moves.append(_Move(*ring([*mine, *[0.0] * (count - len(mine))]), link))
+        return moves
+
+
+class _Move(NamedTuple):
+    """The traffic of a stage on one link, in parts of the whole tensor."""
+
+    starts: int
+    sent: float
+    link: Link
+
+
+def _slowest(moves: Sequence[_Move], nbytes: float, on: float) -> float:
+    return max(
+        (m.starts * on * m.link.latency_s + nbytes * m.sent / m.link.bandwidth_bytes_per_s
+         for m in moves),
+        default=0.0,
+    )  # fmt: skip
 
 
 def steps(ranks: int) -> int:

@@ -38,7 +38,6 @@ from hap.synthesizer.schedule.event_simulator import group_seconds
 BUCKETS = (1, 3, 8, 24)
 """Numbers of buckets to try for collectives that may be fused."""
 
-
 _TYPICAL = 3
 
 

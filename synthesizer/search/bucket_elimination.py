@@ -28,7 +28,6 @@ __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minim
 LARGEST_TABLE = 1 << 26
 """Limit of entries of one table: 512 MiB."""
 
-
 MOST_ENTRIES = 1 << 31
 """Limit of entries of all tables together: some ten seconds."""
 

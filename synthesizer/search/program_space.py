@@ -20,6 +20,7 @@ from functools import cached_property
 from hap.cluster.topology import Cluster
 from hap.errors import UnsupportedOpError
 from hap.ir.axes import Axes, Dim, Ties
+from hap.ir.axis_names import axis_names
 from hap.ir.graph import FREE, Graph, Node, Output
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Program
@@ -27,7 +28,6 @@ from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import FLOPS
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
-from hap.synthesizer.search.axis_names import axis_names
 
 PRODUCTS = frozenset(FLOPS) | {"aten.embedding_dense_backward.default"}
 """Operators whose axes are used. A look-up is the product of a one-hot matrix and the table."""

@@ -50,7 +50,6 @@ class SearchResult:
 Engine = Callable[[Unary, Pairs], SearchResult]
 """Solves the tables of one labelling problem. The same tables give the same outcome."""
 
-
 INFEASIBLE = SearchResult(FORBIDDEN, None)
 
 

@@ -27,7 +27,6 @@ COMPARED = 1 << 20
 HELD = 1 << 28
 """Limit of entries of all cached large tables: 2 GiB."""
 
-
 _GONE: Costs = np.zeros(0, dtype=np.int64)
 
 

@@ -1,0 +1,92 @@
+"""Work in another process has the result that it has in this one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hap import second_process
+from hap.errors import HapError
+from hap.second_process import Told, ahead, each
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(params=["one core", "all cores"])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    if request.param == "one core":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+        return 1
+    return CORES
+
+
+def test_the_result_is_that_of_the_work(cores: int) -> None:
+    with ahead(lambda told: os.getpid()) as process:
+        assert (process.result() == os.getpid()) == (cores == 1)
+    assert not process.failed
+
+
+def test_the_work_hears_what_it_is_told(cores: int) -> None:
+    def listen(told: Told) -> str:
+        end = time.monotonic() + 60
+        while told() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return str(told())
+
+    with ahead(listen, later=True) as process:
+        process.tell("enough")
+        assert process.result() == "enough"
+
+
+@pytest.mark.parametrize("end", [lambda: os._exit(1), lambda: time.sleep(600)])
+def test_work_that_nobody_waits_for_ends_with_the_context(end: Callable[[], None]) -> None:
+    begun = time.monotonic()
+    with ahead(lambda told: end()):
+        pass
+    assert time.monotonic() - begun < 60
+
+
+def test_work_whose_process_ends_is_repeated_here(cores: int) -> None:
+    here = os.getpid()
+
+    def work(told: Told) -> str:
+        if os.getpid() != here:
+            os._exit(1)
+        return f"here, told {told()}"
+
+    with ahead(work) as process:
+        process.tell("this")
+        assert process.result() == "here, told this"
+    assert process.failed == (cores > 1)
+
+
+def test_an_error_is_raised_where_the_result_is_wanted(cores: int) -> None:
+    def work(told: Told) -> None:
+        raise HapError("there is no program")
+
+    with ahead(work) as process, pytest.raises(HapError, match="no program"):
+        process.result()
+
+
+@pytest.mark.parametrize("count", range(5))
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_item_has_its_result_in_order(count: int, apart: bool, cores: int) -> None:
+    found = each(lambda item: (item**2, os.getpid()), range(count), apart=apart)
+    assert [square for square, _ in found] == [item**2 for item in range(count)]
+    others = apart and cores > 1 and count > 1
+    assert len({pid for _, pid in found}) == (2 if others else min(count, 1))
+
+
+def test_the_module_forks_nothing_inside_of_a_process_of_its_own() -> None:
+    if CORES == 1:
+        pytest.skip("one core: there is no other process")
+
+    def nested(told: Told) -> bool:
+        with second_process.ahead(lambda told: os.getpid()) as inner:
+            return inner.result() == os.getpid()
+
+    with ahead(nested) as process:
+        assert process.result()
