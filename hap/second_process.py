@@ -53,13 +53,16 @@ class Ahead(Generic[Result]):
 
 
 @contextlib.contextmanager
-def ahead(work: Callable[[Told], Result], later: bool = False) -> Iterator[Ahead[Result]]:
+def ahead(
+    work: Callable[[Told], Result], *, apart: bool = True, later: bool = False
+) -> Iterator[Ahead[Result]]:
     """Compute in another process inside the context, or where there is no core for it, at the end.
 
     Args:
+        apart: whether the work is worth another process.
         later: the result is not needed soon: other work has priority.
     """
-    if not _has_core():
+    if not (apart and _has_core()):
         yield Ahead(work, None)
         return
     fork = multiprocessing.get_context("fork")
@@ -103,9 +106,8 @@ def _compute(
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, apart: bool) -> list[Result]:
     """The result for each item; with ``apart`` every other one is computed in another process."""
-    if len(items) < 2 or not apart:
-        return [work(item) for item in items]
-    with ahead(lambda told: [work(item) for item in items[1::2]]) as process:
-        found = [work(item) for item in items[::2]]
-        others = process.result()
-    return [(others if k % 2 else found)[k // 2] for k in range(len(items))]
+    others = items[1::2]
+    with ahead(lambda told: [*map(work, others)], apart=apart and bool(others)) as process:
+        found = [*map(work, items[::2])]
+        second = process.result()
+    return [(second if k % 2 else found)[k // 2] for k in range(len(items))]

@@ -6,7 +6,6 @@ out of memory, their bytes get the lowest price at which the program fits.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,8 +45,11 @@ _SETTLED = 1e-3
 SEARCHES = 3
 """Searches per lower bound; the second finds the weights, the third rarely helps.
 
-Where every search is cut short, two have to do, and parts of the cluster are not tried.
+Where a search takes seconds, two have to do, and parts of the cluster are not tried.
 """
+
+MANY = 1 << 30
+"""Entries of all tables of a search from which on it takes seconds."""
 
 WIDE = 0.05
 """Gap above which shares of a part of the cluster are tried as well."""
@@ -94,6 +96,7 @@ class Synthesizer:
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.is_long = len(space.graph.nodes) >= LONG
+        self._slow = engine is bound  # whether a search takes seconds: then there are fewer
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
@@ -127,7 +130,7 @@ class Synthesizer:
         self.found = found = []
 
         def alternate(shares: Shares, name: str) -> None:
-            for round_ in range(1 if self._cut_short else ROUNDS):
+            for round_ in range(1 if self._slow else ROUNDS):
                 progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
@@ -136,19 +139,20 @@ class Synthesizer:
                 if fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
-        with self._relaxed_ahead():
+        with ahead(lambda told: self.relaxed, apart=self.is_long) as bounding:
             for number, shares in enumerate(self.starts()):
                 if number == 2 and fastest(found).fits:
                     break  # the start by memory is needed only if memory is short
                 alternate(shares, f"start {number + 1}")
             progress("bounding the step from below")
+            self.relaxed = bounding.result()
         under = [self._under(p, fastest(found).shares) for p in self.relaxed.programs]
         balanced = each(self.balance, under, apart=self.is_long)
         for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        wide = not self._cut_short and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (
+        wide = not self._slow and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (
             1 - WIDE
         )
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
@@ -158,7 +162,7 @@ class Synthesizer:
                 alternate(found[-1].shares, "a part of the cluster")
         if self._allowed is None:
             found.append(self._undivided(found[0].shares))
-        for _ in range(0 if self._cut_short else ROUNDS):
+        for _ in range(0 if self._slow else ROUNDS):
             best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
             if fastest([best, *under]) is best:
@@ -197,34 +201,18 @@ class Synthesizer:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
-    @property
-    def _cut_short(self) -> bool:
-        """Whether every search is known to be cut short, and takes seconds."""
-        return self.engine is bound
-
-    @property
-    def _bounding(self) -> Engine:
-        """The engine of lower bounds."""
-        return bound if self._cut_short else eliminate_or_bound
-
     @cached_property
     def relaxed(self) -> Relaxed:
         """The bound and programs over all shares."""
-        return self._bounded(AnyShares(self.space, self.machine, self._states))
+        # A search in another process must not depend on those of this one.
+        return self._bounded(
+            AnyShares(self.space, self.machine, self._states), self.engine is bound
+        )
 
-    @contextlib.contextmanager
-    def _relaxed_ahead(self) -> Iterator[None]:
-        """Find :attr:`relaxed` in another process inside the context, if that is long work."""
-        if not self.is_long:
-            yield
-            return
-        with ahead(lambda told: self.relaxed) as process:
-            yield
-            self.relaxed = process.result()
-
-    def _bounded(self, prices: AnyShares | FixedShares) -> Relaxed:
-        relaxation = Relaxation(self.space, prices, self._allowed, self._bounding)
-        return relaxation.run(prices.proportional, 2 if self._cut_short else SEARCHES)
+    def _bounded(self, prices: AnyShares | FixedShares, slow: bool) -> Relaxed:
+        engine = bound if self.engine is bound else eliminate_or_bound
+        relaxation = Relaxation(self.space, prices, self._allowed, engine)
+        return relaxation.run(prices.proportional, 2 if slow else SEARCHES)
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
         """Return (bound over all programs and shares, total searches) by ``searches`` more ones."""
@@ -244,7 +232,7 @@ class Synthesizer:
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = self._bounded(prices)
+            self._fixed[key] = self._bounded(prices, self._slow)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:
@@ -300,6 +288,7 @@ class Synthesizer:
             return self._undivided(shares)
         if outcome.labelling is None:
             raise HapError("the search found no program before its limit")
+        self._slow |= outcome.labelling.entries >= MANY
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
         program = problem.program(outcome.labelling)

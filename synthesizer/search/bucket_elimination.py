@@ -42,12 +42,13 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and the work of finding it."""
+    """An optimal labelling, its cost, and the work of finding it; ``entries``: of all tables."""
 
     cost: int
     labels: tuple[int, ...]
     width: int
     largest_table: int
+    entries: int = 0
 
 
 class TooWide(Exception):
@@ -95,7 +96,7 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
             own = list(found.labels)
             for hub, label in zip(hubs, labels, strict=True):
                 own[hub] = label
-            best = replace(found, labels=tuple(own))
+            best = replace(found, labels=tuple(own), entries=entries)
     return best
 
 
@@ -139,6 +140,7 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
         labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
         width=max(len(scope) for _, scope in plan.steps),
         largest_table=plan.largest,
+        entries=plan.total,
     )
 
 
