@@ -40,7 +40,7 @@ DOCS = HERE.parent / "docs" / "models.md"
 CLUSTER = HERE / "clusters" / "unlike8.yaml"
 WORLDS = (2, 3, 4, 5)
 LIMIT_CPU_S = 200
-"""Processor seconds that one run may take, so that the machine's load does not decide."""
+"""Processor seconds that each process of a run may take, so that the machine's load does not decide."""
 LIMIT_WALL_S = 1800.0
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.second_process import Ahead, ahead, each
+from hap.cluster.topology import Cluster
+from hap.other_process import Ahead, ahead, each
 from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.synthesize import Searched, Synthesizer, proportional_shares
 
@@ -49,24 +50,31 @@ class PartAhead:
     left: Ranks
     process: Ahead[Searched]
 
+    def result(self, wanted: Selection) -> Candidate | None:
+        """Return the best pair if these devices are wanted; else stop the search."""
+        if wanted.left == self.left:
+            return wanted.synthesizer.take(self.process.result())
+        self.process.stop()
+        return None
+
 
 @contextlib.contextmanager
 def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
     """Search on the fastest kind of devices, often the best part, inside the context."""
     speed = np.round(whole.machine.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
-    if not whole.is_long or not 1 < len(kept) < len(speed):
+    if whole.is_long and 1 < len(kept) < len(speed):
+        part = whole.on(whole.cluster.keep(kept))
+        with ahead(lambda told: part.searched(), later=True) as process:
+            yield PartAhead(_others(whole, kept), process)
+    else:
         yield None
-        return
-    part = whole.on(whole.cluster.keep(kept))
-    with ahead(lambda told: part.searched(), later=True) as process:
-        yield PartAhead(_others(whole, kept), process)
 
 
 def select_devices(
     whole: Synthesizer, best: Candidate, known: Sequence[Selection],
     progress: Callable[[str], None] = lambda text: None, keep: frozenset[int] = frozenset(),
-    part: PartAhead | None = None,
+    part: PartAhead | None = None, promise: Callable[[Cluster], None] = lambda part: None,
 ) -> Selection:  # fmt: skip
     """The fastest selection of devices.
 
@@ -78,6 +86,7 @@ def select_devices(
         known: selections that are judged already, the fastest device alone among them.
         keep: ranks that must not be left out.
         part: a search that has begun.
+        promise: is called with the part of the cluster that will be searched in full.
     """
     found = [Selection(synthesizer=whole, pair=best), *known]
     alone = min(found, key=lambda s: s.devices)
@@ -94,10 +103,9 @@ def select_devices(
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
-        searched = part.process.result() if part and part.left == promising.left else None
-        on_part = promising.synthesizer
-        best_there = on_part.take(searched) if searched else on_part.best(progress)
-        pair = fastest([best_there, promising.pair])
+        promise(promising.synthesizer.cluster)
+        begun = part.result(promising) if part else None
+        pair = fastest([begun or promising.synthesizer.best(progress), promising.pair])
         found.append(replace(promising, pair=pair))
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 

@@ -138,27 +138,47 @@ def choose(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",
             hint="plan over one axis",
         )
-    if options.pins and options.stages:
-        raise InputError("pins are for plans without stages", hint="leave out --stages or --pin")
-    if options.pins and options.mesh:
-        raise InputError("pins are for one mesh axis", hint="leave out --mesh or --pin")
+    if options.pins and (options.stages or options.mesh):
+        other = "--stages" if options.stages else "--mesh"
+        raise InputError(f"pins are for plans without {other}", hint=f"leave out {other} or --pin")
     allowed = pinned(space, read_pins(space.graph, options.pins)) if options.pins else None
     synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:
-            ahead = part = None
-            if not options.all_devices and not options.mesh:
-                part = stack.enter_context(fastest_kind_ahead(synthesizer))
-            if options.mesh is None and _mesh_is_searched(synthesizer, cluster, options):
-                ahead = stack.enter_context(
-                    searched_ahead(space, cluster, optimizer_states, engine)
-                )
-            return _searched(synthesizer, optimizer_states, options, progress, known, ahead, part)
+            begun = _Begun(stack, synthesizer, optimizer_states, options)
+            return _searched(synthesizer, optimizer_states, options, progress, known, begun)
     except PlanningStopped as stop:
         if options.mesh or not (known or synthesizer.found):
             raise
         return _so_far(synthesizer, known, stop)
+
+
+class _Begun:
+    """Searches in other processes: on the fastest kind of devices, and over two mesh axes.
+
+    Args:
+        stack: ends the processes.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, synthesizer: Synthesizer, optimizer_states: int,
+        options: PlanOptions,
+    ) -> None:  # fmt: skip
+        self._stack, self._synthesizer = stack, synthesizer
+        self._states, self._options = optimizer_states, options
+        self.part: PartAhead | None = None
+        if not options.all_devices and not options.mesh:
+            self.part = stack.enter_context(fastest_kind_ahead(synthesizer))
+        self.two_axes: dict[Cluster, TwoAxesAhead] = {}
+        self.begin_two_axes(synthesizer.cluster)
+
+    def begin_two_axes(self, on: Cluster) -> None:
+        """Begin the search over two mesh axes on a cluster, if that will be long."""
+        whole, options = self._synthesizer, self._options
+        if whole.is_long and options.mesh is None and _mesh_is_searched(whole, on, options):
+            search = searched_ahead(whole.space, on, self._states, whole.engine)
+            self.two_axes[on] = self._stack.enter_context(search)
 
 
 def _so_far(
@@ -179,14 +199,13 @@ def _so_far(
 
 def _searched(
     synthesizer: Synthesizer, optimizer_states: int, options: PlanOptions, progress: Progress,
-    known: list[Selection], ahead: TwoAxesAhead | None, part: PartAhead | None,
+    known: list[Selection], begun: _Begun,
 ) -> PlannedPair:  # fmt: skip
     """The best pair of the whole search.
 
     Args:
         known: gets the pairs that a search which is stopped may return.
-        ahead: the search over two mesh axes, if it has begun.
-        part: the search on a part of the cluster, if it has begun.
+        begun: searches in other processes.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress)
@@ -204,14 +223,16 @@ def _searched(
         on_all = best
         keep = _ranks(cluster, options.keep)
         judged = [] if options.pins else list(selections.values())  # on one device all is whole
-        chosen = select_devices(synthesizer, best, judged, progress, keep, part)
+        chosen = select_devices(
+            synthesizer, best, judged, progress, keep, begun.part, begun.begin_two_axes
+        )
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         known[:] = [chosen]
         if left:
             beside = {"all devices": on_all, **beside}
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
-    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, ahead)
+    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, begun)
     fastest_pair = two.pair if two else best
     search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
     even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options, fastest_pair)
@@ -328,7 +349,7 @@ def _mesh_is_searched(synthesizer: Synthesizer, cluster: Cluster, options: PlanO
 
 def _on_two_axes(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    best: Candidate, progress: Progress, ahead: TwoAxesAhead | None,
+    best: Candidate, progress: Progress, begun: _Begun,
 ) -> MeshCandidate | None:  # fmt: skip
     """The best pair over two mesh axes if it is asked for, or faster than ``best``.
 
@@ -342,8 +363,8 @@ def _on_two_axes(
     limit = None if options.mesh else best.merit
 
     def found_on(part: Cluster) -> MeshCandidate | None:
-        if part is cluster and ahead and limit:
-            return ahead.best(limit, progress)
+        if part in begun.two_axes and limit:
+            return begun.two_axes[part].best(limit, progress)
         return best_on_mesh(
             synthesizer.space, part, optimizer_states, synthesizer.engine, progress,
             lambda: limit, synthesizer.exponent,

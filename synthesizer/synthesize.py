@@ -18,7 +18,7 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
-from hap.second_process import ahead, each
+from hap.other_process import ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
 from hap.synthesizer.candidate import Candidate, fastest
@@ -130,13 +130,13 @@ class Synthesizer:
         self.found = found = []
 
         def alternate(shares: Shares, name: str) -> None:
-            for round_ in range(1 if self._slow else ROUNDS):
+            for round_ in range(ROUNDS):
                 progress(f"search from {name}, round {round_ + 1}")
                 pair = self.search(shares)
                 found.append(pair)
                 shares = self.balance(pair)
                 found.append(self.judge(pair.program, shares))
-                if fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
+                if self._slow or fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
         with ahead(lambda told: self.relaxed, apart=self.is_long) as bounding:
@@ -204,10 +204,9 @@ class Synthesizer:
     @cached_property
     def relaxed(self) -> Relaxed:
         """The bound and programs over all shares."""
+        prices = AnyShares(self.space, self.machine, self._states)
         # A search in another process must not depend on those of this one.
-        return self._bounded(
-            AnyShares(self.space, self.machine, self._states), self.engine is bound
-        )
+        return self._bounded(prices, self.engine is bound)
 
     def _bounded(self, prices: AnyShares | FixedShares, slow: bool) -> Relaxed:
         engine = bound if self.engine is bound else eliminate_or_bound

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hap.cluster.topology import Cluster
 from hap.ir.plan import Plan
 from hap.synthesizer.device_selection import CLOSE
 from tests.test_synthesize import cluster, device, planned
+from tests.test_two_axes import machines
 
 
 def chosen(plan: Plan) -> list[str]:
@@ -43,10 +45,24 @@ def test_the_devices_that_stay_are_the_fast_ones() -> None:
     assert chosen(planned(1024, 512, 31, on, all_devices=True)) == ["m:0", "m:1", "m:2"]
 
 
-def test_searches_in_other_processes_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slow devices are left out, so that the search on the fast ones ahead counts."""
-    fast = [device(r, speed=1e12) for r in (0, 1)]
-    on = cluster(*fast, *(device(r, speed=1e10) for r in (2, 3)), bandwidth=1e10)
+FAST = [device(r, speed=1e12) for r in (0, 1)]
+SLOW = [device(r, speed=1e10) for r in (2, 3)]
+SHORT = [device(r, speed=1e12, memory=5_500_000) for r in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "on, want",
+    [
+        (cluster(*FAST, *SLOW), ["m:0", "m:1"]),
+        (cluster(*SHORT, *SLOW), ["m:0", "m:1", "m:2"]),
+        (machines((1.0, 1.0), (1.0, 1.0), (0.01, 0.01), between=1e10), ["m0:0", "m0:1", "m1:0", "m1:1"]),
+    ],
+    ids=["one machine", "short memory", "machines"],
+)  # fmt: skip
+def test_searches_in_other_processes_change_no_plan(
+    on: Cluster, want: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow devices are left out, so that the searches on the fast ones count."""
     found = []
     for long in (0, 10**9):
         monkeypatch.setattr("hap.synthesizer.synthesize.LONG", long)
@@ -54,4 +70,4 @@ def test_searches_in_other_processes_change_no_plan(monkeypatch: pytest.MonkeyPa
     apart, here = found
     assert apart.program == here.program and apart.shares == here.shares
     assert apart.prediction == here.prediction
-    assert chosen(here) == ["m:0", "m:1"]
+    assert chosen(here) == want

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 HOMES = {"profiler", "synthesizer", "runtime"}
 
 BASE = {"hap.errors", "hap.files", "hap.gc_pause", "hap.run_log",
-        "hap.second_process", "hap.units"}  # fmt: skip
+        "hap.other_process", "hap.units"}  # fmt: skip
 """Modules of ``hap`` that import nothing of the product but each other."""
 
 FOLDERS = {

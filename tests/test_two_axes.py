@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -233,24 +232,17 @@ def test_the_best_of_a_mesh_fits_and_runs() -> None:
     assert all(0 <= start <= stop <= 60 for start, stop in rows)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_search_in_a_second_process_finds_the_same_pair(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_in_another_process_finds_the_same_pair() -> None:
     case, cluster = benchmark_case("mlp", "tiny"), machines((3.0, 1.0), (2.0, 1.0))
     expected = best_on_mesh(case.space, cluster, 2)
     assert expected is not None
-    if broken:  # the process ends without an answer
-        monkeypatch.setattr("hap.second_process._compute", lambda *_: os._exit(1))
     reports: list[str] = []
     with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
         found = ahead.best((math.inf, math.inf), reports.append)
-    assert found is not None
+    assert found is not None and reports
     assert found.pair.merit == expected.pair.merit
     assert found.pair.program == expected.pair.program
     assert found.between.program == expected.between.program
-    alone = len(os.sched_getaffinity(0)) == 1  # one core: there is no other process
-    assert any("failed" in report for report in reports) == (broken and not alone)
     with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
         assert ahead.best(expected.pair.merit, reports.append) is None, "no better than that"
 

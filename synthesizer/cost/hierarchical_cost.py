@@ -39,11 +39,7 @@ class Stages:
         self._inner = [cluster.intra[node] for node in cluster.nodes]
         self._outer = cluster.inter
         self._starts = np.cumsum([0, *self.counts[:-1]])
-        # Alike machines take equal times: each kind, a number of devices and a link, is priced once.
-        numbers: dict[tuple[int, Link], int] = {}
-        kinds = list(zip(self.counts, self._inner, strict=True))
-        self._kind = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-        self._kinds = list(numbers)
+        self._kinds = list(zip(self.counts, self._inner, strict=True))
         self._even = self._inside([[1 / self._width] * self._width] * self._machines)
         self._gathers = functools.lru_cache(KEPT)(self._gather)
 
@@ -58,13 +54,13 @@ class Stages:
         stages = self._gathers(parts.tobytes(), scatter)
         return sum(_slowest(moves, nbytes, on) for moves in stages)
 
-    def _gather(self, parts_bytes: bytes, scatter: bool) -> tuple[list[_Move], ...]:
+    def _gather(self, parts_as_key: bytes, scatter: bool) -> tuple[list[_Move], ...]:
         """Return the moves of the stages: levelling, between the machines, and inside them.
 
         Machines of unequal sizes first level their shards over the columns, which gathers them
         inside; in reverse, they finally gather the columns' shards and cut their own from them.
         """
-        parts, level = np.frombuffer(parts_bytes), list[_Move]()
+        parts, level = np.frombuffer(parts_as_key), list[_Move]()
         if self.regular:
             cuts = parts.reshape(self._machines, self._width)
         else:
@@ -106,7 +102,7 @@ class Stages:
         moved_s, starts_s = max(
             (ring([*columns, *[0.0] * (count - width)])[1] / link.bandwidth_bytes_per_s,
              steps(count) * on * link.latency_s)
-            for count, link in self._kinds
+            for count, link in {*self._kinds}
         )  # fmt: skip
         start_s = steps(m) * on * outer.latency_s
         if kind == "all_reduce":
@@ -115,9 +111,8 @@ class Stages:
 
     def _inside(self, sizes: Sequence[Sequence[float]]) -> list[_Move]:
         """Gather or reduce-scatter a list of sizes in each machine; missing ones are 0."""
-        moves = []
-        for kind, mine in dict.fromkeys(zip(self._kind, map(tuple, sizes), strict=True)):
-            count, link = self._kinds[kind]
+        moves = []  # of alike machines, which take equal times, once
+        for (count, link), mine in dict.fromkeys(zip(self._kinds, map(tuple, sizes), strict=True)):
             moves.append(_Move(*ring([*mine, *[0.0] * (count - len(mine))]), link))
         return moves
 

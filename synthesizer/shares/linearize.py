@@ -42,7 +42,7 @@ class _FreeNetwork:
 def _probe(task: Task, machine: Machine, parts: Floats, ring_size: int | None = None) -> CostModel:
     """A cost model of given parts, dims group, rank; communication is free.
 
-    Its ranks are separate questions, not devices that work together; or its rings of ``ring_size``.
+    Its ranks are separate questions; with ``ring_size`` each ring of so many ranks is one.
     """
     vectors = list(parts)  # the cost model tells parts apart by identity
     of_axis = {axis: vectors[g] for axis, g in task.group_of.items()}
@@ -111,10 +111,10 @@ def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
     probe = _probe(task, task.machine, vectors, ring_size=world)
 
     def buffers(group: Sequence[Instruction]) -> PerRank:
-        most = communication_buffers(group, probe).reshape(asked.shape[0], -1, world).max(-1)
+        most = communication_buffers(group, probe).reshape(len(splits), -1, world).max(-1)
         alike = np.repeat(most[:, :1], 1 + 2 * groups, axis=1)
-        asked_of = np.concatenate([alike, most[:, 1:]], axis=1)  # split, question
-        return np.repeat(asked_of[:, None], len(task.types), axis=1).reshape(-1)
+        of_split = np.concatenate([alike, most[:, 1:]], axis=1)  # split, question
+        return np.repeat(of_split[:, None], len(task.types), axis=1).reshape(-1)
 
     return buffers
 

@@ -1,4 +1,7 @@
-"""Compute in another process, a fork, while this one goes on."""
+"""Compute in another process, a fork, while this one goes on.
+
+A fork has the tables of a search without a copy. ``concurrent.futures`` would have to pickle them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
@@ -26,14 +30,15 @@ class Ahead(Generic[Result]):
     Args:
         work: the computation.
         pipe: connection to the process that computes; ``None``: :meth:`result` computes.
-
-    ``failed``: whether the process ended without a result.
+        stop: ends that process, if the result is not needed.
     """
 
-    def __init__(self, work: Callable[[Told], Result], pipe: Connection | None) -> None:
-        self._work, self._pipe = work, pipe
+    def __init__(
+        self, work: Callable[[Told], Result], pipe: Connection | None = None,
+        stop: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._work, self._pipe, self.stop = work, pipe, stop
         self._told: Any = None
-        self.failed = False
 
     def tell(self, what: Any) -> None:
         """Give a value to the computation; without effect if that has ended."""
@@ -43,12 +48,20 @@ class Ahead(Generic[Result]):
                 self._pipe.send(what)
 
     def result(self) -> Result:
-        """Wait for the result; if the other process failed, compute it in this one."""
+        """Wait for the result. If the other process ended without one, warn, and compute it here.
+
+        Raises:
+            HapError: as of the computation, which is then repeated here.
+        """
         found: tuple[Result] | None = None
         if self._pipe:
-            with contextlib.suppress(EOFError, ConnectionError):
+            try:
                 found = self._pipe.recv()
-            self.failed = found is None
+            except (EOFError, ConnectionError):
+                warnings.warn(
+                    "a process of the planner ended without a result; its search is repeated",
+                    stacklevel=2,
+                )
         return found[0] if found else self._work(lambda: self._told)
 
 
@@ -63,7 +76,7 @@ def ahead(
         later: the result is not needed soon: other work has priority.
     """
     if not (apart and _has_core()):
-        yield Ahead(work, None)
+        yield Ahead(work)
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -71,7 +84,7 @@ def ahead(
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
-        yield Ahead(work, ours)
+        yield Ahead(work, ours, process.kill)
     finally:
         process.kill()
         process.join()
@@ -100,8 +113,11 @@ def _compute(
             known.append(pipe.recv())
         return known[0] if known else None
 
-    with contextlib.suppress(HapError):  # the parent computes again, and raises it
-        pipe.send((work(told),))
+    try:
+        found = (work(told),)
+    except HapError:
+        found = None  # the parent computes again, and raises the error
+    pipe.send(found)
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, apart: bool) -> list[Result]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
 
-from hap import second_process
 from hap.errors import HapError
-from hap.second_process import Told, ahead, each
+from hap.other_process import Told, ahead, each
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -26,7 +26,6 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def test_the_result_is_that_of_the_work(cores: int) -> None:
     with ahead(lambda told: os.getpid()) as process:
         assert (process.result() == os.getpid()) == (cores == 1)
-    assert not process.failed
 
 
 def test_the_work_hears_what_it_is_told(cores: int) -> None:
@@ -57,18 +56,22 @@ def test_work_whose_process_ends_is_repeated_here(cores: int) -> None:
             os._exit(1)
         return f"here, told {told()}"
 
-    with ahead(work) as process:
+    with ahead(work) as process, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         process.tell("this")
         assert process.result() == "here, told this"
-    assert process.failed == (cores > 1)
+    assert len(warned) == (cores > 1)
+    assert all("ended without a result" in str(w.message) for w in warned)
 
 
 def test_an_error_is_raised_where_the_result_is_wanted(cores: int) -> None:
     def work(told: Told) -> None:
         raise HapError("there is no program")
 
-    with ahead(work) as process, pytest.raises(HapError, match="no program"):
-        process.result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the process has not failed
+        with ahead(work) as process, pytest.raises(HapError, match="no program"):
+            process.result()
 
 
 @pytest.mark.parametrize("count", range(5))
@@ -80,13 +83,17 @@ def test_each_item_has_its_result_in_order(count: int, apart: bool, cores: int) 
     assert len({pid for _, pid in found}) == (2 if others else min(count, 1))
 
 
-def test_the_module_forks_nothing_inside_of_a_process_of_its_own() -> None:
-    if CORES == 1:
-        pytest.skip("one core: there is no other process")
-
+def test_nothing_is_forked_inside_of_a_process_of_its_own(cores: int) -> None:
     def nested(told: Told) -> bool:
-        with second_process.ahead(lambda told: os.getpid()) as inner:
+        with ahead(lambda told: os.getpid()) as inner:
             return inner.result() == os.getpid()
 
     with ahead(nested) as process:
         assert process.result()
+
+
+def test_work_that_is_stopped_ends_at_once() -> None:
+    begun = time.monotonic()
+    with ahead(lambda told: time.sleep(600)) as process:
+        process.stop()
+    assert time.monotonic() - begun < 60
