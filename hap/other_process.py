@@ -67,20 +67,20 @@ class Ahead(Generic[Result]):
 
 @contextlib.contextmanager
 def ahead(
-    work: Callable[[Told], Result], *, apart: bool = True, later: bool = False
+    work: Callable[[Told], Result], *, apart: bool = True, nice: int = 0
 ) -> Iterator[Ahead[Result]]:
     """Compute in another process inside the context, or where there is no core for it, at the end.
 
     Args:
         apart: whether the work is worth another process.
-        later: the result is not needed soon: other work has priority.
+        nice: of the process; above 0 for a result that is needed late, or perhaps not at all.
     """
     if not (apart and _has_core()):
         yield Ahead(work)
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    process = fork.Process(target=_compute, args=(work, later, theirs, ours), daemon=True)
+    process = fork.Process(target=_compute, args=(work, nice, theirs, ours), daemon=True)
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
@@ -100,12 +100,10 @@ def _has_core() -> bool:
     )
 
 
-def _compute(
-    work: Callable[[Told], Any], later: bool, pipe: Connection, parent: Connection
-) -> None:
+def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: Connection) -> None:
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    os.nice(10 if later else 0)
+    os.nice(nice)
     known: list[Any] = []
 
     def told() -> Any:

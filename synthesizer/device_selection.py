@@ -65,7 +65,7 @@ def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed):
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched(), later=True) as process:
+        with ahead(lambda told: part.searched(), nice=19) as process:
             yield PartAhead(_others(whole, kept), process)
     else:
         yield None
@@ -107,6 +107,8 @@ def select_devices(
         begun = part.result(promising) if part else None
         pair = fastest([begun or promising.synthesizer.best(progress), promising.pair])
         found.append(replace(promising, pair=pair))
+    elif part:
+        part.process.stop()
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 
 

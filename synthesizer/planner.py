@@ -155,11 +155,7 @@ def choose(
 
 
 class _Begun:
-    """Searches in other processes: on the fastest kind of devices, and over two mesh axes.
-
-    Args:
-        stack: ends the processes.
-    """
+    """Searches in other processes: on the fastest kind, and over two axes; ``stack`` ends them."""
 
     def __init__(
         self, stack: contextlib.ExitStack, synthesizer: Synthesizer, optimizer_states: int,

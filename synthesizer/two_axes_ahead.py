@@ -66,5 +66,5 @@ def searched_ahead(
         pairs = (best.between, best.pair) if best else ()
         return [(c.program, dict(c.shares)) for c in pairs], reports
 
-    with ahead(search, later=True) as process:
+    with ahead(search, nice=5) as process:
         yield TwoAxesAhead(space, cluster, optimizer_states, engine, process)

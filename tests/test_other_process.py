@@ -35,7 +35,7 @@ def test_the_work_hears_what_it_is_told(cores: int) -> None:
             time.sleep(0.01)
         return str(told())
 
-    with ahead(listen, later=True) as process:
+    with ahead(listen, nice=10) as process:
         process.tell("enough")
         assert process.result() == "enough"
 
