@@ -33,9 +33,9 @@ class MemoryPrice:
     highest: int
 
     @classmethod
-    def of(cls, pair: Candidate, memory: PerRank) -> MemoryPrice:
-        """Return the ranks and the price of a program that lacks memory; ``memory``: bytes per rank."""
-        ranks = pair.serial_lacking_bytes > 0
+    def of(cls, pair: Candidate, lacking: PerRank, memory: PerRank) -> MemoryPrice:
+        """Return the ranks and the price of a program that lacks ``lacking`` of ``memory`` bytes."""
+        ranks = lacking > 0
         unit_s, highest = pair.serial.step_s / float(memory.max()), HIGHEST_PRICE
         held = float(pair.serial.peak_bytes[ranks].sum())
         while highest > LOWEST_PRICE and held * unit_s * 2.0**highest > MOST_S:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -38,7 +38,7 @@ from hap.synthesizer.search.engines import bound, engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.share_alignment import aligned
-from hap.synthesizer.stages.even_pipeline import even_row
+from hap.synthesizer.stages.even_pipeline import even_pipeline, no_pipeline
 from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
@@ -230,9 +230,14 @@ def _searched(
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, begun)
     fastest_pair = two.pair if two else best
-    search = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
-    even = _even_pipeline(search, synthesizer, cluster, optimizer_states, options, fastest_pair)
-    staged = search and _in_stages(search, fastest_pair, progress)
+    search, why_not = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
+    staged = _in_stages(search, fastest_pair, progress) if search else None
+    even: tuple[Alternative, ...] = ()
+    if options.compare:
+        row, pipeline = even_pipeline(search) if search else (no_pipeline(why_not), None)
+        even = (row,)
+        if pipeline and _is_faster(pipeline, staged, fastest_pair):
+            staged = pipeline
     if search and staged:
         shown = {"without stages": best, **beside}
         rows = (*alternatives(graph, shown, fewer, notes), *even)
@@ -267,10 +272,10 @@ def _searched(
 def _stage_search(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
     progress: Progress,
-) -> StageSearch | None:  # fmt: skip
-    """The search for pipelines if it is asked for and the step can be run in microbatches."""
+) -> tuple[StageSearch | None, str]:  # fmt: skip
+    """The search for pipelines, or why there is none."""
     if not options.stages:
-        return None
+        return None, "pipelines are planned with --stages"
     progress("searching pipeline stages")
     everyone = range(cluster.world_size)
     keep = frozenset(everyone) if options.all_devices else _ranks(cluster, options.keep)
@@ -279,23 +284,10 @@ def _stage_search(
         least_s = search.estimates.pipelines_s
     except HapError as error:
         progress(f"no pipeline: {error.what}")
-        return None
+        return None, error.what
     if np.isfinite(least_s):
         progress(f"no pipeline takes less than {format_seconds(least_s)}")
-    return search
-
-
-def _even_pipeline(
-    search: StageSearch | None, synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int,
-    options: PlanOptions, best: Candidate,
-) -> list[Alternative]:  # fmt: skip
-    """The row of an even pipeline, if all baselines are asked for."""
-    if not options.compare:
-        return []
-    row = even_row(lambda: search or StageSearch(synthesizer.space, cluster, optimizer_states))
-    if row.fits and not options.stages and row.step_s < best.timeline.step_s:
-        row = replace(row, note=f"{row.note}; --stages plans pipelines, too")
-    return [row]
+    return search, ""
 
 
 def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:
@@ -306,6 +298,13 @@ def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipe
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None
+
+
+def _is_faster(pipeline: Pipeline, other: Pipeline | None, best: Candidate) -> bool:
+    """Whether a pipeline fits, and is faster than another one and than the best pair."""
+    limit_s = best.timeline.step_s if best.fits else float("inf")
+    others_s = other.times.step_s if other else limit_s
+    return pipeline.fits and pipeline.times.step_s < min(others_s, limit_s)
 
 
 def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:

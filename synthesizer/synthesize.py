@@ -21,8 +21,8 @@ from hap.ir.program import Convert, Program
 from hap.other_process import ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
-from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.cost.cost_model import CostModel, Crossing
 from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
@@ -102,6 +102,7 @@ class Synthesizer:
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._short: MemoryPrice | None = None
+        self._crossing: Crossing | None = None
         self._fixed: dict[object, Relaxed] = {}
 
     def on(self, cluster: Cluster) -> Synthesizer:
@@ -242,18 +243,24 @@ class Synthesizer:
         """
         if self._short is None:
             best = self.cheapest(shares)
-            if not best.serial_lacking_bytes.any():
+            if not (lacking := self._lacking(best)).any():
                 return best
-            self._short = MemoryPrice.of(best, self._memory)
+            self._short = MemoryPrice.of(best, lacking, self._memory)
         short, found = self._short, list[Candidate]()
 
         def fits(exponent: int) -> bool:
             found.append(self.cheapest(shares, short.at(exponent)))
-            return not found[-1].serial_lacking_bytes.any()
+            return not self._lacking(found[-1]).any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
         self.exponent = self.exponent if exponent is None else exponent
-        return min(found, key=lambda c: c.serial_merit)
+        return min(found, key=self._merit)
+
+    def _merit(self, pair: Candidate) -> Merit:
+        return float(self._lacking(pair).max()), pair.serial.step_s
+
+    def _lacking(self, pair: Candidate) -> PerRank:
+        return pair.serial_lacking_bytes
 
     def probe(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares and the price of memory that was found last."""
@@ -332,7 +339,10 @@ class Synthesizer:
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
         axes = program_axes(self.space.axes, program) if program else self.space.axes
         if self._priced is None or self._priced[0] != (axes, shares):
-            model = CostModel(self.space.graph, axes, self.machine, shares, self._states)
+            model = CostModel(
+                self.space.graph, axes, self.machine, shares, self._states,
+                crossing=self._crossing,
+            )  # fmt: skip
             self._priced = (axes, dict(shares)), model
         return self._priced[1]
 

@@ -16,7 +16,7 @@ from hap.ir.plan import Plan
 from hap.ir.stages import cut_stages, stage_ranges
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
-from hap.synthesizer.stages.even_pipeline import even_pipelines, even_row
+from hap.synthesizer.stages.even_pipeline import even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
 from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
@@ -147,11 +147,11 @@ def test_no_more_in_flight_than_gain_time() -> None:
 def test_the_even_pipeline_is_even() -> None:
     case, cluster = benchmark_case("vit", "tiny"), two_machines(4)
     search = StageSearch(case.space, cluster, 2)
-    row = even_row(lambda: search)
+    row, made = even_pipeline(search)
     assert row.step_s > 0
     assert row.fits
     assert "stages" in row.note
-    odd = even_row(lambda: StageSearch(case.space, two_machines(3), 2))
+    odd, _ = even_pipeline(StageSearch(case.space, two_machines(3), 2))
     assert odd.step_s == 0.0
     assert "equal stages" in odd.note
     cuts = search.estimates.even_cuts(2)

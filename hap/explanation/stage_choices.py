@@ -24,19 +24,17 @@ from hap.explanation.forced_choices import (
     placements_in,
     the_plan,
 )
-from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide, origin
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
-from hap.ir.program import Program
 from hap.ir.stages import Stage, cut_stages
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.flights import arrange
-from hap.synthesizer.stages.stage_search import StageSynthesizer
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
 from hap.synthesizer.stages.stage_times import StageFigures, figures, in_parts
 from hap.synthesizer.stages.stage_transfers import stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime
@@ -145,25 +143,23 @@ class _Variant:
         stage = self.stages[number]
         time = OverTime(graph=self.plan.graph, program=self.plan.program)
         whole = cut_stages(time.whole(), self.plan.stages.cuts)[0][number]
-        space, on = build_space(whole), self._cluster(ranks or stage.ranks)
+        space, on = stage_space(whole, self.parts[number]), self._cluster(ranks or stage.ranks)
         allowed = pinned(space, pins) if pins else None
+        ahead = min(self.count, len(self.stages) - number)
         try:
-            search = StageSynthesizer(space, on, self.plan.optimizer.states, allowed)
-            pair = search.cheapest(next(search.starts()))
-            if on.world_size > 1:
-                pair = search.cheapest(search.balance(pair))
-                pair = search.judge(pair.program, search.balance(pair))
+            program, shares = StageSynthesizer(
+                space,
+                self.parts[number],
+                on,
+                self.plan.optimizer.states,
+                self.count,
+                ahead,
+                allowed,
+            ).chosen()
         except HapError:
             return None
-        shares = {axis: pair.shares[axis] for axis in pair.program.used_axes()}
-        scaled = in_parts(whole, self.parts[number], pair.program, shares)
-        return scaled and self._scaled(number, *scaled, ranks or stage.ranks)
-
-    def _scaled(
-        self, number: int, program: Program, shares: Shares, ranks: tuple[int, ...]
-    ) -> _Variant:
-        stage = replace(self.stages[number], program=program, shares=shares, ranks=ranks)
-        return self.with_stage(number, stage)
+        found = replace(stage, program=program, shares=shares, ranks=ranks or stage.ranks)
+        return self.with_stage(number, found)
 
     def in_microbatches(self, count: int) -> _Variant | None:
         """Return the same programs in another number of microbatches, if the batch can be cut so."""

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.axes import Shares
-from hap.ir.graph import Graph
 from hap.ir.mesh import origin
 from hap.ir.placement import Placement, R, S
 from hap.ir.prediction import Alternative
@@ -22,9 +20,10 @@ from hap.ir.program import Program
 from hap.synthesizer.baselines import tensor_parallel
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.stages.device_blocks import Ranks
 from hap.synthesizer.stages.stage_estimates import Sketch
-from hap.synthesizer.stages.stage_search import Pipeline, StageSearch, StageSynthesizer
+from hap.synthesizer.stages.stage_search import Pipeline, StageSearch, StageTask
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
+from hap.synthesizer.stages.stage_times import in_parts
 from hap.synthesizer.synthesize import proportional_shares
 
 NAME = "3D, even"
@@ -32,16 +31,13 @@ NAME = "3D, even"
 STAGES = (2, 4, 8)
 
 
-def even_row(search: Callable[[], StageSearch]) -> Alternative:
-    """Return the row of the baseline; ``search`` raises ``HapError`` where there are no microbatches."""
-    try:
-        found = list(even_pipelines(search()))
-    except HapError as error:
-        return Alternative(name=NAME, step_s=0.0, fits=False, note=error.what)
+def even_pipeline(search: StageSearch) -> tuple[Alternative, Pipeline | None]:
+    """Return the row of the baseline, and its pipeline if there is one."""
+    found = list(even_pipelines(search))
     if not found:
         shown = ", ".join(map(str, STAGES))
         what = f"neither devices nor layers can be divided into {shown} equal stages"
-        return Alternative(name=NAME, step_s=0.0, fits=False, note=what)
+        return no_pipeline(what), None
     made, how = min(found, key=lambda pair: (not pair[0].fits, pair[0].times.step_s))
     peaks = [float(each.peak_bytes.max()) for each in made.figures]
     lacking = [
@@ -49,7 +45,7 @@ def even_row(search: Callable[[], StageSearch]) -> Alternative:
         for stage, each in zip(made.stages.stages, made.figures, strict=True)
         for rank, peak in zip(stage.ranks, each.peak_bytes, strict=True)
     ]
-    return Alternative(
+    row = Alternative(
         name=NAME, step_s=made.times.step_s, fits=made.fits,
         note=f"Megatron-LM: {len(peaks)} stages, {how} in each, {made.microbatches} microbatches",
         communicate_s=max(each.communicate_s for each in made.figures),
@@ -59,6 +55,12 @@ def even_row(search: Callable[[], StageSearch]) -> Alternative:
         ),
         peak_bytes=round(max(peaks)), lacking_bytes=max(0, round(max(lacking))),
     )  # fmt: skip
+    return row, made
+
+
+def no_pipeline(why: str) -> Alternative:
+    """Return the row of the baseline where there is none."""
+    return Alternative(name=NAME, step_s=0.0, fits=False, note=why)
 
 
 def even_pipelines(search: StageSearch) -> Iterator[tuple[Pipeline, str]]:
@@ -92,19 +94,28 @@ class _Programs:
         self._search, self._restriction = search, restriction
         self._found: dict[object, tuple[Program, Shares] | None] = {}
 
-    def __call__(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
-        key = ranks, whole.outputs
+    def __call__(self, task: StageTask) -> tuple[Program, Shares] | None:
+        key = task.ranks, task.whole.outputs
         if key not in self._found:
-            self._found[key] = self._made(whole, self._search.cluster.keep(ranks))
-        return self._found[key]
+            self._found[key] = self._made(task)
+        found = self._found[key]
+        return found and in_parts(task.whole, task.part, *found)
 
-    def _made(self, whole: Graph, cluster: Cluster) -> tuple[Program, Shares] | None:
-        space = build_space(whole)
+    def _made(self, task: StageTask) -> tuple[Program, Shares] | None:
+        space, cluster = build_space(task.whole), self._search.cluster.keep(task.ranks)
         even = proportional_shares(space.axes, np.ones(cluster.world_size))
         for restriction in (self._restriction, _data_parallel):  # a stage may lack pairs of layers
             try:
                 allowed = restriction(space)
-                search = StageSynthesizer(space, cluster, self._search.states, allowed)
+                search = StageSynthesizer(
+                    space,
+                    task.part,
+                    cluster,
+                    self._search.states,
+                    task.count,
+                    task.in_flight,
+                    allowed,
+                )
                 pair = search.cheapest(even)
             except HapError:
                 continue

@@ -239,11 +239,13 @@ def optimistic(costs: SegmentCosts, speed: Floats, devices: npt.NDArray[np.int64
 
 
 def estimated(
-    costs: SegmentCosts, devices: npt.NDArray[np.int64], reduce_s: Callable[[Floats], Floats]
-) -> Priced:
+    costs: SegmentCosts, devices: npt.NDArray[np.int64], excess: Floats,
+    reduce_s: Callable[[Floats], Floats],
+) -> Priced:  # fmt: skip
     """Return seconds by which pipelines are chosen: a group is one device of the sum of its speeds.
 
     Args:
+        excess: of each group, the factor by which its microbatches take longer than that.
         reduce_s: bytes of parameters, per segment -> seconds of reducing their gradients, per group.
     """
     present = devices > 0
@@ -256,7 +258,7 @@ def estimated(
         return found
 
     def priced(first: int) -> GroupSeconds:
-        each = side(FORWARD, first) + side(BACKWARD, first)
+        each = excess * (side(FORWARD, first) + side(BACKWARD, first))
         once = side(ONCE, first) + reduce_s(np.cumsum(costs.parameter_bytes[first:]))
         return GroupSeconds(each_s=each, all_s=costs.microbatches * each + once)
 

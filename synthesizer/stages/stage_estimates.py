@@ -34,7 +34,10 @@ from hap.synthesizer.stages.time_axis import OverTime
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of microbatches that are tried, where the batch can be divided by them."""
 
-MOST_STAGES = 4
+MOST_STAGES = 8
+
+INSIDE = 1.05
+"""Most that a group inside one machine is estimated to take over one device of the sum of its speeds."""
 
 CUTS = 48
 """Most places of a cut that are tried: in each part of the work the one where the fewest bytes cross."""
@@ -45,7 +48,8 @@ class Sketch:
     """An estimated pipeline: groups in order, the last operator of each stage but the last.
 
     ``least_s``: no pipeline of this sketch is predicted to be faster. ``lacking``: its devices lack
-    memory by the estimate.
+    memory by the estimate. ``kinds``: each group by its index in the search, and ``ideal_s`` the
+    seconds of a microbatch on it if its devices were one of the sum of their speeds.
     """
 
     groups: tuple[Ranks, ...]
@@ -54,6 +58,8 @@ class Sketch:
     estimate_s: float
     least_s: float
     lacking: bool = False
+    kinds: tuple[int, ...] = ()
+    ideal_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,9 @@ class _Count:
 
     costs: SegmentCosts
     optimistic: ChainSearch
-    estimated: ChainSearch
+    between: Boundaries
+    excess: Floats
+    """Seconds of a microbatch on each group, by those of one device of the sum of its speeds."""
 
 
 class StageEstimates:
@@ -79,6 +87,7 @@ class StageEstimates:
     ) -> None:  # fmt: skip
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
+        self._sketched: dict[int, list[Sketch]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
         self._firsts, self._speed = firsts, Machine(cluster).speed[firsts]
@@ -124,15 +133,21 @@ class StageEstimates:
 
     def sketches(self, below_s: float = np.inf) -> Iterator[Sketch]:
         """Yield estimated pipelines that may take less than ``below_s``, none twice."""
-        for count, each in self._counts.items():
-            for stages in range(1, MOST_STAGES + 1):
-                chains = {(c.places, c.groups): c for c in each.estimated.chains(stages)}
-                for chain in chains.values():
+        for count in self.counts:
+            if count not in self._sketched:
+                self._sketched[count] = list(self._sketches(count))
+            yield from (s for s in self._sketched[count] if s.least_s < below_s)
+
+    def _sketches(self, count: int) -> Iterator[Sketch]:
+        each = self._counts[count]
+        usual = estimated(each.costs, self.blocks.devices, each.excess, self._reduce_s)
+        search = ChainSearch(len(self.places) + 1, self.blocks, usual, each.between, MOST_STAGES)
+        for stages in range(1, MOST_STAGES + 1):
+            for chain in {(c.places, c.groups): c for c in search.chains(stages)}.values():
+                groups = self.blocks.ranks(chain.groups)
+                if self._keep <= {r for g in groups for r in g}:
                     least_s = each.optimistic.of(chain.places, chain.groups)
-                    groups = self.blocks.ranks(chain.groups)
-                    used = {r for g in groups for r in g}
-                    if least_s < below_s and self._keep <= used:
-                        yield self._sketch(count, each.costs, chain, groups, least_s)
+                    yield self._sketch(count, each, chain, groups, least_s)
 
     @cached_property
     def _counts(self) -> dict[int, _Count]:
@@ -149,13 +164,34 @@ class StageEstimates:
             segments = len(self.places) + 1
             devices = self.blocks.devices
             least = optimistic(costs, self._speed, devices)
-            usual = estimated(costs, devices, self._reduce_s)
             found[count] = _Count(
                 costs=costs,
                 optimistic=ChainSearch(segments, self.blocks, least, once, MOST_STAGES),
-                estimated=ChainSearch(segments, self.blocks, usual, between, MOST_STAGES),
-            )
+                between=between, excess=self._rounding(costs, count),
+            )  # fmt: skip
         return found
+
+    def learn(self, sketch: Sketch, each_s: Sequence[float]) -> None:
+        """Correct later estimates by the seconds of a microbatch on each stage of a pipeline."""
+        count = sketch.microbatches
+        for kind, ideal_s, found_s in zip(sketch.kinds, sketch.ideal_s, each_s, strict=True):
+            self._counts[count].excess[kind] = max(1.0, found_s / max(ideal_s, 1e-15))
+        self._sketched.pop(count, None)
+
+    def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
+        """Return how much longer groups take if each device gets whole rows of a microbatch."""
+        rows = max(self._over_time.program.used_axes().values()) // count
+        alone = costs.busy_s[:2].sum(axis=(0, 1))
+        excess = np.ones(len(self.blocks.vectors))
+        for group, devices in enumerate(self.blocks.devices[1:], start=1):
+            here = devices > 0
+            turns = np.unique(np.outer(np.arange(1, rows + 1), alone[here] / rows))
+            done = np.floor(turns[:, None] * rows / alone[here] + 1e-9) @ devices[here]
+            excess[group] = turns[np.argmax(done >= rows)] * (devices[here] / alone[here]).sum()
+            (ranks,) = self.blocks.ranks([group])
+            if len({self._cluster.devices[r].node for r in ranks}) == 1:
+                excess[group] = min(excess[group], INSIDE)
+        return excess
 
     def even_cuts(self, stages: int) -> tuple[str, ...]:
         """Return the cuts by which stages have about equal work; empty if there are too few places."""
@@ -187,14 +223,15 @@ class StageEstimates:
         return _possible(graph, tuple(names[k] for k in kept))
 
     def _sketch(
-        self, count: int, costs: SegmentCosts, chain: Chain, groups: tuple[Ranks, ...],
-        least_s: float,
+        self, count: int, each: _Count, chain: Chain, groups: tuple[Ranks, ...], least_s: float
     ) -> Sketch:  # fmt: skip
         starts = [0, *(p + 1 for p in chain.places)]
         ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
-        stages, lacking, before = [], False, 0.0
+        costs, stages, lacking, before, ideal = each.costs, [], False, 0.0, []
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
             sides = [self._side_s(costs, side, first, last, group) for side in range(3)]
+            ideal.append(sides[FORWARD] + sides[BACKWARD])
+            excess = each.excess[group]
             there = back = weights = sums = 0.0
             if number + 1 < len(groups):
                 place = last - 1
@@ -209,8 +246,8 @@ class StageEstimates:
             flight = in_flight(len(groups), number, count)
             stages.append(
                 StageSeconds(
-                    forward_s=sides[FORWARD], backward_s=sides[BACKWARD], send_s=there,
-                    return_s=back, before_s=before, after_s=sides[ONCE] + reduce_s + sums,
+                    forward_s=sides[FORWARD] * excess, backward_s=sides[BACKWARD] * excess,
+                    send_s=there, return_s=back, before_s=before, after_s=sides[ONCE] + reduce_s + sums,
                     in_flight=flight,
                 )
             )  # fmt: skip
@@ -220,6 +257,7 @@ class StageEstimates:
         return Sketch(
             groups=groups, cuts=tuple(self.places[p] for p in chain.places), microbatches=count,
             estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s, lacking=lacking,
+            kinds=chain.groups, ideal_s=tuple(ideal),
         )  # fmt: skip
 
     def _side_s(self, costs: SegmentCosts, side: int, first: int, last: int, group: int) -> float:

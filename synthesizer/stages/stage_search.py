@@ -16,35 +16,44 @@ from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
 from hap.synthesizer.bounds.lower_bound import Relaxed
-from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.schedule.pipeline_simulator import (
     PipelineTimes,
     StageSeconds,
     simulate_pipeline,
 )
-from hap.synthesizer.search.program_space import Space, build_space
-from hap.synthesizer.shares.storage_sharding import program_axes
+from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
-from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures, in_parts
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
+from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer
 
-SEARCHED = 3
-"""Groupings of devices whose stages are searched exactly."""
+SEARCHED = 8
+"""Most pipelines whose stages are searched exactly."""
 
-VARIANTS = 6
-"""Most cuts and numbers of microbatches that are searched of one grouping."""
-
-NEAR = 1.1
-"""Estimated seconds up to which a pipeline is searched, relative to the best of its grouping and to the
-best plan so far."""
+NEAR = 1.02
+"""Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
 
 
-Programs = Callable[[Graph, Ranks], tuple[Program, Shares] | None]
-"""A stage of the whole batch, and its ranks -> its program and shares, if it has one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTask:
+    """A stage to be searched: for the whole batch and one of ``count`` microbatches, and its ranks.
+
+    ``in_flight``: microbatches that the stage should be able to hold.
+    """
+
+    whole: Graph
+    part: Graph
+    ranks: Ranks
+    count: int
+    in_flight: int
+
+
+Programs = Callable[[StageTask], tuple[Program, Shares] | None]
+"""A stage -> the program and shares of a microbatch, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +80,6 @@ class Pipeline:
             for stage, each in zip(self.stages.stages, self.figures, strict=True)
             for rank, peak in zip(stage.ranks, each.peak_bytes, strict=True)
         )
-
-
-class StageSynthesizer(Synthesizer):
-    """Searches a stage on its group of devices; its sums over time are free."""
-
-    def _cost(self, program: Program | None, shares: Shares) -> CostModel:
-        axes = program_axes(self.space.axes, program) if program else self.space.axes
-        if self._priced is None or self._priced[0] != (axes, shares):
-            model = CostModel(
-                self.space.graph, axes, self.machine, shares, self._states, crossing=SumsOverTime()
-            )
-            self._priced = (axes, dict(shares)), model
-        return self._priced[1]
 
 
 class StageSearch:
@@ -125,27 +121,28 @@ class StageSearch:
         self, limit_s: float, progress: Callable[[str], None] = lambda text: None
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
-        sketches = sketch_order(list(self.estimates.sketches(limit_s)))
         best: Pipeline | None = None
-        tried: dict[object, list[Sketch]] = {}
-        for sketch in sketches:
-            if sketch.least_s >= limit_s or sketch.estimate_s > NEAR * limit_s:
-                continue
-            near = tried.setdefault(sketch.groups, [])
-            if len(tried) > SEARCHED and not near:
-                del tried[sketch.groups]
-                continue
-            close = not near or sketch.estimate_s <= NEAR * near[0].estimate_s
-            if len(near) >= VARIANTS or not close:
-                continue
-            if not near:
-                shown = " | ".join(str(len(g)) for g in sketch.groups)
-                progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
-            near.append(sketch)
+        tried = set[object]()
+        for _ in range(SEARCHED):
+            new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
+            if (sketch := next(new, None)) is None:
+                break
+            # Estimates of other devices for the same cuts hardly differ.
+            tried.add((sketch.cuts, sketch.microbatches))
+            shown = " | ".join(str(len(g)) for g in sketch.groups)
+            progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
             found = self.pipeline(sketch)
-            if found is not None and found.fits and found.times.step_s < limit_s:
+            if found is None:
+                continue
+            self.estimates.learn(sketch, [s.forward_s + s.backward_s for s in found.seconds])
+            if found.fits and found.times.step_s < limit_s:
                 best, limit_s = found, found.times.step_s
         return best
+
+    def _promising(self, limit_s: float) -> list[Sketch]:
+        """Return the pipelines that may be faster, the one that is estimated to be fastest first."""
+        sketches = self.estimates.sketches(limit_s)
+        return sketch_order([s for s in sketches if s.estimate_s <= NEAR * limit_s])
 
     def pipeline(
         self, sketch: Sketch, programs: Programs | None = None, flights: tuple[int, ...] = ()
@@ -165,12 +162,14 @@ class StageSearch:
         except PlanError:
             return None
         chosen = []
-        for ranks, whole, part in zip(groups, wholes, parts, strict=True):
-            searched = programs(whole, ranks)
-            scaled = searched and in_parts(whole, part, *searched)
-            if not scaled:
+        for number, (ranks, whole, part) in enumerate(zip(groups, wholes, parts, strict=True)):
+            ahead = min(count, len(groups) - number)  # of 1F1B
+            found_one = programs(
+                StageTask(whole=whole, part=part, ranks=ranks, count=count, in_flight=ahead)
+            )
+            if not found_one:
                 return None
-            chosen.append(scaled)
+            chosen.append(found_one)
 
         def of_stage(number: int, recompute: bool) -> StageFigures:
             machine = Machine(self.cluster.keep(groups[number]))
@@ -207,25 +206,25 @@ class StageSearch:
             transfers=transfers, parts=parts,
         )  # fmt: skip
 
-    def _searched(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
+    def _searched(self, task: StageTask) -> tuple[Program, Shares] | None:
         """Return the cheapest program of a stage on its devices, with its shares."""
-        devices = tuple(self.cluster.devices[r] for r in ranks)
+        devices, whole = tuple(self.cluster.devices[r] for r in task.ranks), task.whole
         # The same operators may send to other stages, if other cuts differ.
-        key = devices, whole.inputs, whole.outputs, tuple(n.name for n in whole.nodes)
+        names = tuple(n.name for n in whole.nodes)
+        key = devices, task.count, task.in_flight, whole.inputs, whole.outputs, names
         if key not in self._found:
-            self._found[key] = self._search(whole, ranks)
+            self._found[key] = self._search(task)
         return self._found[key]
 
-    def _search(self, whole: Graph, ranks: Ranks) -> tuple[Program, Shares] | None:
+    def _search(self, task: StageTask) -> tuple[Program, Shares] | None:
+        space = stage_space(task.whole, task.part)
+        on = self.cluster.keep(task.ranks)
         try:
-            search = StageSynthesizer(build_space(whole), self.cluster.keep(ranks), self.states)
-            pair = search.cheapest(next(search.starts()))
-            if len(ranks) > 1:
-                pair = search.cheapest(search.balance(pair))
-                pair = search.judge(pair.program, search.balance(pair))
+            return StageSynthesizer(
+                space, task.part, on, self.states, task.count, task.in_flight
+            ).chosen()
         except HapError:
             return None
-        return pair.program, {a: pair.shares[a] for a in pair.program.used_axes()}
 
 
 def _check(graph: Graph) -> None:

@@ -1,0 +1,80 @@
+"""The search of one stage's program and shares on its group of devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from hap.cluster.topology import Cluster
+from hap.ir.axes import Axes, Axis, Shares
+from hap.ir.graph import Graph
+from hap.ir.program import Program
+from hap.synthesizer.candidate import Candidate
+from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.search.cost_tables import Allowed
+from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.stages.stage_times import SumsOverTime, figures
+from hap.synthesizer.synthesize import Synthesizer
+
+_ANY_BYTES = 2**60
+
+
+def stage_space(whole: Graph, part: Graph) -> Space:
+    """Return the space of a stage of the whole batch, whose axes have the units of a microbatch.
+
+    Args:
+        whole: the stage for the whole batch, in which sums over time cost as much as in the step.
+        part: the stage for one microbatch.
+    """
+    space = build_space(whole)
+    units = {name: axis.units for name, axis in space.axes.axes.items()}
+    for (tensor, dim), name in space.axes.of.items():
+        units[name] = math.gcd(units[name], part.tensors[tensor].shape[dim])
+    axes = {name: Axis(name=name, units=count) for name, count in units.items()}
+    return replace(space, axes=Axes(axes=axes, of=space.axes.of))
+
+
+class StageSynthesizer(Synthesizer):
+    """Searches a stage on its group of devices; its sums over time are free.
+
+    Args:
+        space: by :func:`stage_space`.
+        part: the stage for one microbatch.
+        count: microbatches of a step.
+        in_flight: microbatches whose inputs must fit the memory, if the stage runs its forwards again.
+    """
+
+    def __init__(
+        self, space: Space, part: Graph, cluster: Cluster, optimizer_states: int, count: int,
+        in_flight: int, allowed: Allowed | None = None,
+    ) -> None:  # fmt: skip
+        # The activations of the whole batch are never in memory at once.
+        roomy = tuple(replace(d, memory_bytes=_ANY_BYTES) for d in cluster.devices)
+        machine = Machine(replace(cluster, devices=roomy))
+        super().__init__(space, cluster, optimizer_states, allowed, machine=machine)
+        self._crossing = SumsOverTime()
+        self._part, self._count, self._in_flight = part, count, in_flight
+
+    def chosen(self) -> tuple[Program, Shares]:
+        """Return the program and shares of a microbatch.
+
+        Raises:
+            HapError: the allowed placements admit no program.
+        """
+        pair = self.search(next(self.starts()))
+        if self.cluster.world_size > 1:
+            pair = self.search(self.balance(pair))
+            pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._merit)
+        return pair.program, {a: pair.shares[a] for a in pair.program.used_axes()}
+
+    def _lacking(self, pair: Candidate) -> PerRank:
+        """Return the bytes that each rank lacks for microbatches whose forwards run again."""
+        shares = {a: pair.shares[a] for a in pair.program.used_axes()}
+        found = figures(
+            self._part, pair.program, shares, self.machine, self._states, self._count,
+            self._in_flight, recompute=True,
+        )  # fmt: skip
+        lacking: PerRank = np.maximum(found.peak_bytes - self._memory, 0.0)
+        return lacking
