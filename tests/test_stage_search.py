@@ -12,17 +12,23 @@ import numpy as np
 import pytest
 
 from hap.cluster.topology import Cluster
+from hap.ir.microbatch import is_sum
 from hap.ir.plan import Plan
 from hap.ir.stages import cut_stages, stage_ranges
+from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.plan_options import PlanOptions
+from hap.synthesizer.planner import choose
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
-from hap.synthesizer.stages.even_pipeline import even_pipeline, even_pipelines
+from hap.synthesizer.stages.even_pipeline import NAME, even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
 from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_prediction import stage_bound
-from hap.synthesizer.stages.stage_search import StageSearch
+from hap.synthesizer.stages.stage_search import StageSearch, StageTask
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
+from hap.synthesizer.stages.stage_times import StageFigures, figures
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
 
@@ -192,3 +198,75 @@ def test_a_stage_that_lacks_memory_alone_runs_its_forwards_again() -> None:
     )  # fmt: skip
     assert verdict(case, plan).ok
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def _task(family: str, cluster: Cluster, count: int) -> StageTask:
+    """Return the first of two stages on all devices of a cluster."""
+    search = StageSearch(benchmark_case(family, "tiny").space, cluster, 2)
+    time = divided(benchmark_case(family, "tiny"))
+    cuts = search.estimates.even_cuts(2)
+    whole, part = (cut_stages(g, cuts)[0][0] for g in (time.whole(), time.part(count)))
+    ranks = tuple(range(cluster.world_size))
+    return StageTask(whole=whole, part=part, ranks=ranks, count=count, in_flight=2)
+
+
+def _chosen(task: StageTask, cluster: Cluster) -> StageFigures:
+    space = stage_space(task.whole, task.part, task.count)
+    program, shares = StageSynthesizer(space, task.part, cluster, 2, task.count, 2).chosen()
+    for (tensor, dim), axis in space.axes.of.items():  # the shares are those of a microbatch
+        assert task.part.tensors[tensor].shape[dim] % space.axes.axes[axis].units == 0
+    return figures(
+        task.part, program, shares, Machine(cluster), 2, task.count, 2, recompute=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "wide_mlp"])
+def test_a_stage_is_searched_within_its_memory(family: str) -> None:
+    cluster = two_machines(4)
+    task = _task(family, cluster, 2)
+    free = _chosen(task, cluster)
+    room = round(0.9 * float(free.peak_bytes.max()))
+    devices = tuple(replace(d, memory_bytes=room) for d in cluster.devices)
+    small = _chosen(task, replace(cluster, devices=devices))
+    assert small.peak_bytes.max() <= room
+
+
+@pytest.mark.parametrize("family", ["vit", "bert", "wide_mlp"])
+def test_sums_over_microbatches_are_reduced_once(family: str) -> None:
+    """Twice as many microbatches of half the size communicate no gradients more often."""
+    cluster = two_machines(2)
+    for count in (1, 2, 4):
+        task = _task(family, cluster, count)
+        space = stage_space(task.whole, task.part, count)
+        terms = {n.inputs[0] for n in task.part.nodes if is_sum(n)}
+        program, _ = StageSynthesizer(space, task.part, cluster, 2, count, 2).chosen()
+        reduced = [c.tensor for c in program.collectives if c.tensor in terms]
+        if count > 1:
+            assert not reduced
+
+
+def test_estimates_learn_from_pipelines() -> None:
+    search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
+    estimates = search.estimates
+    before = {(s.groups, s.cuts): s for s in estimates.sketches() if s.microbatches == 2}
+    sketch = next(s for s in before.values() if len(s.groups) == 2)
+    estimates.learn(sketch, [3 * s for s in sketch.ideal_s])
+    after = {(s.groups, s.cuts): s for s in estimates.sketches() if s.microbatches == 2}
+    assert all(s.least_s == before[k].least_s for k, s in after.items() if k in before)
+    same = after.get((sketch.groups, sketch.cuts))
+    assert same is None or same.estimate_s > sketch.estimate_s
+    others = [s for s in after.values() if not {*s.kinds} & {*sketch.kinds}]
+    assert all(s == before[s.groups, s.cuts] for s in others if (s.groups, s.cuts) in before)
+
+
+def test_no_row_is_faster_than_a_plan_with_stages() -> None:
+    case = benchmark_case("vit", "tiny")
+    options = PlanOptions(stages=True, compare=True)
+    found = choose(case.space, unlike(4), 2, options)
+    rows = [row for row in found.prediction.alternatives if row.fits]
+    assert any(row.name == NAME for row in found.prediction.alternatives)
+    assert min(row.step_s for row in rows) >= found.prediction.step_s * (1 - 1e-9)
+    without = choose(case.space, unlike(4), 2, PlanOptions(compare=True))
+    row = next(row for row in without.prediction.alternatives if row.name == NAME)
+    assert not row.fits
+    assert "--stages" in row.note

@@ -143,7 +143,8 @@ class _Variant:
         stage = self.stages[number]
         time = OverTime(graph=self.plan.graph, program=self.plan.program)
         whole = cut_stages(time.whole(), self.plan.stages.cuts)[0][number]
-        space, on = stage_space(whole, self.parts[number]), self._cluster(ranks or stage.ranks)
+        space = stage_space(whole, self.parts[number], self.count)
+        on = self._cluster(ranks or stage.ranks)
         allowed = pinned(space, pins) if pins else None
         ahead = min(self.count, len(self.stages) - number)
         try:

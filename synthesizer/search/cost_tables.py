@@ -337,13 +337,13 @@ class Problem:
         self, tensor: str, made: Placement, route: list[Placement], *, fused: bool
     ) -> tuple[float, tuple[Convert, ...]]:
         """Convert to each placement in turn: the first from ``made``, the next from the first."""
-        total, steps, src = 0.0, [], made
+        total, steps, src, times = 0.0, [], made, self.space.repeated.get(tensor, 1)
         for dst in route:
             if not convertible(src, dst):
                 return float("inf"), ()
             t = self.space.graph.tensors[tensor]
             choice = self.cost.convert(t, src, dst, fused=fused)[0]
-            total += choice.seconds
+            total += times * choice.seconds
             steps.append(
                 Convert(tensor=tensor, src=src, dst=dst, backward=False,
                         implementation=choice.implementation)

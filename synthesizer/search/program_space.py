@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hap.cluster.topology import Cluster
@@ -48,13 +48,17 @@ def _kind(kinds: dict[object, int], key: object, lie: list[str | None]) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The rows, axes and holdings of which programs of ``graph`` are made."""
+    """The rows, axes and holdings of which programs of ``graph`` are made.
+
+    ``repeated``: how many times a step converts a tensor, where that is not once.
+    """
 
     graph: Graph
     axes: Axes
     rows: Mapping[str, tuple[Row, ...]]
     holdings: Mapping[str, tuple[Holding, ...]]
     sources: Mapping[str, tuple[Placement, ...]]
+    repeated: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def _machines(self) -> dict[Cluster, Machine]:
@@ -89,7 +93,7 @@ class Space:
         found = {}
         for name, t in self.graph.tensors.items():
             lie = [self.axes.of.get((name, d)) for d in range(len(t.shape))]
-            found[name] = _kind(kinds, (t.shape, t.dtype), lie)
+            found[name] = _kind(kinds, (t.shape, t.dtype, self.repeated.get(name)), lie)
         return found
 
 

@@ -19,8 +19,8 @@ SLOPES = (1, 2, 3, 4)
 
 
 def in_flight(stages: int, number: int, count: int) -> int:
-    """Return microbatches in flight: twice those of 1F1B, so that transfers are hidden."""
-    return min(count, 2 * (stages - number) - 1)
+    """Return microbatches in flight for an estimate: those that slow links want, one in the last."""
+    return min(count, 3 * (stages - number) - 2)
 
 
 def chosen_flights(

@@ -34,7 +34,7 @@ from hap.synthesizer.synthesize import Synthesizer
 SEARCHED = 8
 """Most pipelines whose stages are searched exactly."""
 
-NEAR = 1.02
+NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
 
 
@@ -217,7 +217,7 @@ class StageSearch:
         return self._found[key]
 
     def _search(self, task: StageTask) -> tuple[Program, Shares] | None:
-        space = stage_space(task.whole, task.part)
+        space = stage_space(task.whole, task.part, task.count)
         on = self.cluster.keep(task.ranks)
         try:
             return StageSynthesizer(

@@ -10,6 +10,7 @@ import numpy as np
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Axis, Shares
 from hap.ir.graph import Graph
+from hap.ir.microbatch import Phase, phases
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine, PerRank
@@ -21,19 +22,30 @@ from hap.synthesizer.synthesize import Synthesizer
 _ANY_BYTES = 2**60
 
 
-def stage_space(whole: Graph, part: Graph) -> Space:
+def stage_space(whole: Graph, part: Graph, count: int) -> Space:
     """Return the space of a stage of the whole batch, whose axes have the units of a microbatch.
 
+    Tensors of a microbatch that are as large as those of the whole batch, such as the terms of a
+    weight's gradient, are converted once per microbatch.
+
     Args:
-        whole: the stage for the whole batch, in which sums over time cost as much as in the step.
-        part: the stage for one microbatch.
+        whole: the stage for the whole batch; its conversions take as long as those of all microbatches.
+        part: the stage for one of ``count`` microbatches.
     """
     space = build_space(whole)
     units = {name: axis.units for name, axis in space.axes.axes.items()}
     for (tensor, dim), name in space.axes.of.items():
         units[name] = math.gcd(units[name], part.tensors[tensor].shape[dim])
     axes = {name: Axis(name=name, units=count) for name, count in units.items()}
-    return replace(space, axes=Axes(axes=axes, of=space.axes.of))
+    of_node = phases(part)
+    repeated = {
+        o: count
+        for node in part.nodes
+        if of_node[node.name] is Phase.PART
+        for o in node.outputs
+        if o and part.tensors[o].shape == whole.tensors[o].shape
+    }
+    return replace(space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated)
 
 
 class StageSynthesizer(Synthesizer):
