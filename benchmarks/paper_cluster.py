@@ -4,8 +4,8 @@
     python -m benchmarks.paper_cluster --only vgg19/8  cells with this text in their name
     python -m benchmarks.paper_cluster --write-docs    also docs/paper-testbed.md and its plot
 
-A cell is a model on a cluster, planned as by ``hap plan --compare``. Nothing is
-trained: all times are predictions of the planner's own simulator. Each finished cell is written to
+A cell is a model on a cluster, planned as by ``hap plan`` and by ``hap plan --compare --stages``.
+Nothing is trained: all times are predictions of the planner's own simulator. Each finished cell is written to
 the results file, so that an interrupted run can continue; ``--fresh``
 discards the file. The machines are the paper's (EuroSys'24): two with V100s and six with
 P100s, 1, 2, 4 or 8 GPUs of each in use.
@@ -33,6 +33,7 @@ from benchmarks.paper_document import (
     EVERYONE,
     KEPT,
     PLAN,
+    STAGED,
     plans,
     plot,
     tables,
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cell(model: str, cluster: Cluster) -> dict[str, Any]:
-    """Plan one cell as by ``hap plan --compare``: the rows, the plan first, as plain data.
+    """Plan one cell without stages and with them: the rows, the plans first, as plain data.
 
     If the plan leaves devices out, a plan for all devices is made as well, and DP-CP on those kept.
     """
@@ -157,15 +158,16 @@ def cell(model: str, cluster: Cluster) -> dict[str, Any]:
         )
 
     try:
-        plan = planned(compare=True)
+        plan = planned()
+        staged = planned(compare=True, stages=True)
     except InfeasibleError as error:
         return {"infeasible": str(error), "rows": [], "cpu_s": time.process_time() - start}
-    rows = [_own(PLAN, plan)]
+    rows = [_own(PLAN, plan), _own(STAGED, staged)]
     if plan.left_out:
         with contextlib.suppress(InfeasibleError):  # devices may be left out for lack of memory
             rows.append(_own(EVERYONE, planned(all_devices=True)))
         rows.append(_data_parallel(plan))
-    rows += [_row(other) for other in plan.prediction.alternatives]
+    rows += [_row(other) for other in staged.prediction.alternatives]
     return {"rows": rows, "cpu_s": time.process_time() - start}
 
 
@@ -189,6 +191,8 @@ def _own(name: str, plan: Plan) -> dict[str, Any]:
         "note": "",
         "left_out": len(plan.left_out),
         "two_axes": plan.inside is not None,
+        "stages": [len(stage.ranks) for stage in plan.stages.stages] if plan.stages else [],
+        "microbatches": plan.microbatches if plan.stages else 1,
         "bounds": [asdict(bound) for bound in p.bounds],
         "collectives": [asdict(c) for c in p.collectives],
         "shares": {name: list(units) for name, units in plan.shares.items()},

@@ -16,6 +16,7 @@ Cells = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 PLAN, EVERYONE, BASE = "the plan", "the plan, all devices", "data parallel, proportional"
 KEPT = "DP-CP on the kept devices"
+STAGED = "the plan with stages"
 PIPELINE = "3D, even"
 
 CLAIMS = {"vgg19": 8.8, "vit": 1.0, "bert": 1.08, "bert_untied": 1.08, "bert_moe": 1.75}
@@ -29,7 +30,7 @@ _ORDER = (*SIZES, CONSTANTS)
 
 _BOUNDS = ("lower bound, any shares", "lower bound, its shares")
 
-_HIDDEN = {"all devices", "the fastest device alone"}
+_HIDDEN = {"all devices", "the fastest device alone", "without stages"}
 """Rows of the comparison that the tables omit: shown elsewhere, or useless for training."""
 
 COARSE = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
@@ -40,6 +41,7 @@ FLOOR = 0.45
 
 _STYLES = {
     PLAN: ("silver", "o", "-"),
+    STAGED: ("gold", "s", "-"),
     EVERYONE: ("black", "o", ":"),
     "HAP 2024": ("tab:red", "s", "-"),
     "data parallel, even": ("tab:blue", "v", "-"),
@@ -69,11 +71,12 @@ def _table(model: str, cells: Cells) -> str:
     if not cells:
         return ""
     seen = dict.fromkeys(name for rows in cells.values() for name in rows)
-    own = (EVERYONE, KEPT)
+    own = (STAGED, EVERYONE, KEPT)
     others = [name for name in seen if name not in (PLAN, *own, *_HIDDEN)]
     body = [[PLAN, *(_cell(rows, PLAN) for rows in cells.values())]]
     for k, title in enumerate(_BOUNDS):
         body.append([title, *(_bound(rows.get(PLAN), k) for rows in cells.values())])
+    body.append(["lower bound, stages", *(_bound(rows.get(STAGED), -1) for rows in cells.values())])
     for name in [*(n for n in own if n in seen), *others]:
         body.append([name, *(_cell(rows, name) for rows in cells.values())])
     return markdown([f"**{model}**, GPUs", *(TITLES.get(c, c) for c in cells)], body)
@@ -86,6 +89,8 @@ def _cell(rows: Mapping[str, Any], name: str) -> str:
     ratio = f" ({base['step_s'] / row['step_s']:.2f}x)" if base and base["step_s"] else ""
     notes = [f"without {row['left_out']}"] if row.get("left_out") else []
     notes += ["two axes"] if row.get("two_axes") else []
+    if groups := row.get("stages"):
+        notes.append(f"{len(groups)} stages, {row['microbatches']} microbatches")
     notes += [f"lacks {format_bytes(row['lacking_bytes'])}"] if row["lacking_bytes"] else []
     return ", ".join([f"{format_seconds(row['step_s'])}{ratio}", *notes])
 
@@ -108,12 +113,12 @@ def plans(done: Results) -> str:
             body.append([
                 model, TITLES.get(cluster, cluster), _spent(base), _spent(plan),
                 str(plan["left_out"] or "-"), "two" if plan["two_axes"] else "one",
-                _best_other(rows), _kinds(plan),
+                _over_best(rows, PLAN), _over_best(rows, STAGED), _kinds(plan),
             ])  # fmt: skip
     if not body:
         return ""
     head = ["", "GPUs", "DP-CP: computing + communicating", "the plan", "left out", "axes",
-            "over the best row that fits", "the plan's collectives"]  # fmt: skip
+            "over the best row that fits", "with stages, over it", "the plan's collectives"]  # fmt: skip
     return markdown(head, body)
 
 
@@ -122,17 +127,17 @@ def _spent(row: Mapping[str, Any]) -> str:
     return f"{format_seconds(computing)} + {format_seconds(row['communicate_s'])}"
 
 
-def _best_other(rows: Mapping[str, Any]) -> str:
-    """Return the speed-up over the best method that a user could run instead."""
+def _over_best(rows: Mapping[str, Any], plan: str) -> str:
+    """Return the speed-up of a plan over the best method that a user could run instead."""
     found = [
         row for name, row in rows.items()
-        if name in _STYLES.keys() - {PLAN, EVERYONE} | {BASE, KEPT, PIPELINE}
+        if name in _STYLES.keys() - {PLAN, STAGED, EVERYONE} | {BASE, KEPT, PIPELINE}
         and row["step_s"] and not row["lacking_bytes"]
     ]  # fmt: skip
     if not found:
         return "-"
     best = min(found, key=lambda row: float(row["step_s"]))
-    return f"{best['step_s'] / rows[PLAN]['step_s']:.2f}x ({best['name']})"
+    return f"{best['step_s'] / rows[plan]['step_s']:.2f}x ({best['name']})"
 
 
 def _kinds(plan: Mapping[str, Any]) -> str:
