@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hap.cli import explain_screen as explain_screen
     from hap.cli import local_run as local_run
     from hap.cli import machine_devices as machine_devices
+    from hap.cli import pipeline_hint as pipeline_hint
     from hap.cli import plan_screen as plan_screen
     from hap.cli import profile_screen as profile_screen
     from hap.cli import profiling as profiling
