@@ -22,7 +22,11 @@ from hap.ir.stages import cut_stages
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.pipeline.boundary import messages
-from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.schedule.pipeline_simulator import (
+    OnceTransfer,
+    StageSeconds,
+    simulate_pipeline,
+)
 from hap.synthesizer.stages.flights import chosen_delays
 from hap.synthesizer.stages.time_axis import over_time
 from tests.random_plans import Case, adamw, benchmark_case, make_case, two_machines, verdict
@@ -261,6 +265,25 @@ def test_computing_beside_a_transfer_takes_longer_at_both_ends() -> None:
     assert ends(0.0) == (10.0, 7.0)
     # It sends back the first gradient, and receives the second input, beside computing: 1 s each.
     assert ends(0.5) == (12.0, 10.0)
+
+
+def test_a_weight_of_two_stages_crosses_beside_computing() -> None:
+    def ends(*awaits: tuple[OnceTransfer, ...]) -> tuple[float, ...]:
+        first, second = (*awaits, (), ())[:2]
+        stages = [
+            StageSeconds(forward_s=1.0, backward_s=1.0, send_s=1.0, return_s=1.0, in_flight=1,
+                         awaits=first),
+            StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, awaits=second),
+        ]  # fmt: skip
+        return simulate_pipeline(stages, 1).end_s
+
+    assert ends() == (6.0, 4.0)
+    # The weight and the activations share the link: these take from 1 to 3, and the weight until 5.
+    weight = (OnceTransfer(0, 4.0, backward=False),)
+    assert ends((), weight) == (9.0, 7.0)
+    # The sum of the weight's gradients leaves at 8, after the activations' gradient.
+    assert ends((OnceTransfer(1, 4.0, backward=True),), weight) == (12.0, 7.0)
+    assert ends((OnceTransfer(1, 0.5, backward=True),), weight) == (9.0, 7.0)
 
 
 def test_too_few_microbatches_in_flight_are_no_deadlock_of_the_simulator() -> None:

@@ -23,7 +23,6 @@ import hap
 from hap import cli
 from hap.cli import explain_command, init_command, report_command, what_if_command
 from hap.cli.answers import answered
-from hap.cluster.cluster_file import load_cluster
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
@@ -139,7 +138,7 @@ def plan(
         _note(f"the search was not finished ({made.stopped}): the plan is the best one until then")
         raise SystemExit(4)
     one_way = as_json or options["stages"] or options["mesh"] or options["pins"]
-    if not one_way and (hint := cli.pipeline_hint.pipeline_hint(made, load_cluster(cluster))):
+    if not one_way and (hint := cli.pipeline_hint.pipeline_hint(made, hap.load_cluster(cluster))):
         _note(hint)
 
 

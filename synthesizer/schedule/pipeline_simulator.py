@@ -14,6 +14,18 @@ from typing import NamedTuple
 from hap.ir.pipeline_order import Turn, turns
 
 
+class OnceTransfer(NamedTuple):
+    """What a stage gets once per step from another one, beside computing.
+
+    A weight, before the microbatches; or ``backward`` the sum of its gradients, after those of the
+    stage that sends it.
+    """
+
+    src: int
+    seconds: float
+    backward: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
     """Seconds of one stage.
@@ -27,6 +39,7 @@ class StageSeconds:
         delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
         in_flight: microbatches whose activations it may hold.
         interference: part of a transfer's time that its computing loses, at either end.
+        awaits: transfers to it once per step.
     """
 
     forward_s: float
@@ -38,6 +51,7 @@ class StageSeconds:
     weights_s: float = 0.0
     delay: int = 0
     interference: float = 0.0
+    awaits: tuple[OnceTransfer, ...] = ()
     in_flight: int
 
     def turn_s(self, turn: Turn) -> float:
@@ -88,6 +102,10 @@ def simulate_pipeline(
     busy = [s.before_s + s.after_s for s in stages]
     sending, returning = [0.0] * count, [0.0] * count  # when each boundary's directions are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
+    weights = {  # (from, to) -> the weight has arrived
+        (t.src, k): stages[t.src].before_s + t.seconds
+        for k, s in enumerate(stages) for t in s.awaits if not t.backward
+    }  # fmt: skip
     while any(a < len(t) for a, t in zip(at, todo, strict=True)):
         moved = False
         for k, stage in enumerate(stages):
@@ -97,6 +115,8 @@ def simulate_pipeline(
                 if not first and not turn.weights and (k, turn) not in there:
                     break
                 came = there.get((k, turn), 0.0)
+                if not at[k]:
+                    free[k] = max([free[k], *(w for (_, to), w in weights.items() if to == k)])
                 if not first and not turn.weights:
                     took = stages[k].return_s if turn.backward else stages[k - 1].send_s
                     lost = stage.interference * min(max(free[k] - (came - took), 0.0), took)
@@ -118,6 +138,8 @@ def simulate_pipeline(
                 )  # fmt: skip
                 low, to = (k - 1, k - 1) if turn.backward else (k, k + 1)
                 begin = max(lane[low], free[k])
+                if not turn.backward:
+                    took = _shared(weights, k, begin, took)
                 lane[low] = there[to, turn] = begin + took
                 if record is not None:
                     record.append(TurnTimes(k, turn, True, begin, lane[low]))
@@ -128,5 +150,18 @@ def simulate_pipeline(
                     busy[k] += stage.interference * took
         if not moved:
             raise ValueError("the stages wait for each other")
-    ends = tuple(f + s.after_s for f, s in zip(free, stages, strict=True))
+    ready = list(free)
+    for k in reversed(range(count)):
+        for t in (t for t in stages[k].awaits if t.backward):
+            begin = max(ready[t.src], returning[t.src - 1] if t.src else 0.0)
+            ready[k] = max(ready[k], begin + t.seconds)
+    ends = tuple(r + s.after_s for r, s in zip(ready, stages, strict=True))
     return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)
+
+
+def _shared(weights: dict[tuple[int, int], float], src: int, begin: float, took: float) -> float:
+    """Return the seconds of a transfer beside those of weights, which it delays."""
+    beside = [pair for pair, end in weights.items() if pair[0] == src and begin < end]
+    for pair in beside:
+        weights[pair] += took
+    return took * (1 + len(beside))

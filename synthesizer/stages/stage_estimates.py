@@ -14,7 +14,11 @@ from hap.ir.graph import Graph
 from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.operator_work import node_work
-from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.schedule.pipeline_simulator import (
+    OnceTransfer,
+    StageSeconds,
+    simulate_pipeline,
+)
 from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks
 from hap.synthesizer.stages.flights import in_flight
 from hap.synthesizer.stages.segment_costs import (
@@ -227,31 +231,25 @@ class StageEstimates:
     ) -> Sketch:  # fmt: skip
         starts = [0, *(p + 1 for p in chain.places)]
         ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
-        costs, stages, lacking, before, ideal = each.costs, [], False, 0.0, []
+        costs, stages, lacking, ideal = each.costs, [], False, []
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
             sides = [self._side_s(costs, side, first, last, group) for side in range(3)]
             ideal.append(sides[FORWARD] + sides[BACKWARD])
             excess = each.excess[group]
-            there = back = weights = sums = 0.0
+            there = back = 0.0
             if number + 1 < len(groups):
-                place = last - 1
-                there = send_s(self._cluster, groups, number, float(costs.forward_bytes[place]))
-                back = send_s(self._cluster, groups, number, float(costs.backward_bytes[place]))
-                weights, sums = (
-                    send_s(self._cluster, groups, number, float(nbytes)) if nbytes else 0.0
-                    for nbytes in costs.once_bytes[:, place]
-                )
+                there = send_s(self._cluster, groups, number, float(costs.forward_bytes[last - 1]))
+                back = send_s(self._cluster, groups, number, float(costs.backward_bytes[last - 1]))
             nbytes = costs.parameter_bytes[first:last].sum()
             reduce_s = float(self._reduce_s(np.array([nbytes]))[0, group])
             flight = in_flight(len(groups), number, count)
             stages.append(
                 StageSeconds(
                     forward_s=sides[FORWARD] * excess, backward_s=sides[BACKWARD] * excess,
-                    send_s=there, return_s=back, before_s=before, after_s=sides[ONCE] + reduce_s + sums,
-                    in_flight=flight,
+                    send_s=there, return_s=back, after_s=sides[ONCE] + reduce_s,
+                    awaits=self._awaits(costs, chain.places, groups, number), in_flight=flight,
                 )
             )  # fmt: skip
-            before = weights
             held = costs.stored_bytes[first:last].sum() + costs.saved_bytes[first:last].sum()
             lacking |= bool(held > self._memory[list(groups[number])].sum())
         return Sketch(
@@ -259,6 +257,19 @@ class StageEstimates:
             estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s, lacking=lacking,
             kinds=chain.groups, ideal_s=tuple(ideal),
         )  # fmt: skip
+
+    def _awaits(
+        self, costs: SegmentCosts, places: tuple[int, ...], groups: tuple[Ranks, ...], number: int
+    ) -> tuple[OnceTransfer, ...]:
+        """Return what a stage gets once per step, as if the first and the last stage exchanged it."""
+        last = len(groups) - 1
+        ends = {last: (0, 0), 0: (last, 1)}
+        if not last or number not in ends:
+            return ()
+        src, side = ends[number]
+        nbytes = float(costs.once_bytes[side, list(places)].min())
+        seconds = send_s(self._cluster, groups, src, nbytes, number)
+        return (OnceTransfer(src, seconds, backward=bool(side)),) if nbytes else ()
 
     def _side_s(self, costs: SegmentCosts, side: int, first: int, last: int, group: int) -> float:
         devices = self.blocks.devices[group]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph
 from hap.ir.stages import Transfer
-from hap.synthesizer.schedule.pipeline_simulator import StageSeconds
+from hap.synthesizer.schedule.pipeline_simulator import OnceTransfer, StageSeconds
 from hap.synthesizer.stages.stage_times import StageFigures
 
 Ranks = tuple[int, ...]
 
 
-def send_s(cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float) -> float:
-    """Return the seconds of a message between stage ``number`` and the next one."""
+def send_s(
+    cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float, to: int | None = None
+) -> float:
+    """Return the seconds of a message between stage ``number`` and another; default: the next one."""
     devices = cluster.devices
-    here, there = groups[number][0], groups[number + 1][0]
+    here, there = groups[number][0], groups[number + 1 if to is None else to][0]
     node = devices[here].node
     link = cluster.intra[node] if node == devices[there].node else cluster.inter
     return link.latency_s + nbytes / link.bandwidth_bytes_per_s
@@ -41,28 +43,32 @@ def stage_seconds(
         found: each stage's figures, and its microbatches in flight.
     """
 
-    def moved(src: int, dst: int, once: bool) -> float:
-        return float(
-            sum(
-                parts[t.src].tensors[t.tensor].nbytes for t in transfers
-                if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
-                and t.backward == (src > dst) and t.once == once
-            )
-        )  # fmt: skip
+    def nbytes(t: Transfer) -> float:
+        return float(parts[t.src].tensors[t.tensor].nbytes)
 
-    def sent(src: int, dst: int, once: bool) -> float:
-        nbytes = moved(src, dst, once)
-        return send_s(cluster, groups, min(src, dst), nbytes) if nbytes or not once else 0.0
+    def sent(src: int, dst: int) -> float:
+        across = (
+            t for t in transfers
+            if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
+            and t.backward == (src > dst) and not t.once
+        )  # fmt: skip
+        return send_s(cluster, groups, min(src, dst), sum(map(nbytes, across)))
+
+    def awaits(dst: int) -> Iterator[OnceTransfer]:
+        total: dict[tuple[int, bool], float] = {}
+        for t in (t for t in transfers if t.once and t.dst == dst):
+            total[t.src, t.backward] = total.get((t.src, t.backward), 0.0) + nbytes(t)
+        for (src, backward), size in total.items():
+            yield OnceTransfer(src, send_s(cluster, groups, src, size, dst), backward)
 
     stages, last = [], len(found) - 1
     for k, (each, flight) in enumerate(found):
         stages.append(
             StageSeconds(
                 forward_s=each.forward_s, backward_s=each.backward_s,
-                send_s=sent(k, k + 1, False) if k < last else 0.0,
-                return_s=sent(k + 1, k, False) if k < last else 0.0,
-                before_s=each.before_s + (sent(k - 1, k, True) if k else 0.0),
-                after_s=each.after_s + (sent(k + 1, k, True) if k < last else 0.0),
+                send_s=sent(k, k + 1) if k < last else 0.0,
+                return_s=sent(k + 1, k) if k < last else 0.0,
+                before_s=each.before_s, after_s=each.after_s, awaits=tuple(awaits(k)),
                 in_flight=flight, weights_s=each.weights_s, delay=each.delay,
                 interference=max(
                     cluster.devices[r].contention.interference for r in groups[k]
