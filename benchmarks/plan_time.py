@@ -42,7 +42,8 @@ HERE = Path(__file__).parent
 class Case:
     """One row: a model on a cluster, and its limits of seconds and bytes.
 
-    ``mesh``: planned over two axes, between machines and inside them; for *alone*.
+    ``mesh``: planned over two axes, between machines and inside them; for *alone*. ``stages``: with
+    ``--stages``; for *whole*.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Case:
     limit_s: float | None = None
     limit_bytes: float | None = None
     mesh: bool = False
+    stages: bool = False
 
 
 CASES = (
@@ -79,6 +81,9 @@ CASES = (
     Case("alone", "gpt2.py", "even8", 6),
     Case("alone", "bert.py:batch_64", "even8", 7),
     Case("alone", "vit.py:batch_64", "even8", 6),
+    Case("whole", "bert.py", "unlike8", stages=True),
+    Case("whole", "bert.py", "three_types64", 45, stages=True),
+    Case("whole", "llama.py:batch_64", "three_types64", stages=True),
 )
 QUICK = (
     Case("whole", "vit.py:tiny", "unlike8"),
@@ -90,6 +95,9 @@ QUICK = (
 RATIOS = (
     ("four times the layers, one search", CASES[15], CASES[17], 4.5),
     ("8 -> 1,024 devices, the whole command", CASES[4], CASES[5], 1.5),
+    ("with stages, BERT on 8 devices", CASES[0], CASES[-3], 2.0),
+    ("with stages, BERT on 64 devices", CASES[1], CASES[-2], 2.0),
+    ("with stages, Llama on 64 devices", CASES[3], CASES[-1], 2.0),
 )
 """(growing quantity, from, to, largest factor of the seconds)."""
 
@@ -163,6 +171,7 @@ def whole(case: Case) -> Seen:
         output = str(Path(folder) / "plan.json")
         start = time.perf_counter()
         words = [sys.executable, "-m", "hap.cli", "plan", spec, "--cluster", path, "-o", output]
+        words += ["--stages"] * case.stages
         with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
             assert child.stderr is not None
             said = child.stderr.read().decode()
@@ -218,7 +227,7 @@ def table(title: str, rows: Sequence[Seen]) -> Table:
     table.add_column("target")
     for row in rows:
         cells = [
-            row.case.model, row.case.cluster + (", two axes" if row.case.mesh else ""),
+            row.case.model, _where(row.case),
             format_seconds(row.cpu_s), format_seconds(row.wall_s), format_bytes(row.peak_bytes),
             *(format_seconds(row.phases_cpu_s[name]) for name in parts),
         ]  # fmt: skip
@@ -226,6 +235,10 @@ def table(title: str, rows: Sequence[Seen]) -> Table:
             cells.append("yes" if row.fits else "no")
         table.add_row(*cells, row.verdicts)
     return table
+
+
+def _where(case: Case) -> str:
+    return case.cluster + ", two axes" * case.mesh + ", stages" * case.stages
 
 
 def ratios(seen: Sequence[Seen]) -> Table | None:

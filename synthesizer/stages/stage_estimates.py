@@ -36,7 +36,8 @@ from hap.synthesizer.stages.stage_transfers import least_send_s, send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of microbatches that are tried, where the batch can be divided by them."""
+FEW = 4, 16
+"""Numbers of microbatches for a quick estimate."""
 
 MOST_STAGES = 8
 
@@ -83,12 +84,14 @@ class StageEstimates:
     Args:
         states: tensors of a parameter's size in the optimizer's state.
         keep: ranks that each pipeline must use.
+        tried: numbers of microbatches, where the batch can be divided by them.
     """
 
     def __init__(
         self, over_time: OverTime, cluster: Cluster, states: int,
-        keep: frozenset[int] = frozenset(),
+        keep: frozenset[int] = frozenset(), tried: Sequence[int] = MICROBATCHES,
     ) -> None:  # fmt: skip
+        self._tried = tried
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
         self._sketched: dict[int, list[Sketch]] = {}
@@ -99,7 +102,7 @@ class StageEstimates:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The numbers of microbatches that the batch allows."""
-        return tuple(m for m in MICROBATCHES if self._over_time.shares(m) is not None)
+        return tuple(m for m in self._tried if self._over_time.shares(m) is not None)
 
     @cached_property
     def pipelines_s(self) -> float:
