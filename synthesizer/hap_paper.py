@@ -30,7 +30,7 @@ from hap.synthesizer.cost.parts import AxisParts, Parts
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import supersteps
 from hap.synthesizer.rules import Row
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
@@ -166,7 +166,7 @@ def paper_space(space: Space) -> Space:
 
 
 def _search(space: Space, cost: UnfusedPrices) -> Program:
-    labelling = (problem := Problem(space, cost, Aims())).solve()
+    labelling = (problem := Problem(space, cost)).solve()
     if labelling is None:
         raise HapError("no program exists in the restricted space")
     return problem.program(labelling)

@@ -28,7 +28,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
 from hap.synthesizer.search.bucket_elimination import TooWide
-from hap.synthesizer.search.cost_tables import Aims, Allowed, Problem
+from hap.synthesizer.search.cost_tables import Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
@@ -100,6 +100,7 @@ class Synthesizer:
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
+        self._problem: tuple[Shares, Problem] | None = None  # the last one, unpriced
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._short: MemoryPrice | None = None
         self._fixed: dict[object, Relaxed] = {}
@@ -194,10 +195,13 @@ class Synthesizer:
         ).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
-        """Yield shares with everything on one type of devices, or one machine of each kind."""
-        cluster = self.cluster
+        """Yield shares with everything on one type of devices, or one machine of each kind.
+
+        Parts that cannot keep what the backward needs are left out.
+        """
+        cluster, least = self.cluster, self.space.graph.saved_bytes
         for ranks in dict.fromkeys([*self.machine.types, *cluster.machine_types()]):
-            if len(ranks) < cluster.world_size:
+            if len(ranks) < cluster.world_size and self._memory[list(ranks)].sum() >= least:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
@@ -266,8 +270,10 @@ class Synthesizer:
         alone = self.cluster.world_size == 1
         if self._allowed is _whole and alone in self.space.undivided:
             return self._under(self.space.undivided[alone], shares)
-        cost = self._cost(None, shares)
-        problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
+        if self._problem is None or self._problem[0] != shares:
+            problem = Problem(self.space, self._cost(None, shares), self._allowed)
+            self._problem = dict(shares), problem
+        problem = self._problem[1].priced(price)
         try:
             outcome = problem.outcome(self.engine)
         except TooWide as error:
@@ -332,9 +338,11 @@ class Synthesizer:
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
         axes = program_axes(self.space.axes, program) if program else self.space.axes
         if self._priced is None or self._priced[0] != (axes, shares):
-            model = CostModel(self.space.graph, axes, self.machine, shares, self._states)
-            self._priced = (axes, dict(shares)), model
+            self._priced = (axes, dict(shares)), self._model(axes, shares)
         return self._priced[1]
+
+    def _model(self, axes: Axes, shares: Shares) -> CostModel:
+        return CostModel(self.space.graph, axes, self.machine, shares, self._states)
 
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""
