@@ -150,19 +150,12 @@ def paper_space(space: Space) -> Space:
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
         return not any(p in TERMS and name in whole for name, p in placed)
 
-    return replace(
-        space,
-        rows={
-            node.name: tuple(row for row in space.rows[node.name] if kept(node, row))
-            for node in graph.nodes
-        },
-        holdings={
-            name: tuple(
-                h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole)
-            )
-            for name, found in space.holdings.items()
-        },
-    )
+    rows = {n.name: tuple(r for r in space.rows[n.name] if kept(n, r)) for n in graph.nodes}
+    held = {
+        name: tuple(h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole))
+        for name, found in space.holdings.items()
+    }
+    return replace(space, rows=rows, holdings=held)
 
 
 def _search(space: Space, cost: UnfusedPrices) -> Program:

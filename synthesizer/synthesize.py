@@ -147,7 +147,10 @@ class Synthesizer:
                 alternate(shares, f"start {number + 1}")
             progress("bounding the step from below")
             self.relaxed = bounding.result()
-        under = [self._under(p, fastest(found).shares) for p in self.relaxed.programs]
+        best, programs = fastest(found), self.relaxed.programs
+        if best.fits:
+            programs = tuple(p for p in programs if self._links_s(p) < best.estimated_merit[1])
+        under = [self._under(p, best.shares) for p in programs]
         balanced = each(self.balance, under, apart=self.is_long)
         for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
@@ -206,11 +209,19 @@ class Synthesizer:
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
     @cached_property
+    def _any_shares(self) -> AnyShares:
+        return AnyShares(self.space, self.machine, self._states)
+
+    @cached_property
     def relaxed(self) -> Relaxed:
         """The bound and programs over all shares."""
-        prices = AnyShares(self.space, self.machine, self._states)
         # A search in another process must not depend on those of this one.
-        return self._bounded(prices, self.engine is bound)
+        return self._bounded(self._any_shares, self.engine is bound)
+
+    def _links_s(self, program: Program) -> float:
+        """Return seconds of all collectives that are no more than those under any shares."""
+        # Conversions that can be fused pay for parts of a start, alone as well.
+        return sum(self._any_shares.convert_group([c])[0].seconds for c in program.collectives)
 
     def _bounded(self, prices: AnyShares | FixedShares, slow: bool) -> Relaxed:
         engine = bound if self.engine is bound else eliminate_or_bound

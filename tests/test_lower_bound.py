@@ -160,7 +160,11 @@ def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
     free = synthesizer.relaxed.bound_s
     assert free > 0
     for shares in all_shares(space, cluster.world_size, rng, 4):
-        best = min(synthesizer.judge(p, shares).timeline.step_s for p in every)
+        judged = [synthesizer.judge(p, shares) for p in every]
+        for program, pair in zip(every, judged, strict=True):
+            links_s = synthesizer._links_s(program)
+            assert links_s <= min(pair.serial.communicate_s, pair.timeline.step_s) * (1 + 1e-12)
+        best = min(pair.timeline.step_s for pair in judged)
         fixed = synthesizer.fixed(shares).bound_s
         assert fixed <= best * (1 + 1e-12)
         assert free <= best * (1 + 1e-12)
