@@ -30,7 +30,7 @@ from hap.gc_pause import gc_paused
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -61,7 +61,7 @@ def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None
 
     def search() -> Any:
         cost = CostModel(graph, space.axes, synthesizer.machine, shares, states)
-        problem = timed("tables", lambda: Problem(space, cost, Aims()))
+        problem = timed("tables", lambda: Problem(space, cost))
         labelling = timed("elimination", problem.solve)
         assert labelling is not None, "without restrictions there is always a program"
         return timed("program", lambda: problem.program(labelling))

@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Told = Callable[[], Any]
-"""Returns what the first process has told, once it has; ``None`` before."""
+"""Returns what the first process has told last; ``None`` before it has."""
 
 
 class Ahead(Generic[Result]):
@@ -107,8 +107,8 @@ def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: C
     known: list[Any] = []
 
     def told() -> Any:
-        if not known and pipe.poll():
-            known.append(pipe.recv())
+        while pipe.poll():
+            known[:] = [pipe.recv()]
         return known[0] if known else None
 
     try:

@@ -96,10 +96,9 @@ def select_devices(
         for kept in subsets(whole, best)
         if keep <= {*kept} and _least_s(whole, alone, kept) < limit_s
     ]
-    rough.sort(key=lambda s: (_overfull(s), s.pair.estimated_merit[1]))
-    judged = {s.left: s for s in known}
-    estimated = [judged[s.left] for s in rough[:MOST] if s.left in judged]
-    estimated += all_balanced([s for s in rough[:MOST] if s.left not in judged])
+    few, judged = _fastest_of(rough), {s.left: s for s in known}
+    estimated = [judged[s.left] for s in few if s.left in judged]
+    estimated += all_balanced([s for s in few if s.left not in judged])
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
@@ -110,6 +109,18 @@ def select_devices(
     elif part:
         part.process.stop()
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
+
+
+def _fastest_of(rough: Sequence[Selection]) -> list[Selection]:
+    """The :data:`MOST` fastest, with an estimate for those alone that may be among them."""
+    found: list[tuple[tuple[bool, float], int, Selection]] = []
+    full = [_overfull(s) for s in rough]
+    least = [(full[k], s.pair.least_merit[1]) for k, s in enumerate(rough)]
+    for k in sorted(range(len(rough)), key=least.__getitem__):
+        if len(found) == MOST and least[k] > found[-1][0]:
+            break
+        found = sorted([*found, ((full[k], rough[k].pair.estimated_merit[1]), k, rough[k])])[:MOST]
+    return [selection for *_, selection in found]
 
 
 def _best(

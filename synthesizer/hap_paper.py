@@ -30,7 +30,7 @@ from hap.synthesizer.cost.parts import AxisParts, Parts
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import supersteps
 from hap.synthesizer.rules import Row
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
@@ -150,23 +150,16 @@ def paper_space(space: Space) -> Space:
         placed = zip((*node.inputs, *node.outputs), (*row.ins, *row.outs), strict=True)
         return not any(p in TERMS and name in whole for name, p in placed)
 
-    return replace(
-        space,
-        rows={
-            node.name: tuple(row for row in space.rows[node.name] if kept(node, row))
-            for node in graph.nodes
-        },
-        holdings={
-            name: tuple(
-                h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole)
-            )
-            for name, found in space.holdings.items()
-        },
-    )
+    rows = {n.name: tuple(r for r in space.rows[n.name] if kept(n, r)) for n in graph.nodes}
+    held = {
+        name: tuple(h for h in found if len(h) == 1 and (h[0] not in TERMS or name not in whole))
+        for name, found in space.holdings.items()
+    }
+    return replace(space, rows=rows, holdings=held)
 
 
 def _search(space: Space, cost: UnfusedPrices) -> Program:
-    labelling = (problem := Problem(space, cost, Aims())).solve()
+    labelling = (problem := Problem(space, cost)).solve()
     if labelling is None:
         raise HapError("no program exists in the restricted space")
     return problem.program(labelling)

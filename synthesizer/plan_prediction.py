@@ -41,13 +41,11 @@ def predict(
         RankPrediction(
             work=float(work[r] / max(work.sum(), 1.0)),
             stored=float(line.stored_bytes[r] / max(line.stored_bytes.sum(), 1.0)),
-            compute_s=float(line.compute_s[r]),
-            wait_s=float(line.wait_s[r]),
-            peak_bytes=round(float(line.peak_bytes[r])),
-            memory_bytes=device.memory_bytes,
+            compute_s=float(line.compute_s[r]), wait_s=float(line.wait_s[r]),
+            peak_bytes=round(float(line.peak_bytes[r])), memory_bytes=device.memory_bytes,
         )
         for r, device in enumerate(cost.machine.cluster.devices)
-    )
+    )  # fmt: skip
     return Prediction(
         step_s=line.step_s, communicate_s=line.communicate_s, hidden_s=line.hidden_s, ranks=ranks,
         collectives=_collectives(graph, candidate, cost), alternatives=alternatives,
@@ -74,11 +72,9 @@ def bounds(synthesizer: Synthesizer, candidate: Candidate, prove: int = 0) -> tu
 
 
 def alternatives(
-    graph: Graph,
-    found: Mapping[str, Candidate | str],
-    fewer: Mapping[str, tuple[str, Candidate]],
-    notes: Mapping[str, str],
-) -> tuple[Alternative, ...]:
+    graph: Graph, found: Mapping[str, Candidate | str],
+    fewer: Mapping[str, tuple[str, Candidate]], notes: Mapping[str, str],
+) -> tuple[Alternative, ...]:  # fmt: skip
     """Return the rows beside the plan on the screen; ``notes`` by the rows' names."""
     rows = []
     for name, candidate in found.items():

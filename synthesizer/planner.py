@@ -19,7 +19,7 @@ from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import (
@@ -167,6 +167,7 @@ class _Begun:
         if not options.all_devices and not options.mesh:
             self.part = stack.enter_context(fastest_kind_ahead(synthesizer))
         self.two_axes: dict[Cluster, TwoAxesAhead] = {}
+        self._merit: Merit | None = None
         self.begin_two_axes(synthesizer.cluster)
 
     def begin_two_axes(self, on: Cluster) -> None:
@@ -175,6 +176,14 @@ class _Begun:
         if whole.is_long and options.mesh is None and _mesh_is_searched(whole, on, options):
             search = searched_ahead(whole.space, on, self._states, whole.engine)
             self.two_axes[on] = self._stack.enter_context(search)
+            if self._merit:
+                self.two_axes[on].tell(self._merit)
+
+    def tell(self, merit: Merit) -> None:
+        """Tell all searches over two axes of a plan on the whole cluster."""
+        self._merit = merit
+        for search in self.two_axes.values():
+            search.tell(merit)
 
 
 def _so_far(
@@ -212,6 +221,7 @@ def _searched(
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
     others = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
     best = min([best, *others], key=lambda c: c.merit)
+    begun.tell(best.merit)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     selections = _fewer_devices(synthesizer, best)
     left: Ranks = ()

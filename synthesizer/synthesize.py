@@ -28,7 +28,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
 from hap.synthesizer.search.bucket_elimination import TooWide
-from hap.synthesizer.search.cost_tables import Aims, Allowed, Problem
+from hap.synthesizer.search.cost_tables import Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
@@ -100,6 +100,7 @@ class Synthesizer:
         self.found: list[Candidate] = []
         self._allowed = allowed if cluster.world_size > 1 else _whole
         self._priced: tuple[tuple[Axes, Shares], CostModel] | None = None  # the last cost model
+        self._problem: tuple[Shares, Problem] | None = None  # the last one, unpriced
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         self._short: MemoryPrice | None = None
         self._crossing: Crossing | None = None
@@ -147,7 +148,10 @@ class Synthesizer:
                 alternate(shares, f"start {number + 1}")
             progress("bounding the step from below")
             self.relaxed = bounding.result()
-        under = [self._under(p, fastest(found).shares) for p in self.relaxed.programs]
+        best, programs = fastest(found), self.relaxed.programs
+        if best.fits:
+            programs = tuple(p for p in programs if self._links_s(p) < best.estimated_merit[1])
+        under = [self._under(p, best.shares) for p in programs]
         balanced = each(self.balance, under, apart=self.is_long)
         for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
@@ -195,19 +199,30 @@ class Synthesizer:
         ).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
-        """Yield shares with everything on one type of devices, or one machine of each kind."""
-        cluster = self.cluster
+        """Yield shares with everything on one type of devices, or one machine of each kind.
+
+        Parts that cannot keep what the backward needs are left out.
+        """
+        cluster, least = self.cluster, self.space.graph.saved_bytes
         for ranks in dict.fromkeys([*self.machine.types, *cluster.machine_types()]):
-            if len(ranks) < cluster.world_size:
+            if len(ranks) < cluster.world_size and self._memory[list(ranks)].sum() >= least:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
                 yield proportional_shares(self.space.axes, self.machine.speed * mine)
 
     @cached_property
+    def _any_shares(self) -> AnyShares:
+        return AnyShares(self.space, self.machine, self._states)
+
+    @cached_property
     def relaxed(self) -> Relaxed:
         """The bound and programs over all shares."""
-        prices = AnyShares(self.space, self.machine, self._states)
         # A search in another process must not depend on those of this one.
-        return self._bounded(prices, self.engine is bound)
+        return self._bounded(self._any_shares, self.engine is bound)
+
+    def _links_s(self, program: Program) -> float:
+        """Return seconds of all collectives that are no more than those under any shares."""
+        # Conversions that can be fused pay for parts of a start, alone as well.
+        return sum(self._any_shares.convert_group([c])[0].seconds for c in program.collectives)
 
     def _bounded(self, prices: AnyShares | FixedShares, slow: bool) -> Relaxed:
         engine = bound if self.engine is bound else eliminate_or_bound
@@ -273,8 +288,10 @@ class Synthesizer:
         alone = self.cluster.world_size == 1
         if self._allowed is _whole and alone in self.space.undivided:
             return self._under(self.space.undivided[alone], shares)
-        cost = self._cost(None, shares)
-        problem = Problem(self.space, cost, Aims(memory_s_per_byte=price), self._allowed)
+        if self._problem is None or self._problem[0] != shares:
+            problem = Problem(self.space, self._cost(None, shares), self._allowed)
+            self._problem = dict(shares), problem
+        problem = self._problem[1].priced(price)
         try:
             outcome = problem.outcome(self.engine)
         except TooWide as error:
@@ -339,12 +356,13 @@ class Synthesizer:
     def _cost(self, program: Program | None, shares: Shares) -> CostModel:
         axes = program_axes(self.space.axes, program) if program else self.space.axes
         if self._priced is None or self._priced[0] != (axes, shares):
-            model = CostModel(
-                self.space.graph, axes, self.machine, shares, self._states,
-                crossing=self._crossing,
-            )  # fmt: skip
-            self._priced = (axes, dict(shares)), model
+            self._priced = (axes, dict(shares)), self._model(axes, shares)
         return self._priced[1]
+
+    def _model(self, axes: Axes, shares: Shares) -> CostModel:
+        return CostModel(
+            self.space.graph, axes, self.machine, shares, self._states, crossing=self._crossing
+        )
 
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.ir.axes import Shares
+from hap.ir.axes import Axes, Shares
 from hap.ir.mesh import Mesh, origin
 from hap.ir.placement import Placement
 from hap.ir.program import Program
@@ -93,10 +93,9 @@ class InsideSynthesizer(Synthesizer):
         """Return the pair's shares: those between machines are already balanced."""
         return pair.shares
 
-    def _cost(self, program: Program | None, shares: Shares) -> CostModel:
-        return mesh_cost(
-            self._between, self.space.graph, self.space.axes, self.machine, shares, self._states
-        )
+    def _model(self, axes: Axes, shares: Shares) -> CostModel:
+        graph, states = self.space.graph, self._states
+        return mesh_cost(self._between, graph, axes, self.machine, shares, states)
 
 
 def best_on_mesh(
@@ -127,7 +126,7 @@ def best_on_mesh(
         except HapError as error:
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
-        exponent = inside.exponent
+        limit = beat()  # it may be known by now
         least = min([*(c.pair.merit for c in found), *([limit] if limit else [])], default=None)
         if least is not None and best.least_merit >= least:
             continue  # even with all communication hidden

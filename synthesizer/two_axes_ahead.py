@@ -17,14 +17,15 @@ from hap.ir.program import Program
 from hap.other_process import Ahead, Told, ahead
 from hap.synthesizer.candidate import Merit
 from hap.synthesizer.cost.mesh_cost import Between
+from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.two_axes import InsideSynthesizer, MeshCandidate, best_on_mesh
 
 Pair = tuple[Program, Shares]
 
-Found = tuple[list[Pair], list[str]]
-"""The programs between and inside the machines, if there are any; what the search reported."""
+Found = tuple[list[Pair], Merit | None, list[str]]
+"""The programs between and inside the machines, if any; their merit; what the search reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +38,24 @@ class TwoAxesAhead:
     engine: Engine
     process: Ahead[Found]
 
+    def tell(self, merit: Merit) -> None:
+        """Tell the search of a plan; the one that it has to beat is at most :data:`CLOSE` slower."""
+        self.process.tell((merit[0], merit[1] * CLOSE))
+
     def best(self, beat: Merit, progress: Callable[[str], None]) -> MeshCandidate | None:
         """Return the best pair of programs if it beats ``beat``; wait for the search."""
         self.process.tell(beat)
-        pairs, reports = self.process.result()
+        pairs, merit, reports = self.process.result()
         for text in reports:
             progress(text)
-        if not pairs:
+        if merit is None or merit >= beat:
             return None
         (program, shares), (inner, inner_shares) = pairs
         mesh = Mesh(self.cluster)
         between = Between(mesh=mesh, graph=self.space.graph, program=program, shares=shares)
         inside = InsideSynthesizer(between, self.cluster, self.states, self.engine)
         pair = inside.judge(inner, inner_shares)
-        found = MeshCandidate(between=between, pair=pair, cost=inside.cost(pair))
-        return found if pair.merit < beat else None
+        return MeshCandidate(between=between, pair=pair, cost=inside.cost(pair))
 
 
 @contextlib.contextmanager
@@ -64,7 +68,8 @@ def searched_ahead(
         reports: list[str] = []
         best = best_on_mesh(space, cluster, optimizer_states, engine, reports.append, told)
         pairs = (best.between, best.pair) if best else ()
-        return [(c.program, dict(c.shares)) for c in pairs], reports
+        merit = best.pair.merit if best else None
+        return [(c.program, dict(c.shares)) for c in pairs], merit, reports
 
     with ahead(search, nice=5) as process:
         yield TwoAxesAhead(space, cluster, optimizer_states, engine, process)

@@ -35,7 +35,7 @@ from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.list_scheduler import orders
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import with_storage_axes
 from hap.synthesizer.synthesize import choose_implementations
@@ -188,9 +188,7 @@ def random_program(
     drawn = (*space.graph.role("input"), *space.graph.role("received"))
     given = {i.tensor: rng.choice(space.sources[i.tensor]) for i in drawn}
     prices = RandomPrices(space, cluster, shares, rng)
-    problem = Problem(
-        space, prices, Aims(), lambda t, p, stored: not stored or given.get(t, p) == p
-    )
+    problem = Problem(space, prices, lambda t, p, stored: not stored or given.get(t, p) == p)
     labelling = problem.solve()
     assert labelling is not None
     program = with_storage_axes(space.graph, problem.program(labelling))

@@ -28,7 +28,7 @@ from hap.synthesizer.search.bucket_elimination import (
     TooWide,
     minimise,
 )
-from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
 from hap.synthesizer.search.dominance import Reduced
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.search.table_pool import Pool
@@ -336,9 +336,7 @@ def problem_of(
     }
     machine = Machine(two_devices(flops, bandwidth, latency_s))
     price = np.full(2, memory_price) if memory_price else None
-    return Problem(
-        space, CostModel(graph, space.axes, machine, shares, 2), Aims(memory_s_per_byte=price)
-    )
+    return Problem(space, CostModel(graph, space.axes, machine, shares, 2)).priced(price)
 
 
 def cheapest_by_hand(problem: Problem) -> int:
@@ -397,7 +395,7 @@ def cheapest_by_hand(problem: Problem) -> int:
 
 
 def memory(problem: Problem, nbytes: np.ndarray) -> float:
-    price = problem.aims.memory_s_per_byte
+    price = problem.memory_s_per_byte
     return 0.0 if price is None else float(price @ nbytes)
 
 
@@ -415,6 +413,36 @@ def test_the_labelling_is_the_cheapest_program(setting: str) -> None:
     found = problem.solve()
     assert found is not None
     assert found.cost == cheapest_by_hand(problem)
+
+
+def test_prices_of_memory_do_not_add_up() -> None:
+    free = problem_of(*SETTINGS["dear memory"][:3])
+    before = [costs.copy() for costs in free.unary], dict(free.pairs)
+    for price in (1e-6, 1e-9, 1e-6):
+        problem, alone = free.priced(np.full(2, price)), problem_of(1e9, 1e10, 1e-8, price)
+        found = problem.solve()
+        assert found is not None and found == alone.solve()
+        assert found.cost == cheapest_by_hand(problem)
+    assert free.memory_s_per_byte is None and free.priced(None) is free
+    assert all(map(np.array_equal, free.unary, before[0]))
+    assert free.pairs.keys() == before[1].keys()
+    assert all(np.array_equal(free.pairs[pair], table) for pair, table in before[1].items())
+
+
+def test_fill_is_the_size_of_the_missing_tables() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        n = rng.randint(1, 9)
+        sizes = [rng.randint(1, 5) for _ in range(n)]
+        near: list[set[int]] = [set() for _ in range(n)]
+        for u, v in itertools.combinations(range(n), 2):
+            if rng.random() < 0.5:
+                near[u].add(v)
+                near[v].add(u)
+        for v in range(n):
+            pairs = itertools.combinations(near[v], 2)
+            missing = sum(sizes[a] * sizes[b] for a, b in pairs if b not in near[a])
+            assert bucket_elimination._fill(v, sizes, near) == missing
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -464,7 +492,7 @@ def test_a_memory_price_moves_the_weight_into_shards() -> None:
 
 def test_forbidden_placements_are_not_used() -> None:
     free = problem_of(*SETTINGS["free links"])
-    bound = Problem(free.space, free.cost, free.aims, lambda tensor, p, stored: not p.sharded)
+    bound = Problem(free.space, free.cost, lambda tensor, p, stored: not p.sharded)
     found = bound.solve()
     assert found is not None
     program = bound.program(found)

@@ -24,7 +24,7 @@ from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.serial_cost import simulate, supersteps
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import build_space
 from tests.small_plan import node, small_graph
 
@@ -390,7 +390,7 @@ def test_every_rank_ends_at_the_same_time(world: str) -> None:
         machine = Machine(cluster(world, intra=FAST, inter=SLOW))
         cost = CostModel(graph, space.axes, machine, shares, 2)
         # Random prices choose the program; the simulator uses the real ones.
-        problem = Problem(space, cost, Aims(time=lambda v, rng=rng: rng.random() * 1e-4))
+        problem = Problem(space, cost, time=lambda v, rng=rng: rng.random() * 1e-4)
         labelling = problem.solve()
         assert labelling is not None
         timeline = simulate(graph, problem.program(labelling), cost)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from hap.cluster.topology import Cluster
 from hap.ir.plan import Plan
-from hap.synthesizer.device_selection import CLOSE
+from hap.synthesizer.device_selection import CLOSE, MOST, _fastest_of
 from tests.test_synthesize import cluster, device, planned
 from tests.test_two_axes import machines
 
@@ -24,6 +29,33 @@ def test_no_row_of_the_screen_is_faster_than_the_plan(
     plan = planned(256, 256, 31, on)
     rows = [a.step_s for a in plan.prediction.alternatives if a.fits]
     assert plan.prediction.step_s <= min(rows) * CLOSE
+
+
+def test_the_most_promising_parts_need_few_estimates() -> None:
+    """They are the first of all by estimate; those with a higher lower bound have none."""
+    rng = random.Random(0)
+    for _ in range(200):
+        asked: list[int] = []
+        rough = [rough_part(rng.randint(0, 9), rng.randint(0, 3), k, asked) for k in range(12)]
+        found = [s.left[0] for s in _fastest_of(rough)]
+        asked, seen = [], list(asked)
+        order = sorted(range(12), key=lambda k: rough[k].pair.estimated_merit[1])
+        assert found == order[:MOST]
+        assert set(found) <= set(seen)
+        last = rough[found[-1]].pair.estimated_merit[1]
+        assert all(rough[k].pair.least_merit[1] <= last for k in seen)
+
+
+def rough_part(least: int, more: int, number: int, asked: list[int]) -> Any:
+    class Pair(SimpleNamespace):
+        @property
+        def estimated_merit(self) -> tuple[float, int]:
+            asked.append(number)
+            return 0.0, least + more
+
+    pair = Pair(least_merit=(0.0, least), serial=SimpleNamespace(peak_bytes=np.zeros(2)))
+    part = SimpleNamespace(cluster=cluster(device(0), device(1)))
+    return SimpleNamespace(synthesizer=part, pair=pair, left=(number,))
 
 
 def test_faster_links_bring_more_devices() -> None:

@@ -23,7 +23,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search import astar
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide
-from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
 from hap.synthesizer.search.cp_sat import solve
 from hap.synthesizer.search.engines import ENGINES, engine_named
 from hap.synthesizer.search.mini_buckets import mini_bucket_elimination, search_order
@@ -203,11 +203,10 @@ def test_forbidden_labels_are_side_constraints() -> None:
         unary, pairs = random_tables("sparse", seed)
         best = astar.search(unary, pairs).labelling
         assert best is not None
-        banned = {v: [x] for v, x in enumerate(best.labels) if v % 2}
-        found = astar.search(unary, pairs, forbidden=banned)
         bare = [costs.copy() for costs in unary]
-        for v, labels in banned.items():
-            bare[v][labels] = FORBIDDEN
+        for v in range(1, len(bare), 2):
+            bare[v][best.labels[v]] = FORBIDDEN
+        found = astar.search(bare, pairs)
         assert found.bound == min(tried(bare, pairs), FORBIDDEN)
 
 
@@ -259,7 +258,7 @@ def model_problem(file: str, prices: str, memory_price: float = 0.0) -> Problem:
     synthesizer = Synthesizer(space, unlike(*PRICES[prices]), 2)
     cost = synthesizer._cost(None, next(synthesizer.starts()))
     price = np.full(3, memory_price) if memory_price else None
-    return Problem(space, cost, Aims(memory_s_per_byte=price))
+    return Problem(space, cost).priced(price)
 
 
 def program_cost(problem: Problem, program: Program) -> float:

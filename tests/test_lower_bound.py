@@ -27,7 +27,7 @@ from hap.synthesizer.bounds.lower_bound import (
 )
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN
-from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Problem
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.synthesize import Synthesizer
 from tests.random_plans import RandomPrices, benchmark_case, random_shares
@@ -107,7 +107,7 @@ def random_space(space: Space, rng: random.Random) -> Space:
 def programs(space: Space) -> Iterator[tuple[Problem, Program, list[int]]]:
     """Yield all programs of a small space: every labelling without a forbidden entry."""
     machine = Machine(random_cluster(random.Random(0), 2))
-    problem = Problem(space, AnyShares(space, machine, 2), Aims(time=lambda v: 0.0))
+    problem = Problem(space, AnyShares(space, machine, 2), time=lambda v: 0.0)
     sizes = [len(u) for u in problem.unary]
     near: dict[int, list[tuple[int, int]]] = {}
     for u, v in problem.pairs:
@@ -160,7 +160,11 @@ def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
     free = synthesizer.relaxed.bound_s
     assert free > 0
     for shares in all_shares(space, cluster.world_size, rng, 4):
-        best = min(synthesizer.judge(p, shares).timeline.step_s for p in every)
+        judged = [synthesizer.judge(p, shares) for p in every]
+        for program, pair in zip(every, judged, strict=True):
+            links_s = synthesizer._links_s(program)
+            assert links_s <= min(pair.serial.communicate_s, pair.timeline.step_s) * (1 + 1e-12)
+        best = min(pair.timeline.step_s for pair in judged)
         fixed = synthesizer.fixed(shares).bound_s
         assert fixed <= best * (1 + 1e-12)
         assert free <= best * (1 + 1e-12)
@@ -216,9 +220,9 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
     world = cluster.world_size
     shares = all_shares(space, world, rng, 2)[1]
     if seed == 0:  # prices of a real search give likelier programs
-        problem = Problem(space, Synthesizer(space, cluster, 2)._cost(None, shares), Aims())
+        problem = Problem(space, Synthesizer(space, cluster, 2)._cost(None, shares))
     else:
-        problem = Problem(space, RandomPrices(space, cluster, dict(shares), rng), Aims())
+        problem = Problem(space, RandomPrices(space, cluster, dict(shares), rng))
     labelling = problem.solve()
     assert labelling is not None
     synthesizer = Synthesizer(space, cluster, 2)
@@ -227,7 +231,7 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
         weights = np.random.default_rng(seed).dirichlet(
             np.full(len(prices.overlap_price.lost), 0.5)
         )
-        bound = Problem(space, prices, Aims(time=lambda s, w=weights: float(np.min(s @ w))))
+        bound = Problem(space, prices, time=lambda s, w=weights: float(np.min(s @ w)))
         cost = cost_of(labelling.labels, bound.unary, bound.pairs)
         assert cost / PICOSECONDS <= step_s * (1 + 1e-9)
         assert cost / PICOSECONDS >= step_s * 1e-4, "a bound that says nothing"

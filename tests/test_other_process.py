@@ -40,6 +40,18 @@ def test_the_work_hears_what_it_is_told(cores: int) -> None:
         assert process.result() == "enough"
 
 
+def test_what_is_told_last_counts(cores: int) -> None:
+    def work(told: Told) -> str:
+        while told() != "last":
+            time.sleep(0.01)
+        return "done"
+
+    with ahead(work) as process:
+        for what in ("first", "second", "last"):
+            process.tell(what)
+        assert process.result() == "done"
+
+
 @pytest.mark.parametrize("end", [lambda: os._exit(1), lambda: time.sleep(600)])
 def test_work_that_nobody_waits_for_ends_with_the_context(end: Callable[[], None]) -> None:
     begun = time.monotonic()

@@ -16,6 +16,7 @@ from hap.ir.placement import P, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction, Value
 from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.liveness import storages
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.peak_memory import (
     KINDS,
@@ -122,6 +123,22 @@ def test_the_peak_is_that_of_the_definition(file: str, seed: int, world: int) ->
     plan = replace(plan, program=order.program)
     peak = memory(plan.graph, plan.program, cost, until=order.until)[1]
     assert peak == pytest.approx(by_definition(plan, cost, order.until))
+
+
+@pytest.mark.parametrize("file", ["mlp", "gpt2", "bert_moe"])
+def test_no_program_keeps_less_for_the_backward_than_its_graph_says(file: str) -> None:
+    case = benchmark_case(file, "tiny")
+    assert case.graph.saved_bytes > 0
+    for seed in range(3):
+        plan = random_plan(case, 3, seed)
+        cost = price(plan, case.space.axes)
+        kept = 0.0
+        last = max(k for k, s in enumerate(plan.program.instructions) if not s.backward)
+        for storage in storages(plan.graph, plan.program):
+            if storage.born <= last < storage.last:
+                tensor = plan.graph.tensors[storage.value.tensor]
+                kept += float(cost.local_bytes(tensor, storage.value.placement).sum())
+        assert kept >= plan.graph.saved_bytes
 
 
 @pytest.mark.parametrize("file", ["mlp", "bert_moe"])

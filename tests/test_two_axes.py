@@ -29,7 +29,7 @@ from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules import RULES, Call, Row
-from hap.synthesizer.search.cost_tables import Aims, Problem
+from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
@@ -78,7 +78,7 @@ def random_mesh_plan(case: Case, count: int, width: int, seed: int) -> Plan:
     space = inside.space
     alone = machines((1.0,) * count * width)  # no collective spans several machines
     prices = RandomPrices(space, alone, dict.fromkeys(shares, (1,) * count * width), rng)
-    problem = Problem(space, prices, Aims())
+    problem = Problem(space, prices)
     labelling = problem.solve()
     assert labelling is not None
     program = problem.program(labelling)

@@ -245,6 +245,21 @@ class Graph:
         read = {i for n in self.nodes if n.name in self.backward for i in n.inputs}
         return frozenset(made & read)
 
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that all ranks together keep for the backward under any program, at least.
+
+        Saved views of one storage count once, and no more than the storage.
+        """
+        least: dict[str, int] = {}
+        for name in self.saved:
+            root = name
+            while (node := self.producer.get(root)) and node.op in FREE and node.inputs:
+                root = node.inputs[0]
+            if node:  # else a view of an input
+                least[root] = max(least.get(root, 0), self.tensors[name].nbytes)
+        return sum(min(nbytes, self.tensors[root].nbytes) for root, nbytes in least.items())
+
     def role(self, role: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.role == role)
 

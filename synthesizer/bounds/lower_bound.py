@@ -28,7 +28,7 @@ from hap.synthesizer.cost.parts import AxisParts, vectors_of
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling
-from hap.synthesizer.search.cost_tables import PICOSECONDS, Aims, Allowed, Problem
+from hap.synthesizer.search.cost_tables import PICOSECONDS, Allowed, Problem
 from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine, SearchStatus
@@ -274,7 +274,7 @@ class Relaxation:
         engine: Engine = eliminate_or_bound,
     ) -> None:  # fmt: skip
         self._space, self._prices, self._engine = space, prices, engine
-        self._problem = Problem(space, prices, Aims(time=lambda v: 0.0), allowed)
+        self._problem = Problem(space, prices, allowed, time=lambda v: 0.0)
         self._timed = list(self._problem.timed())
         given = (*self._problem.unary, *self._problem.pairs.values())
         self._tables = {id(table): table for table in given}

@@ -20,24 +20,14 @@ native_dropout.default
 """
 
 # Linear in the arguments at these positions (each set jointly, the sets one at a time).
-LINEAR: dict[str, list[set[int]]] = {
-    "neg.default": [{0}],
-    "mul.Tensor": [{0}, {1}],
-    "mul.Scalar": [{0}],
-    "div.Tensor": [{0}],
-    "div.Scalar": [{0}],
-    "threshold_backward.default": [{0}],
-    "gelu_backward.default": [{0}],
-    "elu_backward.default": [{0}],
-    "silu_backward.default": [{0}],
-    "sigmoid_backward.default": [{0}],
-    "tanh_backward.default": [{0}],
-    "leaky_relu_backward.default": [{0}],
-    "hardtanh_backward.default": [{0}],
-    "hardswish_backward.default": [{0}],
-    "hardsigmoid_backward.default": [{0}],
-    "native_dropout_backward.default": [{0}],
-}
+_FIRST = """
+neg.default mul.Scalar div.Tensor div.Scalar threshold_backward.default gelu_backward.default
+elu_backward.default silu_backward.default sigmoid_backward.default tanh_backward.default
+leaky_relu_backward.default hardtanh_backward.default hardswish_backward.default
+hardsigmoid_backward.default native_dropout_backward.default
+"""
+LINEAR: dict[str, list[set[int]]] = {op: [{0}] for op in _FIRST.split()}
+LINEAR["mul.Tensor"] = [{0}, {1}]
 
 
 def pointwise(call: Call, linear: list[set[int]]) -> list[Row]:

@@ -36,12 +36,9 @@ def _convolution(call: Call) -> list[Row]:
     c, o = ("c", "o") if call.arg(8) == 1 else (None, None)  # groups would be split, too
     channels = [c, o] if call.arg(6) else [o, c]  # transposed or not
     return equation(
-        call,
-        [["n", c, *space], [*channels, *space], *([o] for _ in bias)],
-        [["n", o, *space]],
-        linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}],
-        additive={2},
-    )
+        call, [["n", c, *space], [*channels, *space], *([o] for _ in bias)], [["n", o, *space]],
+        linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}], additive={2},
+    )  # fmt: skip
 
 
 @rule("aten.convolution_backward.default")
@@ -52,12 +49,9 @@ def _convolution_backward(call: Call) -> list[Row]:
     x, w = ["n", c, *space], [*([c, o] if call.arg(7) else [o, c]), *space]
     # The third result, the bias's gradient, is a separate sum: see hap.capture.tracing.
     return equation(
-        call,
-        [["n", o, *space], x, w],
-        [x, w, []],
-        linear=[{0}, {1}, {2}],
-        depends=[{0, 2}, {0, 1}, set()],
-    )
+        call, [["n", o, *space], x, w], [x, w, []],
+        linear=[{0}, {1}, {2}], depends=[{0, 2}, {0, 1}, set()],
+    )  # fmt: skip
 
 
 def _attention_letters(call: Call, q: int, keys: str | None = None) -> tuple[list[str | None], ...]:

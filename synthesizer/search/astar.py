@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ FIRST_DIVES = (1, 8, 64)
 
 def search(
     unary: Unary, pairs: Pairs, *, table_entries: int = TABLE_ENTRIES, sweeps: int = SWEEPS,
-    expansions: int = EXPANSIONS, forbidden: Mapping[int, Iterable[int]] | None = None,
+    expansions: int = EXPANSIONS,
 ) -> SearchResult:  # fmt: skip
     """Return the cheapest labelling, or the best one found and a bound on all others.
 
@@ -58,11 +58,8 @@ def search(
         unary, pairs: the tables, as in :func:`hap.synthesizer.search.bucket_elimination.minimise`.
         table_entries: limit of the heuristic's tables; it is exact if no table is larger.
         expansions: limit on the search; a count is repeatable.
-        forbidden: variable -> labels that it must not have.
     """
     allowed = [np.minimum(costs, FORBIDDEN) for costs in unary]
-    for v, labels in (forbidden or {}).items():
-        allowed[v][list(labels)] = FORBIDDEN
     order, _ = search_order([len(costs) for costs in unary], pairs)
     reparametrized = reparametrize(allowed, pairs, order, sweeps)
     if reparametrized is None:

@@ -14,7 +14,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -134,7 +134,7 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
         trail.append((v, scope, best_label))
     labels = [0] * len(reduced.sizes)
     for v, scope, best_label in reversed(trail):
-        labels[v] = int(best_label[tuple(labels[n] for n in scope)])
+        labels[v] = int(best_label[tuple([labels[n] for n in scope])])
     return Labelling(
         cost=constant,
         labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
@@ -170,16 +170,16 @@ class _Buckets:
             Its least entry, which is subtracted so that tables of layers repeat, and the best label of
             ``v``, of dims ``scope``.
         """
-        place = {n: k for k, n in enumerate((*scope, v))}
-        mine = sorted((tuple(place[n] for n in names), t) for names, t in self._tables[v])
-        shape = tuple(self._sizes[n] for n in (*scope, v))
-        key: _Key = (self._costs[v], shape, tuple(mine))
+        names, sizes, tables = (*scope, v), self._sizes, self._tables
+        place = dict(zip(names, range(len(names)), strict=True))
+        mine = sorted([(tuple([place[n] for n in names]), t) for names, t in tables[v]])
+        key: _Key = (self._costs[v], tuple([sizes[n] for n in names]), tuple(mine))
         least, best, best_label = self._known.get(key) or self._eliminate(key)
         for _, table in mine:
             self._pool.release(table)
         for n in scope:
-            self._tables[n] = [(names, t) for names, t in self._tables[n] if v not in names]
-            self._tables[n].append((scope, best))
+            tables[n] = [entry for entry in tables[n] if v not in entry[0]]
+            tables[n].append((scope, best))
         return least, best_label
 
     def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:
@@ -214,8 +214,8 @@ def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _
     """Return the best of greedy orders by several measures; the last results are cached."""
     found: list[_Order] = []
     least = math.inf
-    for measure in (_small_first, _table_size, _fill, _degree):
-        found.append(_order(sizes, edges, measure, least))
+    for measure in (_small_first, table_size, _fill, _degree):
+        found.append(greedy_order(sizes, edges, measure, least))
         if found[-1].largest <= LARGEST_TABLE:
             least = min(least, found[-1].total)
         if found[-1].total <= EASY and found[-1].largest <= LARGEST_TABLE:
@@ -226,32 +226,38 @@ def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _
 Measure = Callable[[int, Sequence[int], list[set[int]]], int]
 
 
-def _table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    return math.prod(map(sizes.__getitem__, near[v])) * sizes[v]
+def table_size(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
+    """Return the entries of the table of a variable and its neighbours."""
+    entries = sizes[v]
+    for n in near[v]:
+        entries *= sizes[n]
+    return entries
 
 
 def _small_first(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     """Order small variables by size, which leaves a core of each layer, and the core by fill."""
-    entries = _table_size(v, sizes, near)
+    entries = table_size(v, sizes, near)
     return entries if entries <= SMALL else SMALL + _fill(v, sizes, near)
 
 
 def _fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     """Return the size of the new tables between neighbours."""
     mine, size = near[v], sizes.__getitem__
-    # Every pair counts twice; a variable is not among its own neighbours.
-    return sum(size(a) * (sum(map(size, mine - near[a])) - size(a)) for a in mine) // 2
+    whole = sum(map(size, mine))
+    # Every pair counts twice. An intersection takes the time of the smaller set, even at a hub.
+    return sum([size(a) * (whole - size(a) - sum(map(size, mine & near[a]))) for a in mine]) // 2
 
 
 def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
-    return (len(near[v]) << 40) + min(_table_size(v, sizes, near), (1 << 40) - 1)
+    return (len(near[v]) << 40) + min(table_size(v, sizes, near), (1 << 40) - 1)
 
 
-def _order(
-    sizes: Sequence[int], edges: Sequence[tuple[int, int]], measure: Measure, limit: float
-) -> _Order:
-    """Return a greedy order; its beginning alone if a table is too large for any use, or all
-    together have more entries than ``limit``.
+def greedy_order(
+    sizes: Sequence[int], edges: Iterable[tuple[int, int]], measure: Measure, limit: float,
+    largest_table: float = LARGEST_TABLE,
+) -> _Order:  # fmt: skip
+    """Return a greedy order, the least measure first; its beginning alone if a table has more
+    entries than ``largest_table``, or all together have more than ``limit``.
     """
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:
@@ -269,12 +275,12 @@ def _order(
             continue
         gone[v] = True
         scope = tuple(sorted(near[v]))
-        entries = _table_size(v, sizes, near)
+        entries = table_size(v, sizes, near)
         total += entries
         if entries > largest:
             largest, widest = entries, (*scope, v)
         steps.append((v, scope))
-        if largest > LARGEST_TABLE or total > limit:
+        if largest > largest_table or total > limit:
             break
         for n in scope:
             near[n].discard(v)

@@ -15,6 +15,7 @@ holding; tensor-consumer, 0 if the holding gives the placement that the row need
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,17 +41,6 @@ Allowed = Callable[[str, Placement, bool], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aims:
-    """The objective of a search: time as one number per vector over ranks, and memory.
-
-    ``memory_s_per_byte``: price of each rank's stored parameters and saved activations.
-    """
-
-    time: Callable[[PerRank], float] = np.max
-    memory_s_per_byte: PerRank | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
     """The data that nodes of one kind share: times per row, and placements per operand.
 
@@ -64,12 +54,20 @@ class _Kind:
 
 
 class Problem:
-    """The tables of one search."""
+    """The tables of one search.
+
+    Args:
+        time: the price of a vector of seconds over ranks.
+
+    ``memory_s_per_byte``: price of each rank's stored parameters and saved activations.
+    """
 
     def __init__(
-        self, space: Space, cost: Prices, aims: Aims, allowed: Allowed | None = None
-    ) -> None:
-        self.space, self.cost, self.aims = space, cost, aims
+        self, space: Space, cost: Prices, allowed: Allowed | None = None,
+        time: Callable[[PerRank], float] = np.max,
+    ) -> None:  # fmt: skip
+        self.space, self.cost, self._time = space, cost, time
+        self.memory_s_per_byte: PerRank | None = None
         self._restricted = allowed is not None
         self._allowed = allowed or (lambda tensor, placement, stored: True)
         self.unary: list[Costs] = []
@@ -90,7 +88,7 @@ class Problem:
         for name in graph.tensors:
             self.held[name] = self._filter(name)
             self._held[name] = self._number(self.held[name])
-            self._variable[name] = self._add([self._hold_cost(name, h) for h in self.held[name]])
+            self._variable[name] = self._add([0.0] * len(self.held[name]))
         self._kind_of: dict[str, _Kind] = {}
         self.rows: dict[str, tuple[Row, ...]] = {}
         self._node: dict[str, int] = {}
@@ -108,6 +106,16 @@ class Problem:
             if o.role != "gradient":
                 ends = final_placements(self.space, o)
                 self._require(self._add([0] * len(ends)), o.tensor, ends)
+
+    def priced(self, memory_s_per_byte: PerRank | None) -> Problem:
+        """Return the same problem, whose bytes have no price, with a price of memory."""
+        if memory_s_per_byte is None:
+            return self
+        found = copy.copy(self)
+        found.memory_s_per_byte = memory_s_per_byte
+        found.unary, found.pairs, found._tables = [*self.unary], dict(self.pairs), {}
+        found._add_memory(memory_s_per_byte)
+        return found
 
     def solve(self) -> Labelling | None:
         """Return the optimal labelling, or ``None`` if the placements admit no program."""
@@ -174,7 +182,7 @@ class Problem:
         makes = [tuple(row.outs[k] or R for row in rows) for k in range(len(node.outputs))]
         return _Kind(
             seconds=seconds,
-            times=_costs(self.aims.time(s) for s in seconds),
+            times=_costs(self._time(s) for s in seconds),
             needs=[(column, self._number(column)) for column in needs],
             makes=[(column, self._number(column)) for column in makes],
         )
@@ -207,26 +215,17 @@ class Problem:
         graph = self.space.graph
         options = tuple(p for p in self.space.sources[tensor] if self._allowed(tensor, p, True))
         gradient = graph.gradients.get(target) if role == "parameter" else None
-        costs = [0.0] * len(options)
-        if role == "parameter":
-            costs = [self._store_cost(tensor, p, gradient is not None) for p in options]
+        costs = [self._store_cost(tensor, p, gradient is not None) for p in options]
         v = self._stored[tensor] = self._add(costs)
         self.stored[tensor] = options
         self._produce(v, tensor, options)
         if gradient is not None:
             self._require(v, gradient, options)
-            self._price_slices(v, gradient, options)
 
     def _add_backward_alias(self, parameter: str, alias: Node) -> None:
-        """Price the backward's read of a parameter: of the forward's replica, or a new gather."""
-        v, price = self._node[alias.name], self.aims.memory_s_per_byte
+        """Price the backward's gather of a parameter that the forward has gathered."""
+        v = self._node[alias.name]
         t, rows = self.space.graph.tensors[parameter], self.rows[alias.name]
-        if price is not None:
-            kept = [float(price @ self.cost.local_bytes(t, row.ins[0])) for row in rows]
-            self._pair(self._stored[parameter], v, np.array([
-                [_scaled(0.0 if row.ins[0] == p else s) for row, s in zip(rows, kept, strict=True)]
-                for p in self.stored[parameter]
-            ], dtype=np.int64))  # fmt: skip
         # The forward's gather is then not among those at the start of the program.
         self._pair(self._variable[parameter], v, np.array([
             [_scaled(self._start_s(t, row.ins[0]) if R in holding else 0.0) for row in rows]
@@ -240,32 +239,51 @@ class Problem:
         alone, fused = (self.cost.convert(t, p, R, fused=f)[0].seconds for f in (False, True))
         return alone - fused
 
-    def _price_slices(self, v: int, gradient: str, options: Sequence[Placement]) -> None:
-        """Price a gradient that is reduced whole and then sliced: its memory is the whole's."""
-        price = self.aims.memory_s_per_byte
-        if price is None:
-            return
-        t = self.space.graph.tensors[gradient]
-        more = [float(price @ (t.nbytes - self.cost.local_bytes(t, p))) for p in options]
-        self._pair(v, self._variable[gradient], np.array([
-            [_scaled(0.0 if p in holding else s) for holding in self.held[gradient]]
-            for p, s in zip(options, more, strict=True)
-        ], dtype=np.int64))  # fmt: skip
+    def _add_memory(self, price: PerRank) -> None:
+        """Add the price of memory to the tables that it changes."""
+        graph = self.space.graph
+
+        def seconds(name: str, p: Placement) -> float:
+            return float(price @ self.cost.local_bytes(graph.tensors[name], p))
+
+        for name in graph.saved:
+            key = self._held[name], self._alike(name)
+            if key not in self._tables:
+                holdings = self.held[name]
+                self._tables[key] = _costs(sum(seconds(name, p) for p in h) for h in holdings)
+            self.unary[self._variable[name]] = self._tables[key]
+        for parameter, twin in backward_alias_of(graph).items():
+            node = graph.producer[twin]  # reads the forward's replica, or gathers again
+            read = [row.ins[0] for row in self.rows[node.name]]
+            kept = [(p, seconds(parameter, p)) for p in read]
+            self._pair(self._stored[parameter], self._node[node.name], np.array([
+                [_scaled(0.0 if p == own else s) for p, s in kept] for own in self.stored[parameter]
+            ], dtype=np.int64))  # fmt: skip
+        for i in graph.role("parameter"):
+            options, gradient = self.stored[i.tensor], graph.gradients.get(i.target)
+            v, trained = self._stored[i.tensor], gradient is not None
+            self.unary[v] = _costs(self._store_cost(i.tensor, p, trained) for p in options)
+            if gradient is None:
+                continue
+            # A gradient that is reduced whole and then sliced takes the memory of the whole.
+            of, t = self._variable[gradient], graph.tensors[gradient]
+            more = [float(price @ (t.nbytes - self.cost.local_bytes(t, p))) for p in options]
+            self._pair(v, of, np.array([
+                [_scaled(0.0 if p in holding else s) for holding in self.held[gradient]]
+                for p, s in zip(options, more, strict=True)
+            ], dtype=np.int64))  # fmt: skip
+            producer = graph.producer[gradient]
+            makes, number = self._kind_of[producer.name].makes[producer.outputs.index(gradient)]
+            del self.pairs[of, self._node[producer.name]]
+            self._produce(self._node[producer.name], gradient, makes, number)
 
     def _store_cost(self, tensor: str, p: Placement, trained: bool) -> float:
         t = self.space.graph.tensors[tensor]
-        seconds = float(self.aims.time(self.cost.update(t, p))) if trained else 0.0
-        price = self.aims.memory_s_per_byte
+        seconds = float(self._time(self.cost.update(t, p))) if trained else 0.0
+        price = self.memory_s_per_byte
         if price is not None:
             seconds += float(price @ self.cost.stored_bytes(t, p, trained=trained))
         return seconds
-
-    def _hold_cost(self, name: str, holding: Holding) -> float:
-        price = self.aims.memory_s_per_byte
-        graph = self.space.graph
-        if price is None or name not in graph.saved:
-            return 0.0
-        return float(sum(price @ self.cost.local_bytes(graph.tensors[name], p) for p in holding))
 
     def _require(
         self, v: int, tensor: str, needs: Sequence[Placement], number: int | None = None
@@ -316,7 +334,7 @@ class Problem:
 
     def _waiting_s(self, tensor: str, made: Placement, holding: Holding) -> float:
         """Return the price of the memory of a gradient's terms that wait for the end."""
-        price = self.aims.memory_s_per_byte
+        price = self.memory_s_per_byte
         if price is None or tensor not in self._gradients or made in holding:
             return 0.0
         return float(price @ self.cost.local_bytes(self.space.graph.tensors[tensor], made))

@@ -77,12 +77,10 @@ def write_program(
     for o, p in zip(graph.outputs, finals, strict=True):
         writer.need(o.tensor, p, o.role in ("gradient", "returned"))
     steps = [*_neighbours(start, graph), *body, *_neighbours(writer.taken(), graph)]
-    program = Program(
+    return Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
         outputs=tuple(finals), axes=writer.axes,
     )  # fmt: skip
-    program.check(graph)
-    return program
 
 
 class _Writer:

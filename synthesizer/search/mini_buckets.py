@@ -9,7 +9,6 @@ from specification dependencies", Artificial Intelligence 2001).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, greedy_order, table_size
 from hap.synthesizer.search.search_result import Pairs, Unary
 
 
@@ -121,7 +120,7 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tupl
     It reverses an elimination order, by branches of the bucket tree: depth first, small
     branches before large ones, so that few variables are on the frontier at a time.
     """
-    steps = _elimination(sizes, pairs)
+    steps = greedy_order(sizes, pairs, table_size, math.inf, math.inf).steps
     turn = {v: k for k, (v, _) in enumerate(steps)}
     children: dict[int | None, list[int]] = {None: []}
     weight: dict[int, int] = {}
@@ -136,34 +135,3 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tupl
         order.append(v)
         stack += sorted(children.get(v, ()), key=lambda c: (-weight[c], c))
     return order, max((len(scope) for _, scope in steps), default=0)
-
-
-def _elimination(
-    sizes: Sequence[int], pairs: Iterable[tuple[int, int]]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Yield a greedy order: the variable with the smallest table next, and the table's scope."""
-    near: list[set[int]] = [set() for _ in sizes]
-    for u, v in pairs:
-        near[u].add(v)
-        near[v].add(u)
-
-    def entries(v: int) -> int:
-        return sizes[v] * math.prod(map(sizes.__getitem__, near[v]))
-
-    heap = [(entries(v), v) for v in range(len(sizes))]
-    heapq.heapify(heap)
-    gone: set[int] = set()
-    steps: list[tuple[int, tuple[int, ...]]] = []
-    while heap:
-        claimed, v = heapq.heappop(heap)
-        if v in gone or claimed != entries(v):
-            continue
-        gone.add(v)
-        scope = tuple(sorted(near[v]))
-        steps.append((v, scope))
-        for n in scope:
-            near[n].discard(v)
-            near[n].update(m for m in scope if m != n)
-        for n in scope:
-            heapq.heappush(heap, (entries(n), n))
-    return steps

@@ -83,13 +83,10 @@ def solve_shares(
         if stalled >= _PATIENCE and not convex:
             break
         model = Model(
-            task=task,
-            tangents=tangents,
-            padded=padded_slopes(task),
+            task=task, tangents=tangents, padded=padded_slopes(task),
             exchange=[p for p in planes.values() if p.at(here.totals) <= here.value * (1 + 1e-9)],
-            scale=SCALE / first.step_s,
-            gap=gap,
-        )
+            scale=SCALE / first.step_s, gap=gap,
+        )  # fmt: skip
         elastic = False
         if (whole := model.solve(hint=best.split)) is None:
             elastic, whole = True, model.solve(elastic=True)

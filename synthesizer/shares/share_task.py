@@ -105,11 +105,9 @@ class Task:
         line = simulate(self.graph, self.program, cost)
         room = np.array([d.memory_bytes for d in self.machine.cluster.devices])
         return Simulated(
-            split=tuple(shares[group[0]] for group in self.groups),
-            shares=shares,
-            step_s=line.step_s,
-            lack_bytes=np.maximum(line.peak_bytes - room, 0.0),
-        )
+            split=tuple(shares[group[0]] for group in self.groups), shares=shares,
+            step_s=line.step_s, lack_bytes=np.maximum(line.peak_bytes - room, 0.0),
+        )  # fmt: skip
 
 
 def alike_axes(graph: Graph, program: Program) -> tuple[tuple[str, ...], ...]:
