@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from benchmarks.contenders import (
     ABSENT,
     CONTENDERS,
+    HOPELESS,
     OURS,
     OURS_HALF,
     OURS_STAGED,
@@ -147,7 +148,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     some = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--models", choices=MODELS, **some)
     parser.add_argument("--clusters", choices=CLUSTERS, **some)
-    parser.add_argument("--contenders", choices=CONTENDERS, default=list(CONTENDERS), **some)
+    parser.add_argument(
+        "--contenders", choices=CONTENDERS, default=[c for c in CONTENDERS if c not in HOPELESS],
+        help=f"default: all but {', '.join(HOPELESS)}", **some,
+    )  # fmt: skip
     parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
     parser.add_argument("--quick", action="store_true", help="three cells, three rounds")
     parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")

@@ -59,6 +59,10 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
 }
 """Name -> (module, class), in the order of the tables."""
 
+HOPELESS: Final = (ZERO, FSDP, TENSOR_PARALLEL)
+"""Raced on request alone: on all devices they took 2.1 times as long as the fastest, or longer, in each of 14
+cells, of equal devices too."""
+
 ON_FASTEST: Final = (
     FASTEST, PIPELINE_FASTEST, PIPELINE_BY_HAND, ZERO_FASTEST, FSDP_FASTEST,
     TENSOR_PARALLEL_FASTEST, HALF_FASTEST,
