@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from hap.cli.chrome_trace import trace_text
+from hap.cli.pipeline_hint import pipeline_hint
 from hap.cli.report.figures_json import shown_with
 from hap.cli.report.page import report_page
 from hap.cli.simulation import rank_uses, simulation_json
@@ -121,3 +123,11 @@ def test_the_longest_work_names_stages() -> None:
 def test_in_turn_is_refused() -> None:
     with pytest.raises(PlanError, match="never in turn"):
         simulate_plan(planned(), overlap=False)
+
+
+def test_a_pipeline_that_is_estimated_to_be_faster_is_named() -> None:
+    case = benchmark_case("vit", "tiny")
+    plan = slow_pair(case, stages=False)
+    assert "--stages searches them" in pipeline_hint(plan, plan.cluster)
+    quick = replace(plan, prediction=replace(plan.prediction, step_s=1e-9))
+    assert pipeline_hint(quick, plan.cluster) == ""

@@ -298,7 +298,7 @@ def test_too_few_microbatches_in_flight_are_no_deadlock_of_the_simulator() -> No
 # --- plans -------------------------------------------------------------------------------------------
 
 
-def slow_pair(case: Case) -> Plan:
+def slow_pair(case: Case, *, stages: bool = True) -> Plan:
     """Return a plan for two devices behind a link on which data parallelism does not pay."""
     cluster = two_machines(3).keep((0, 2))
     rates = {"flops_per_s": {"float32": 1e7}, "memory_bytes_per_s": 1e8}
@@ -308,7 +308,7 @@ def slow_pair(case: Case) -> Plan:
     )  # fmt: skip
     return hap.plan(
         case.model, case.batch, cluster, loss=case.loss,
-        optimizer=case.optimizer, options=hap.PlanOptions(stages=True),
+        optimizer=case.optimizer, options=hap.PlanOptions(stages=stages, all_devices=not stages),
     )  # fmt: skip
 
 
