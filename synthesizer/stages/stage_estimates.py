@@ -36,7 +36,7 @@ from hap.synthesizer.stages.stage_transfers import least_send_s, send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-FEW = 4, 16
+USUAL = (8,)
 """Numbers of microbatches for a quick estimate."""
 
 MOST_STAGES = 8
