@@ -6,7 +6,6 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.plan import Plan
 from hap.synthesizer.search.program_space import build_space
-from hap.synthesizer.stages.stage_estimates import USUAL
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.units import format_seconds
 
@@ -23,7 +22,7 @@ def pipeline_hint(plan: Plan, cluster: Cluster) -> str:
     limit_s = WORTH * plan.prediction.step_s
     try:
         states = plan.optimizer.states
-        search = StageSearch(build_space(plan.graph), cluster, states, tried=USUAL)
+        search = StageSearch(build_space(plan.graph), cluster, states, quick=True)
     except HapError:  # the step has no microbatches
         return ""
     fits = (s.estimate_s for s in search.estimates.sketches(limit_s) if not s.lacking)

@@ -36,8 +36,8 @@ from hap.synthesizer.stages.stage_transfers import least_send_s, send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-USUAL = (8,)
-"""Numbers of microbatches for a quick estimate."""
+QUICK = 8
+"""Most microbatches in a quick estimate."""
 
 MOST_STAGES = 8
 
@@ -84,14 +84,14 @@ class StageEstimates:
     Args:
         states: tensors of a parameter's size in the optimizer's state.
         keep: ranks that each pipeline must use.
-        tried: numbers of microbatches, where the batch can be divided by them.
+        quick: whether one number of microbatches is enough.
     """
 
     def __init__(
         self, over_time: OverTime, cluster: Cluster, states: int,
-        keep: frozenset[int] = frozenset(), tried: Sequence[int] = MICROBATCHES,
+        keep: frozenset[int] = frozenset(), *, quick: bool = False,
     ) -> None:  # fmt: skip
-        self._tried = tried
+        self._quick = quick
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
         self._sketched: dict[int, list[Sketch]] = {}
@@ -102,7 +102,8 @@ class StageEstimates:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """The numbers of microbatches that the batch allows."""
-        return tuple(m for m in self._tried if self._over_time.shares(m) is not None)
+        found = tuple(m for m in MICROBATCHES if self._over_time.shares(m) is not None)
+        return tuple(m for m in found if m <= QUICK)[-1:] if self._quick else found
 
     @cached_property
     def pipelines_s(self) -> float:

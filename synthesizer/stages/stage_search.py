@@ -24,12 +24,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 )
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
-from hap.synthesizer.stages.stage_estimates import (
-    MICROBATCHES,
-    Sketch,
-    StageEstimates,
-    sketch_order,
-)
+from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
@@ -92,7 +87,7 @@ class StageSearch:
 
     Args:
         keep: ranks that each pipeline must use.
-        tried: numbers of microbatches.
+        quick: whether estimates for one number of microbatches are enough.
 
     Raises:
         HapError: the step can't be run in microbatches.
@@ -100,7 +95,7 @@ class StageSearch:
 
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int,
-        keep: frozenset[int] = frozenset(), tried: Sequence[int] = MICROBATCHES,
+        keep: frozenset[int] = frozenset(), *, quick: bool = False,
     ) -> None:  # fmt: skip
         self._space, self.cluster, self.states = space, cluster, optimizer_states
         self._relaxed: dict[Ranks, Relaxed] = {}
@@ -108,7 +103,7 @@ class StageSearch:
         self._time = over_time(space, cluster, optimizer_states)
         self._whole = self._time.whole()
         self._found: dict[object, tuple[Program, Shares] | None] = {}
-        self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, tried)
+        self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
         if not self.estimates.counts:
             units = " or ".join(str(n) for n in self._time.program.used_axes().values())
             raise HapError(
