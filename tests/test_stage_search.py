@@ -255,7 +255,7 @@ def test_estimates_learn_from_pipelines() -> None:
     assert all(s.least_s == before[k].least_s for k, s in after.items() if k in before)
     same = after.get((sketch.groups, sketch.cuts))
     assert same is None or same.estimate_s > sketch.estimate_s
-    others = [s for s in after.values() if not {*s.kinds} & {*sketch.kinds}]
+    others = [s for s in after.values() if not {*s.indices} & {*sketch.indices}]
     assert all(s == before[s.groups, s.cuts] for s in others if (s.groups, s.cuts) in before)
 
 

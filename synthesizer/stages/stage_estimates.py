@@ -41,6 +41,9 @@ QUICK = 8
 
 MOST_STAGES = 8
 
+MANY_ROWS = 16
+"""Rows of a microbatch per device above which whole rows are as good as any parts of them."""
+
 INSIDE = 1.05
 """Most that a group inside one machine is estimated to take over one device of the sum of its speeds."""
 
@@ -53,7 +56,7 @@ class Sketch:
     """An estimated pipeline: groups in order, the last operator of each stage but the last.
 
     ``least_s``: no pipeline of this sketch is predicted to be faster. ``lacking``: its devices lack
-    memory by the estimate. ``kinds``: each group by its index in the search, and ``ideal_s`` the
+    memory by the estimate. ``indices``: each group in the search, and ``ideal_s`` the
     seconds of a microbatch on it if its devices were one of the sum of their speeds.
     """
 
@@ -63,7 +66,7 @@ class Sketch:
     estimate_s: float
     least_s: float
     lacking: bool = False
-    kinds: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     ideal_s: tuple[float, ...] = ()
 
 
@@ -182,8 +185,8 @@ class StageEstimates:
     def learn(self, sketch: Sketch, each_s: Sequence[float]) -> None:
         """Correct later estimates by the seconds of a microbatch on each stage of a pipeline."""
         count = sketch.microbatches
-        for kind, ideal_s, found_s in zip(sketch.kinds, sketch.ideal_s, each_s, strict=True):
-            self._counts[count].excess[kind] = max(1.0, found_s / max(ideal_s, 1e-15))
+        for group, ideal_s, found_s in zip(sketch.indices, sketch.ideal_s, each_s, strict=True):
+            self._counts[count].excess[group] = max(1.0, found_s / max(ideal_s, 1e-15))
         self._sketched.pop(count, None)
 
     def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
@@ -191,6 +194,8 @@ class StageEstimates:
         rows = max(self._over_time.program.used_axes().values()) // count
         alone = costs.busy_s[:2].sum(axis=(0, 1))
         excess = np.ones(len(self.blocks.vectors))
+        if rows > MANY_ROWS * self._cluster.world_size:
+            return excess
         for group, devices in enumerate(self.blocks.devices[1:], start=1):
             here = devices > 0
             turns = np.unique(np.outer(np.arange(1, rows + 1), alone[here] / rows))
@@ -259,7 +264,7 @@ class StageEstimates:
         return Sketch(
             groups=groups, cuts=tuple(self.places[p] for p in chain.places), microbatches=count,
             estimate_s=simulate_pipeline(stages, count).step_s, least_s=least_s, lacking=lacking,
-            kinds=chain.groups, ideal_s=tuple(ideal),
+            indices=chain.groups, ideal_s=tuple(ideal),
         )  # fmt: skip
 
     def _awaits(

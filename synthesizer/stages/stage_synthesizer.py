@@ -36,7 +36,7 @@ def stage_space(whole: Graph, part: Graph, count: int) -> Space:
     units = {name: axis.units for name, axis in space.axes.axes.items()}
     for (tensor, dim), name in space.axes.of.items():
         units[name] = math.gcd(units[name], part.tensors[tensor].shape[dim])
-    axes = {name: Axis(name=name, units=count) for name, count in units.items()}
+    axes = {name: Axis(name=name, units=blocks) for name, blocks in units.items()}
     of_node = phases(part)
     repeated = {
         o: count
