@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
+from hap.gc_pause import gc_paused
 from hap.ir.plan import Plan
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.stage_search import StageSearch
@@ -13,6 +14,7 @@ WORTH = 0.95
 """Ratio of steps below which a pipeline is worth a hint: estimates are off by a few percent."""
 
 
+@gc_paused()
 def pipeline_hint(plan: Plan, cluster: Cluster) -> str:
     """Return the hint; empty if no pipeline is estimated to be faster.
 

@@ -33,6 +33,7 @@ class OverTime:
     graph: Graph
     program: Program
     _parts: dict[int, Graph] = field(default_factory=dict, repr=False, compare=False)
+    """By number of microbatches; 0: the whole batch."""
 
     def shares(self, microbatches: int) -> Shares | None:
         """Return equal shares of every axis; ``None`` if there are none."""
@@ -51,8 +52,10 @@ class OverTime:
 
     def whole(self) -> Graph:
         """Return the step of a microbatch with the sizes of the whole batch."""
-        shares = {name: (n, 0) for name, n in self.program.used_axes().items()}
-        return divide(self.graph, self.program, shares)
+        if 0 not in self._parts:
+            shares = {name: (n, 0) for name, n in self.program.used_axes().items()}
+            self._parts[0] = divide(self.graph, self.program, shares)
+        return self._parts[0]
 
 
 def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime:
