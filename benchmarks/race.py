@@ -29,11 +29,13 @@ from benchmarks.contenders import (
     ABSENT,
     CONTENDERS,
     HOPELESS,
+    HOPELESS_ON,
     OURS,
     OURS_HALF,
     OURS_STAGED,
     PAPER,
     ROUNDED,
+    TOO_SLOW,
 )  # fmt: skip
 from benchmarks.racing import clock, document, floors, plans, tables
 from benchmarks.racing.agenda import CLUSTERS, MODELS, Slot, chosen
@@ -148,10 +150,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     some = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--models", choices=MODELS, **some)
     parser.add_argument("--clusters", choices=CLUSTERS, **some)
-    parser.add_argument(
-        "--contenders", choices=CONTENDERS, default=[c for c in CONTENDERS if c not in HOPELESS],
-        help=f"default: all but {', '.join(HOPELESS)}", **some,
-    )  # fmt: skip
+    parser.add_argument("--contenders", choices=CONTENDERS, **some)
     parser.add_argument("--plans", action="store_true", help="baselines that run as plans, too")
     parser.add_argument("--quick", action="store_true", help="three cells, three rounds")
     parser.add_argument("--resume", action="store_true", help="keep cells and plans that are there")
@@ -189,6 +188,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.slots = QUICK if options.quick and not asked else chosen(
         options.models, options.clusters
     )  # fmt: skip
+    options.hopeless = () if options.contenders else HOPELESS
+    options.contenders = options.contenders or list(CONTENDERS)
     options.rounds = options.rounds or (3 if options.quick else 5)
     return options
 
@@ -211,6 +212,8 @@ def race(slot: Slot, options: argparse.Namespace, told: plans.Progress) -> Cell:
     with Testbed(roomy(written), cores=options.cores, core_flops_per_s=rate) as bed:
         measured = _with_memory(_measured(bed, slot, options, told), written)
         found, void = _plans(slot, spec, measured, options, told)
+        if slot.cluster in HOPELESS_ON:
+            void |= dict.fromkeys(options.hopeless, TOO_SLOW)
         names = [name for name in options.contenders if name not in void]
         names += [name for name in found if name not in names]
         file = load_model_file(spec)

@@ -246,7 +246,8 @@ def _searched(
     if options.compare:
         row, pipeline = even_pipeline(search) if search else (no_pipeline(why_not), None)
         even = (row,)
-        if pipeline and _is_faster(pipeline, staged, fastest_pair):
+        ours_s = staged.times.step_s if staged else _limit_s(fastest_pair)
+        if pipeline and pipeline.fits and pipeline.times.step_s < ours_s:
             staged = pipeline
     if search and staged:
         shown = {"without stages": best, **beside}
@@ -300,21 +301,18 @@ def _stage_search(
     return search, ""
 
 
+def _limit_s(best: Candidate) -> float:
+    """The step that a pipeline must beat."""
+    return best.timeline.step_s if best.fits else float("inf")
+
+
 def _in_stages(search: StageSearch, best: Candidate, progress: Progress) -> Pipeline | None:
     """The best pipeline if it is faster than ``best``, or ``best`` does not fit."""
-    limit_s = best.timeline.step_s if best.fits else float("inf")
     try:
-        return search.best(limit_s, progress)
+        return search.best(_limit_s(best), progress)
     except HapError as error:
         progress(f"no pipeline: {error.what}")
         return None
-
-
-def _is_faster(pipeline: Pipeline, other: Pipeline | None, best: Candidate) -> bool:
-    """Whether a pipeline fits, and is faster than another one and than the best pair."""
-    limit_s = best.timeline.step_s if best.fits else float("inf")
-    others_s = other.times.step_s if other else limit_s
-    return pipeline.fits and pipeline.times.step_s < min(others_s, limit_s)
 
 
 def _fewer_devices(whole: Synthesizer, best: Candidate) -> dict[str, Selection]:

@@ -429,22 +429,6 @@ def test_prices_of_memory_do_not_add_up() -> None:
     assert all(np.array_equal(free.pairs[pair], table) for pair, table in before[1].items())
 
 
-def test_fill_is_the_size_of_the_missing_tables() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        n = rng.randint(1, 9)
-        sizes = [rng.randint(1, 5) for _ in range(n)]
-        near: list[set[int]] = [set() for _ in range(n)]
-        for u, v in itertools.combinations(range(n), 2):
-            if rng.random() < 0.5:
-                near[u].add(v)
-                near[v].add(u)
-        for v in range(n):
-            pairs = itertools.combinations(near[v], 2)
-            missing = sum(sizes[a] * sizes[b] for a, b in pairs if b not in near[a])
-            assert bucket_elimination._fill(v, sizes, near) == missing
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_written_program_costs_what_the_labelling_says(setting: str) -> None:
     problem = problem_of(*SETTINGS[setting])

@@ -26,8 +26,8 @@ from hap.synthesizer.stages.segment_costs import GroupSeconds
 from hap.synthesizer.stages.stage_dp import Boundaries, ChainSearch
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_prediction import stage_bound
-from hap.synthesizer.stages.stage_search import StageSearch, StageTask
-from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
+from hap.synthesizer.stages.stage_search import StageSearch
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
@@ -211,10 +211,10 @@ def _task(family: str, cluster: Cluster, count: int) -> StageTask:
 
 
 def _chosen(task: StageTask, cluster: Cluster) -> StageFigures:
-    space = stage_space(task.whole, task.part, task.count)
-    program, shares = StageSynthesizer(space, task.part, cluster, 2, task.count, 2).chosen()
-    for (tensor, dim), axis in space.axes.of.items():  # the shares are those of a microbatch
-        assert task.part.tensors[tensor].shape[dim] % space.axes.axes[axis].units == 0
+    program, shares = StageSynthesizer(task, cluster, 2).chosen()
+    axes = task.space.axes
+    for (tensor, dim), axis in axes.of.items():  # the shares are those of a microbatch
+        assert task.part.tensors[tensor].shape[dim] % axes.axes[axis].units == 0
     return figures(
         task.part, program, shares, Machine(cluster), 2, task.count, 2, recompute=True
     )  # fmt: skip
@@ -231,32 +231,28 @@ def test_a_stage_is_searched_within_its_memory(family: str) -> None:
     assert small.peak_bytes.max() <= room
 
 
-@pytest.mark.parametrize("family", ["vit", "bert", "wide_mlp"])
-def test_sums_over_microbatches_are_reduced_once(family: str) -> None:
-    """Twice as many microbatches of half the size communicate no gradients more often."""
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", ["vit", "bert"])
+def test_gradients_are_reduced_once_per_step(family: str, count: int) -> None:
     cluster = two_machines(2)
-    for count in (1, 2, 4):
-        task = _task(family, cluster, count)
-        space = stage_space(task.whole, task.part, count)
-        terms = {n.inputs[0] for n in task.part.nodes if is_sum(n)}
-        program, _ = StageSynthesizer(space, task.part, cluster, 2, count, 2).chosen()
-        reduced = [c.tensor for c in program.collectives if c.tensor in terms]
-        if count > 1:
-            assert not reduced
+    task = _task(family, cluster, count)
+    terms = {n.inputs[0] for n in task.part.nodes if is_sum(n)}
+    program, _ = StageSynthesizer(task, cluster, 2).chosen()
+    assert program.collectives
+    assert not [c.tensor for c in program.collectives if c.tensor in terms]
 
 
 def test_estimates_learn_from_pipelines() -> None:
-    search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
-    estimates = search.estimates
-    before = {(s.groups, s.cuts): s for s in estimates.sketches() if s.microbatches == 2}
-    sketch = next(s for s in before.values() if len(s.groups) == 2)
-    estimates.learn(sketch, [3 * s for s in sketch.ideal_s])
-    after = {(s.groups, s.cuts): s for s in estimates.sketches() if s.microbatches == 2}
-    assert all(s.least_s == before[k].least_s for k, s in after.items() if k in before)
-    same = after.get((sketch.groups, sketch.cuts))
-    assert same is None or same.estimate_s > sketch.estimate_s
-    others = [s for s in after.values() if not {*s.indices} & {*sketch.indices}]
-    assert all(s == before[s.groups, s.cuts] for s in others if (s.groups, s.cuts) in before)
+    estimates = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2).estimates
+    before = [s for s in estimates.sketches() if s.microbatches == 2]
+    for sketch in before:
+        estimates.learn(sketch, [3 * s for s in sketch.ideal_s])
+    after = [s for s in estimates.sketches() if s.microbatches == 2]
+    assert min(s.estimate_s for s in after) > 1.2 * min(s.estimate_s for s in before)
+    bounds = {(s.groups, s.cuts): s.least_s for s in before}
+    known = [s for s in after if (s.groups, s.cuts) in bounds]
+    assert known
+    assert all(s.least_s == bounds[s.groups, s.cuts] for s in known)
 
 
 def test_no_row_is_faster_than_a_plan_with_stages() -> None:

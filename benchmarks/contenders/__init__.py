@@ -60,8 +60,11 @@ CONTENDERS: Final[dict[str, tuple[str, str]]] = {
 """Name -> (module, class), in the order of the tables."""
 
 HOPELESS: Final = (ZERO, FSDP, TENSOR_PARALLEL)
-"""Raced on request alone: on all devices they took 2.1 times as long as the fastest, or longer, in each of 14
-cells, of equal devices too."""
+HOPELESS_ON: Final = ("4411", "paper", "two_sites", "even")
+TOO_SLOW: Final = (
+    "took 2.1 times as long as the fastest, or longer, in all 14 cells of commit 3f68ca0"
+)
+"""Contenders that are raced on some clusters on request alone, and the reason."""
 
 ON_FASTEST: Final = (
     FASTEST, PIPELINE_FASTEST, PIPELINE_BY_HAND, ZERO_FASTEST, FSDP_FASTEST,

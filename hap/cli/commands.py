@@ -137,8 +137,10 @@ def plan(
     if made.stopped:
         _note(f"the search was not finished ({made.stopped}): the plan is the best one until then")
         raise SystemExit(4)
-    one_way = as_json or options["stages"] or options["mesh"] or options["pins"]
-    if not one_way and (hint := cli.pipeline_hint.pipeline_hint(made, hap.load_cluster(cluster))):
+    restricted = any(options[o] for o in ("stages", "mesh", "pins", "keep", "all_devices"))
+    if not (as_json or restricted) and (
+        hint := cli.pipeline_hint.pipeline_hint(made, hap.load_cluster(cluster))
+    ):
         _note(hint)
 
 

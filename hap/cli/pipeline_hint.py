@@ -25,7 +25,7 @@ def pipeline_hint(plan: Plan, cluster: Cluster) -> str:
     try:
         states = plan.optimizer.states
         search = StageSearch(build_space(plan.graph), cluster, states, quick=True)
-    except HapError:  # the step has no microbatches
+    except HapError:  # the step has no microbatches, or too entangled a graph
         return ""
     fits = (s.estimate_s for s in search.estimates.sketches(limit_s) if not s.lacking)
     estimate_s = min(fits, default=limit_s)

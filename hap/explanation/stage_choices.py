@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, PlanError
 from hap.explanation.forced_choices import (
@@ -24,18 +26,21 @@ from hap.explanation.forced_choices import (
     placements_in,
     the_plan,
 )
+from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide, origin
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
+from hap.ir.program import Program
 from hap.ir.stages import Stage, cut_stages
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.stages.flights import arrange
-from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
-from hap.synthesizer.stages.stage_times import StageFigures, figures, in_parts
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
+from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime
 
@@ -143,23 +148,17 @@ class _Variant:
         stage = self.stages[number]
         time = OverTime(graph=self.plan.graph, program=self.plan.program)
         whole = cut_stages(time.whole(), self.plan.stages.cuts)[0][number]
-        space = stage_space(whole, self.parts[number], self.count)
-        on = self._cluster(ranks or stage.ranks)
-        allowed = pinned(space, pins) if pins else None
-        ahead = min(self.count, len(self.stages) - number)
+        task = StageTask(
+            whole=whole, part=self.parts[number], ranks=ranks or stage.ranks, count=self.count,
+            in_flight=min(self.count, len(self.stages) - number),
+        )  # fmt: skip
+        allowed = pinned(task.space, pins) if pins else None
+        on, states = self._cluster(task.ranks), self.plan.optimizer.states
         try:
-            program, shares = StageSynthesizer(
-                space,
-                self.parts[number],
-                on,
-                self.plan.optimizer.states,
-                self.count,
-                ahead,
-                allowed,
-            ).chosen()
+            program, shares = StageSynthesizer(task, on, states, allowed).chosen()
         except HapError:
             return None
-        found = replace(stage, program=program, shares=shares, ranks=ranks or stage.ranks)
+        found = replace(stage, program=program, shares=shares, ranks=task.ranks)
         return self.with_stage(number, found)
 
     def in_microbatches(self, count: int) -> _Variant | None:
@@ -172,7 +171,7 @@ class _Variant:
             other = replace(self, part=divide(time.graph, time.program, shares, 0), count=count)
             stages = []
             for stage, before, after in zip(self.stages, self.parts, other.parts, strict=True):
-                scaled = in_parts(before, after, stage.program, stage.shares)
+                scaled = _in_microbatches(before, after, stage.program, stage.shares)
                 if scaled is None:
                     return None
                 stages.append(replace(stage, program=scaled[0], shares=scaled[1]))
@@ -221,6 +220,29 @@ class _Variant:
             for rank, peak in zip(stage.ranks, found[-1].peak_bytes, strict=True):
                 lacking = max(lacking, float(peak) - self.plan.cluster.devices[rank].memory_bytes)
         return simulate_pipeline(self._seconds(found), self.count).step_s, lacking
+
+
+def _in_microbatches(
+    before: Graph, after: Graph, program: Program, shares: Shares
+) -> tuple[Program, Shares] | None:
+    """Return a stage's program over microbatches of another size, with its shares.
+
+    ``None`` if an axis has too few units in a microbatch.
+    """
+    axes, units_of = {}, dict[str, int]()
+    for dim, (name, units) in program.axes.items():
+        tensor, _, at = dim.rpartition(":")
+        whole, own = before.tensors[tensor].shape[int(at)], after.tensors[tensor].shape[int(at)]
+        if (units * own) % max(whole, 1):
+            return None
+        axes[dim] = name, units * own // whole
+        if units_of.setdefault(name, axes[dim][1]) != axes[dim][1] or not axes[dim][1]:
+            return None
+    scaled = {
+        name: proportional(units, np.array(shares[name], dtype=np.float64))
+        for name, units in units_of.items()
+    }
+    return replace(program, axes=axes), scaled
 
 
 def _options(part: Graph, stage: Stage, tensor: str) -> tuple[Placement, ...]:

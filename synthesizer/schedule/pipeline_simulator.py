@@ -15,10 +15,10 @@ from hap.ir.pipeline_order import Turn, turns
 
 
 class OnceTransfer(NamedTuple):
-    """What a stage gets once per step from another one, beside computing.
+    """A transfer to a stage once per step, beside computing.
 
-    A weight, before the microbatches; or ``backward`` the sum of its gradients, after those of the
-    stage that sends it.
+    It carries a weight before the microbatches or, ``backward``, the sum of the weight's gradients
+    after the last microbatch of stage ``src``, which sends it.
     """
 
     src: int

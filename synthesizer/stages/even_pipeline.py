@@ -19,11 +19,10 @@ from hap.ir.prediction import Alternative
 from hap.ir.program import Program
 from hap.synthesizer.baselines import tensor_parallel
 from hap.synthesizer.search.cost_tables import Allowed
-from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.stage_estimates import Sketch
-from hap.synthesizer.stages.stage_search import Pipeline, StageSearch, StageTask
-from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
-from hap.synthesizer.stages.stage_times import in_parts
+from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask, of_microbatch
 from hap.synthesizer.synthesize import proportional_shares
 
 NAME = "3D, even"
@@ -95,31 +94,21 @@ class _Programs:
         self._found: dict[object, tuple[Program, Shares] | None] = {}
 
     def __call__(self, task: StageTask) -> tuple[Program, Shares] | None:
-        key = task.ranks, task.whole.outputs
+        key = task.ranks, task.whole.outputs, task.count
         if key not in self._found:
             self._found[key] = self._made(task)
-        found = self._found[key]
-        return found and in_parts(task.whole, task.part, *found)
+        return self._found[key]
 
     def _made(self, task: StageTask) -> tuple[Program, Shares] | None:
-        space, cluster = build_space(task.whole), self._search.cluster.keep(task.ranks)
+        space, cluster = task.space, self._search.cluster.keep(task.ranks)
         even = proportional_shares(space.axes, np.ones(cluster.world_size))
         for restriction in (self._restriction, _data_parallel):  # a stage may lack pairs of layers
             try:
                 allowed = restriction(space)
-                search = StageSynthesizer(
-                    space,
-                    task.part,
-                    cluster,
-                    self._search.states,
-                    task.count,
-                    task.in_flight,
-                    allowed,
-                )
-                pair = search.cheapest(even)
+                search = StageSynthesizer(task, cluster, self._search.states, allowed)
+                return of_microbatch(search.cheapest(even))
             except HapError:
                 continue
-            return pair.program, {a: pair.shares[a] for a in pair.program.used_axes()}
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
+from hap.synthesizer.stages.stage_transfers import send_s
 
 RELAXED = 9
 """Searches for the bounds of sets of devices without stages; others count computing alone."""
@@ -63,17 +64,15 @@ def predict_pipeline(
 
 def _transfers(made: Pipeline) -> tuple[Collective, ...]:
     """Return the transfers between stages, each with the seconds of all microbatches."""
-    found = []
-    parts = made.parts
+    found, groups = [], [stage.ranks for stage in made.stages.stages]
     for t in made.transfers:
-        nbytes = parts[t.src].tensors[t.tensor].nbytes
+        nbytes = made.parts[t.src].tensors[t.tensor].nbytes
         times = 1 if t.once else made.microbatches
-        low = min(t.src, t.dst)
-        each = made.seconds[low].return_s if t.backward else made.seconds[low].send_s
         found.append(
             Collective(
                 tensor=t.tensor, kind=f"stage {t.src} to stage {t.dst}", nbytes=nbytes * times,
-                implementation=f"{times} messages", seconds=each * times, runner_up="",
+                implementation=f"{times} messages",
+                seconds=times * send_s(made.cluster, groups, t.src, nbytes, t.dst), runner_up="",
                 runner_up_s=0.0,
             )
         )  # fmt: skip

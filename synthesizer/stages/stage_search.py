@@ -25,7 +25,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
-from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, stage_space
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
 from hap.synthesizer.stages.time_axis import OverTime, over_time
@@ -36,20 +36,6 @@ SEARCHED = 8
 
 NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTask:
-    """A stage to be searched: for the whole batch and one of ``count`` microbatches, and its ranks.
-
-    ``in_flight``: microbatches that the stage should be able to hold.
-    """
-
-    whole: Graph
-    part: Graph
-    ranks: Ranks
-    count: int
-    in_flight: int
 
 
 Programs = Callable[[StageTask], tuple[Program, Shares] | None]
@@ -165,12 +151,10 @@ class StageSearch:
         chosen = []
         for number, (ranks, whole, part) in enumerate(zip(groups, wholes, parts, strict=True)):
             ahead = min(count, len(groups) - number)  # of 1F1B
-            found_one = programs(
-                StageTask(whole=whole, part=part, ranks=ranks, count=count, in_flight=ahead)
-            )
-            if not found_one:
+            task = StageTask(whole=whole, part=part, ranks=ranks, count=count, in_flight=ahead)
+            if (one := programs(task)) is None:
                 return None
-            chosen.append(found_one)
+            chosen.append(one)
 
         def of_stage(number: int, recompute: bool) -> StageFigures:
             machine = Machine(self.cluster.keep(groups[number]))
@@ -218,12 +202,8 @@ class StageSearch:
         return self._found[key]
 
     def _search(self, task: StageTask) -> tuple[Program, Shares] | None:
-        space = stage_space(task.whole, task.part, task.count)
-        on = self.cluster.keep(task.ranks)
         try:
-            return StageSynthesizer(
-                space, task.part, on, self.states, task.count, task.in_flight
-            ).chosen()
+            return StageSynthesizer(task, self.cluster.keep(task.ranks), self.states).chosen()
         except HapError:
             return None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,58 +17,65 @@ from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.stages.device_blocks import Ranks
 from hap.synthesizer.stages.stage_times import SumsOverTime, figures
 from hap.synthesizer.synthesize import Synthesizer
 
 _ANY_BYTES = 2**60
 
 
-def stage_space(whole: Graph, part: Graph, count: int) -> Space:
-    """Return the space of a stage of the whole batch, whose axes have the units of a microbatch.
+@dataclass(frozen=True, kw_only=True)
+class StageTask:
+    """A stage that is searched on some ranks.
 
-    Tensors of a microbatch that are as large as those of the whole batch, such as the terms of a
-    weight's gradient, are converted once per microbatch.
-
-    Args:
+    Attributes:
         whole: the stage for the whole batch; its conversions take as long as those of all microbatches.
         part: the stage for one of ``count`` microbatches.
-    """
-    space = build_space(whole)
-    units = {name: axis.units for name, axis in space.axes.axes.items()}
-    for (tensor, dim), name in space.axes.of.items():
-        units[name] = math.gcd(units[name], part.tensors[tensor].shape[dim])
-    axes = {name: Axis(name=name, units=blocks) for name, blocks in units.items()}
-    of_node = phases(part)
-    repeated = {
-        o: count
-        for node in part.nodes
-        if of_node[node.name] is Phase.PART
-        for o in node.outputs
-        if o and part.tensors[o].shape == whole.tensors[o].shape
-    }
-    return replace(space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated)
-
-
-class StageSynthesizer(Synthesizer):
-    """Searches a stage on its group of devices; its sums over time are free.
-
-    Args:
-        space: by :func:`stage_space`.
-        part: the stage for one microbatch.
-        count: microbatches of a step.
         in_flight: microbatches whose inputs must fit the memory, if the stage runs its forwards again.
     """
 
+    whole: Graph
+    part: Graph
+    ranks: Ranks
+    count: int
+    in_flight: int
+
+    @cached_property
+    def space(self) -> Space:
+        """The space of the whole batch, whose axes have the units of a microbatch.
+
+        Tensors of a microbatch that are as large as those of the whole batch, such as the terms of
+        a weight's gradient, are converted once per microbatch.
+        """
+        space = build_space(self.whole)
+        units = {name: axis.units for name, axis in space.axes.axes.items()}
+        for (tensor, dim), name in space.axes.of.items():
+            units[name] = math.gcd(units[name], self.part.tensors[tensor].shape[dim])
+        axes = {name: Axis(name=name, units=blocks) for name, blocks in units.items()}
+        of_node = phases(self.part)
+        repeated = {
+            o: self.count
+            for node in self.part.nodes
+            if of_node[node.name] is Phase.PART
+            for o in node.outputs
+            if o and self.part.tensors[o].shape == self.whole.tensors[o].shape
+        }
+        return replace(space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated)
+
+
+class StageSynthesizer(Synthesizer):
+    """Searches a stage on its group of devices; its sums over time are free."""
+
     def __init__(
-        self, space: Space, part: Graph, cluster: Cluster, optimizer_states: int, count: int,
-        in_flight: int, allowed: Allowed | None = None,
+        self, task: StageTask, cluster: Cluster, optimizer_states: int,
+        allowed: Allowed | None = None,
     ) -> None:  # fmt: skip
         # The activations of the whole batch are never in memory at once.
         roomy = tuple(replace(d, memory_bytes=_ANY_BYTES) for d in cluster.devices)
         machine = Machine(replace(cluster, devices=roomy))
-        super().__init__(space, cluster, optimizer_states, allowed, machine=machine)
+        super().__init__(task.space, cluster, optimizer_states, allowed, machine=machine)
         self._crossing = SumsOverTime()
-        self._part, self._count, self._in_flight = part, count, in_flight
+        self._task = task
 
     def chosen(self) -> tuple[Program, Shares]:
         """Return the program and shares of a microbatch.
@@ -79,14 +87,19 @@ class StageSynthesizer(Synthesizer):
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._merit)
-        return pair.program, {a: pair.shares[a] for a in pair.program.used_axes()}
+        return of_microbatch(pair)
 
     def _lacking(self, pair: Candidate) -> PerRank:
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
-        shares = {a: pair.shares[a] for a in pair.program.used_axes()}
+        task = self._task
         found = figures(
-            self._part, pair.program, shares, self.machine, self._states, self._count,
-            self._in_flight, recompute=True,
+            task.part, *of_microbatch(pair), self.machine, self._states, task.count,
+            task.in_flight, recompute=True,
         )  # fmt: skip
         lacking: PerRank = np.maximum(found.peak_bytes - self._memory, 0.0)
         return lacking
+
+
+def of_microbatch(pair: Candidate) -> tuple[Program, Shares]:
+    """Return the program and the shares of a microbatch."""
+    return pair.program, {a: pair.shares[a] for a in pair.program.used_axes()}

@@ -18,7 +18,6 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
-from hap.synthesizer.shares.share_solver import proportional
 
 
 class SumsOverTime:
@@ -82,29 +81,6 @@ class StageFigures:
             return 0
         further = np.floor(spare / np.maximum(one.saved_bytes, 1.0))
         return int(min(microbatches, 1 + further.min()))
-
-
-def in_parts(
-    graph: Graph, part: Graph, program: Program, shares: Shares
-) -> tuple[Program, Shares] | None:
-    """Return a program over a stage of the whole batch as one over a microbatch, with its shares.
-
-    ``None`` if an axis has too few units in a microbatch.
-    """
-    axes, units_of = {}, dict[str, int]()
-    for dim, (name, units) in program.axes.items():
-        tensor, _, at = dim.rpartition(":")
-        whole, own = graph.tensors[tensor].shape[int(at)], part.tensors[tensor].shape[int(at)]
-        if (units * own) % max(whole, 1):
-            return None
-        axes[dim] = name, units * own // whole
-        if units_of.setdefault(name, axes[dim][1]) != axes[dim][1] or not axes[dim][1]:
-            return None
-    scaled = {
-        name: proportional(units, np.array(shares[name], dtype=np.float64))
-        for name, units in units_of.items()
-    }
-    return replace(program, axes=axes), scaled
 
 
 def figures(

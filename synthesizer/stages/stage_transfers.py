@@ -59,7 +59,10 @@ def stage_seconds(
         for t in (t for t in transfers if t.once and t.dst == dst):
             total[t.src, t.backward] = total.get((t.src, t.backward), 0.0) + nbytes(t)
         for (src, backward), size in total.items():
-            yield OnceTransfer(src, send_s(cluster, groups, src, size, dst), backward)
+            # The ranks of a group reduce their sums before they send them.
+            reduce_s = found[src][0].after_s if backward and len(groups[src]) > 1 else 0.0
+            seconds = reduce_s + send_s(cluster, groups, src, size, dst)
+            yield OnceTransfer(src, seconds, backward)
 
     stages, last = [], len(found) - 1
     for k, (each, flight) in enumerate(found):
