@@ -25,7 +25,7 @@ from hap.synthesizer.schedule.event_simulator import (
 from hap.synthesizer.schedule.memory_timeline import Curve
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, TurnTimes, simulate_pipeline
 from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures
-from hap.synthesizer.stages.stage_transfers import stage_seconds
+from hap.synthesizer.stages.stage_transfers import StageTransfers
 
 
 def pipeline_schedule(plan: Plan) -> tuple[Schedule, Usage, tuple[Curve, ...]]:
@@ -37,10 +37,8 @@ def pipeline_schedule(plan: Plan) -> tuple[Schedule, Usage, tuple[Curve, ...]]:
     found = stage_figures(plan)
     parts, transfers = plan.cut
     assert plan.stages is not None
-    flights = [stage.in_flight for stage in plan.stages.stages]
-    seconds = stage_seconds(
-        plan.cluster, plan.groups, parts, transfers, list(zip(found, flights, strict=True))
-    )
+    priced = StageTransfers(plan.cluster, parts, plan.stages.stages, transfers)
+    seconds = priced.seconds(found)
     turns: list[TurnTimes] = []
     times = simulate_pipeline(seconds, plan.microbatches, record=turns)
     spans = tuple(_spans(plan, seconds, turns, times.end_s))

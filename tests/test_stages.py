@@ -18,10 +18,10 @@ from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.microbatch import Phase, phases
 from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
+from hap.ir.stage_messages import messages
 from hap.ir.stages import cut_stages
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
-from hap.runtime.pipeline.boundary import messages
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
     StageSeconds,

@@ -41,7 +41,7 @@ from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
-from hap.synthesizer.stages.stage_transfers import stage_seconds
+from hap.synthesizer.stages.stage_transfers import StageTransfers
 from hap.synthesizer.stages.time_axis import OverTime
 
 OVER_TIME = "over time"
@@ -208,9 +208,8 @@ class _Variant:
     def _seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:
         assert self.plan.stages is not None
         _, transfers = cut_stages(self.part, self.plan.stages.cuts)
-        groups = [stage.ranks for stage in self.stages]
-        flights = [(each, each.in_flight) for each in found]
-        return stage_seconds(self.plan.cluster, groups, self.parts, transfers, flights)
+        priced = StageTransfers(self.plan.cluster, self.parts, self.stages, transfers)
+        return priced.seconds(found)
 
     def measured(self) -> tuple[float, float]:
         """Return (seconds of the step, bytes that the rank which lacks most lacks)."""

@@ -27,6 +27,7 @@ from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.pipeline.boundary import Arrival, Boundary
 from hap.runtime.pipeline.segments import (
+    AFTER,
     PER_PART,
     Run,
     SegmentLayout,
@@ -84,8 +85,7 @@ class _Stage:
         trained = [t for i in inputs if (t := targets.get(i)) in plan.graph.gradients]
         self._trained = {t: k for k, t in enumerate(trained) if t is not None}
         self.gradient_of = tuple(self._trained.get(targets.get(i, "")) for i in inputs)
-        late = (StageSegment.END, StageSegment.GRADIENTS, StageSegment.LAST)
-        after = {value for segment in late for value in self._layout.given[segment]}
+        after = {value for segment in AFTER for value in self._layout.given[segment]}
         ends = zip(self._graph.outputs, self._stage.program.outputs, strict=True)
         self.kept = [*after, *(Value(o.tensor, p) for o, p in ends if o.role == "gradient")]
         """Values of a microbatch that are read after all of them; each makes the same."""
@@ -212,6 +212,7 @@ class _Step:
 
     def _end(self, after: list[tuple[Boundary, Arrival]]) -> list[Tensor]:
         """Run what makes the gradients of the sums over the microbatches; return them."""
+        self._run(StageSegment.RETURNED, self._env)
         self._send_once(backward=True)
         self._arrived(after)
         self._run(StageSegment.GRADIENTS, self._env)

@@ -16,6 +16,7 @@ from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
+from hap.ir.returned_sums import returned_conversions
 from hap.runtime.compiled import Library, executable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
@@ -33,12 +34,17 @@ class StageSegment(IntEnum):
     """The part of a microbatch's backward that the stage delays."""
     END = 6
     """The loss, of the sums over the microbatches."""
-    GRADIENTS = 7
-    LAST = 8
+    RETURNED = 7
+    """Of sums that other stages get."""
+    GRADIENTS = 8
+    LAST = 9
     """Of sums whose terms other stages have summed."""
 
 
 PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD, StageSegment.WEIGHTS)
+
+AFTER = (StageSegment.END, StageSegment.RETURNED, StageSegment.GRADIENTS, StageSegment.LAST)
+"""Run once per step, after the microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentL
     numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
     sums = []
     late = delayable(graph, program) if delayed else frozenset[int]()
+    returned = returned_conversions(graph, program)
     counts = {
         name for node in graph.nodes if of_node[node.name] is Phase.COUNT for name in node.inputs
     }
@@ -90,6 +97,11 @@ def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentL
             segment = _segment(of_node[step.node], step.backward)
             if segment >= StageSegment.END:
                 segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
+        elif k in returned and segment_of[step.reads(graph)[0]] in (
+            *PER_PART,
+            StageSegment.RETURNED,
+        ):
+            segment = StageSegment.RETURNED
         else:
             segment = _of_conversion(step, inputs, counts, segment_of)
         if segment is StageSegment.BACKWARD and k in late:
@@ -160,12 +172,7 @@ def _connected(
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
     # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
-    after = {
-        *read[StageSegment.END],
-        *read[StageSegment.GRADIENTS],
-        *read[StageSegment.LAST],
-        *ends,
-    }
+    after = {*ends, *(v for s in AFTER for v in read[s])}
     terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
     return SegmentLayout(
         added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in StageSegment},

@@ -104,12 +104,18 @@ class _Programs:
         even = proportional_shares(space.axes, np.ones(cluster.world_size))
         for restriction in (self._restriction, _data_parallel):  # a stage may lack pairs of layers
             try:
-                allowed = restriction(space)
+                allowed = _receiving(space, restriction(space))
                 search = StageSynthesizer(task, cluster, self._search.states, allowed)
                 return of_microbatch(search.cheapest(even))
             except HapError:
                 continue
         return None
+
+
+def _receiving(space: Space, allowed: Allowed) -> Allowed:
+    """Allow the stage to receive tensors in shards, as Megatron-LM does, whatever is allowed inside it."""
+    received = {i.tensor for i in space.graph.role("received")}
+    return lambda tensor, p, stored: (stored and tensor in received) or allowed(tensor, p, stored)
 
 
 def _data_parallel(space: Space) -> Allowed:

@@ -22,7 +22,10 @@ from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Seconds at each place of a cut: of one microbatch in the chain, and of all in one direction."""
+    """Seconds at each place of a cut: of one microbatch in the chain, and of all in one direction.
+
+    Dims [place, group that sends].
+    """
 
     round_s: Floats
     stream_s: Floats
@@ -63,9 +66,9 @@ class ChainSearch:
         if first == last:
             return np.full((1, len(taken)), np.inf)
         later = self._least[stages - 1, first + 1 : last + 1][:, rest]
-        around = self._boundaries.round_s[first:last, None]
+        around = self._boundaries.round_s[first:last][:, taken]
         chain = seconds.each_s[:-1][:, taken] + around + later
-        stream = self._boundaries.stream_s[first:last, None]
+        stream = self._boundaries.stream_s[first:last][:, taken]
         found: Floats = np.maximum(np.maximum(seconds.all_s[:-1][:, taken], chain), stream)
         return found
 
@@ -105,7 +108,7 @@ class ChainSearch:
             at = ends[k] - starts[k], groups[k]
             own = float(seconds.all_s[at])
             if k < len(groups) - 1:
-                place = places[k]
+                place = places[k], groups[k]
                 chain = float(seconds.each_s[at] + self._boundaries.round_s[place]) + later
                 own = max(own, chain, float(self._boundaries.stream_s[place]))
             later = own

@@ -32,10 +32,10 @@ from hap.synthesizer.stages.segment_costs import (
     segment_costs,
 )
 from hap.synthesizer.stages.stage_dp import Boundaries, Chain, ChainSearch
-from hap.synthesizer.stages.stage_transfers import least_send_s, send_s
+from hap.synthesizer.stages.stage_transfers import even_send_s, least_send
 from hap.synthesizer.stages.time_axis import OverTime
 
-MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 QUICK = 8
 """Most microbatches in a quick estimate."""
 
@@ -98,6 +98,7 @@ class StageEstimates:
         self._over_time, self._cluster, self._states, self._keep = over_time, cluster, states, keep
         self.blocks = DeviceBlocks(cluster, keep)
         self._sketched: dict[int, list[Sketch]] = {}
+        self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
         self._firsts, self._speed = firsts, Machine(cluster).speed[firsts]
@@ -165,13 +166,15 @@ class StageEstimates:
         found = {}
         for count in self.counts:
             costs = self._costs(count)
-            there, back = (
-                np.array([least_send_s(self._cluster, b) for b in nbytes.tolist()])
-                for nbytes in (costs.forward_bytes, costs.backward_bytes)
+            least_s, usual_s = (
+                [
+                    start + nbytes[:, None] * rate
+                    for nbytes in (costs.forward_bytes, costs.backward_bytes)
+                ]
+                for start, rate in self._sending
             )
-            stream_s = count * np.maximum(there, back)
-            once = Boundaries(round_s=there, stream_s=stream_s)
-            between = Boundaries(round_s=there + back, stream_s=stream_s)
+            once = Boundaries(round_s=least_s[0], stream_s=count * np.maximum(*least_s))
+            between = Boundaries(round_s=np.add(*usual_s), stream_s=count * np.maximum(*usual_s))
             segments = len(self.places) + 1
             devices = self.blocks.devices
             least = optimistic(costs, self._speed, devices)
@@ -247,8 +250,9 @@ class StageEstimates:
             excess = each.excess[group]
             there = back = 0.0
             if number + 1 < len(groups):
-                there = send_s(self._cluster, groups, number, float(costs.forward_bytes[last - 1]))
-                back = send_s(self._cluster, groups, number, float(costs.backward_bytes[last - 1]))
+                pair = groups[number], groups[number + 1]
+                there = self._send_s(*pair, float(costs.forward_bytes[last - 1]))
+                back = self._send_s(*pair[::-1], float(costs.backward_bytes[last - 1]))
             nbytes = costs.parameter_bytes[first:last].sum()
             reduce_s = float(self._reduce_s(np.array([nbytes]))[0, group])
             flight = in_flight(len(groups), number, count)
@@ -277,7 +281,7 @@ class StageEstimates:
             return ()
         src, side = ends[number]
         nbytes = float(costs.once_bytes[side, list(places)].min())
-        seconds = send_s(self._cluster, groups, src, nbytes, number)
+        seconds = self._send_s(groups[src], groups[number], nbytes)
         return (OnceTransfer(src, seconds, backward=bool(side)),) if nbytes else ()
 
     def _side_s(self, costs: SegmentCosts, side: int, first: int, last: int, group: int) -> float:
@@ -285,6 +289,28 @@ class StageEstimates:
         busy = np.maximum(costs.busy_s[side, first:last].sum(axis=0), 1e-15)
         start = costs.start_s[side, first:last].sum(axis=0)
         return float(1.0 / (devices / busy).sum() + (start * (devices > 0)).max())
+
+    @cached_property
+    def _sending(self) -> tuple[tuple[float, Floats], tuple[float, Floats]]:
+        """The start, and seconds per byte from each group: those of a bound, and usual ones."""
+        cluster = self._cluster
+        start, fastest = least_send(cluster)
+        least = fastest / np.maximum(self.blocks.devices.sum(axis=1), 1)
+        usual = least.copy()
+        for group in range(1, len(usual)):
+            (ranks,) = self.blocks.ranks([group])
+            nodes = {cluster.devices[r].node for r in ranks}
+            if len(cluster.nodes) > 1 and len(ranks) >= len(cluster.ranks(min(nodes))):
+                usual[group] = 1 / (len(nodes) * cluster.inter.bandwidth_bytes_per_s)
+        return (start, least), (start, usual)
+
+    def _send_s(self, src: Ranks, dst: Ranks, nbytes: float) -> float:
+        """Return the seconds of sending a tensor from a group to another, in equal rows."""
+        if (src, dst) not in self._sent:
+            none_s, all_s = (even_send_s(self._cluster, src, dst, b) for b in (0.0, 1e9))
+            self._sent[src, dst] = none_s, (all_s - none_s) / 1e9
+        start, rate = self._sent[src, dst]
+        return start + nbytes * rate
 
     def _reduce_s(self, nbytes: Floats) -> Floats:
         """Return the seconds of reducing gradients of so many bytes on each group: dims [bytes, group]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hap.ir.prediction import Alternative, Bound, Collective, Prediction, RankPrediction
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
-from hap.synthesizer.stages.stage_transfers import send_s
+from hap.synthesizer.stages.stage_transfers import StageTransfers
 
 RELAXED = 9
 """Searches for the bounds of sets of devices without stages; others count computing alone."""
@@ -64,7 +64,8 @@ def predict_pipeline(
 
 def _transfers(made: Pipeline) -> tuple[Collective, ...]:
     """Return the transfers between stages, each with the seconds of all microbatches."""
-    found, groups = [], [stage.ranks for stage in made.stages.stages]
+    priced = StageTransfers(made.cluster, made.parts, made.stages.stages, made.transfers)
+    found = []
     for t in made.transfers:
         nbytes = made.parts[t.src].tensors[t.tensor].nbytes
         times = 1 if t.once else made.microbatches
@@ -72,8 +73,7 @@ def _transfers(made: Pipeline) -> tuple[Collective, ...]:
             Collective(
                 tensor=t.tensor, kind=f"stage {t.src} to stage {t.dst}", nbytes=nbytes * times,
                 implementation=f"{times} messages",
-                seconds=times * send_s(made.cluster, groups, t.src, nbytes, t.dst), runner_up="",
-                runner_up_s=0.0,
+                seconds=times * priced.once_s(t), runner_up="", runner_up_s=0.0,
             )
         )  # fmt: skip
     return tuple(sorted(found, key=lambda c: -c.seconds))

@@ -6,7 +6,7 @@ promising ones get an exact search of each stage on its group, and are simulated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
@@ -27,7 +27,7 @@ from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_estimates import Sketch, StageEstimates, sketch_order
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
-from hap.synthesizer.stages.stage_transfers import Ranks, stage_seconds
+from hap.synthesizer.stages.stage_transfers import Ranks, StageTransfers
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from hap.synthesizer.synthesize import Synthesizer
 
@@ -163,12 +163,16 @@ class StageSearch:
                 recompute=recompute,
             )  # fmt: skip
 
-        def seconds(found: Sequence[StageFigures]) -> list[StageSeconds]:
-            ones = [(f, 1) for f in found]
-            return stage_seconds(self.cluster, groups, parts, transfers, ones)
-
+        priced = StageTransfers(
+            self.cluster, parts,
+            [
+                Stage(ranks=ranks, program=program, shares=shares, in_flight=1)
+                for ranks, (program, shares) in zip(groups, chosen, strict=True)
+            ],
+            transfers,
+        )  # fmt: skip
         memory = [[float(self.cluster.devices[r].memory_bytes) for r in g] for g in groups]
-        arranged = arrange(of_stage, seconds, memory, count, flights)
+        arranged = arrange(of_stage, priced.seconds, memory, count, flights)
         if arranged is None:
             return None
         found, times = arranged

@@ -45,7 +45,8 @@ class StageTask:
         """The space of the whole batch, whose axes have the units of a microbatch.
 
         Tensors of a microbatch that are as large as those of the whole batch, such as the terms of
-        a weight's gradient, are converted once per microbatch.
+        a weight's gradient, are converted once per microbatch. Several devices receive a tensor in shards
+        if it has any: they gather it over their own links, and no row crosses a boundary twice.
         """
         space = build_space(self.whole)
         units = {name: axis.units for name, axis in space.axes.axes.items()}
@@ -53,14 +54,23 @@ class StageTask:
             units[name] = math.gcd(units[name], self.part.tensors[tensor].shape[dim])
         axes = {name: Axis(name=name, units=blocks) for name, blocks in units.items()}
         of_node = phases(self.part)
+        returned = {o.tensor for o in self.part.outputs if o.role == "returned"}
         repeated = {
             o: self.count
             for node in self.part.nodes
             if of_node[node.name] is Phase.PART
             for o in node.outputs
-            if o and self.part.tensors[o].shape == self.whole.tensors[o].shape
+            if o
+            and self.part.tensors[o].shape == self.whole.tensors[o].shape
+            and (o not in returned or self.part.consumers[o])
         }
-        return replace(space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated)
+        sources = dict(space.sources)
+        if len(self.ranks) > 1:
+            for i in self.whole.role("received"):
+                sources[i.tensor] = space.sources[i.tensor][:1]
+        return replace(
+            space, axes=Axes(axes=axes, of=space.axes.of), repeated=repeated, sources=sources
+        )
 
 
 class StageSynthesizer(Synthesizer):

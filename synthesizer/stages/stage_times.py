@@ -10,14 +10,17 @@ import numpy as np
 from hap.cluster.work import Work
 from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
-from hap.ir.graph import Graph, Node
-from hap.ir.microbatch import EACH, Phase, is_sum, phases
+from hap.ir.graph import Graph, Input, Node
+from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
+from hap.ir.returned_sums import returned_conversions
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
+
+_PHASES = ("before", "forward", "backward", "returned", "after")
 
 
 class SumsOverTime:
@@ -38,6 +41,7 @@ class StageFigures:
         before_s, forward_s, backward_s, after_s: as in
             :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
             ``after_s``.
+        returned_s: the part of ``after_s`` before sums for other stages can be sent.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
         stored_bytes: outside the microbatches.
@@ -51,6 +55,7 @@ class StageFigures:
     forward_s: float
     backward_s: float
     after_s: float
+    returned_s: float
     compute_s: PerRank
     communicate_s: float
     stored_bytes: PerRank
@@ -90,17 +95,19 @@ def figures(
     """Return the figures of a stage's program; ``recompute``: the forward runs again."""
     cost = CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
     world = machine.cluster.world_size
-    compute = {phase: np.zeros(world) for phase in ("before", "forward", "backward", "after")}
+    compute = {phase: np.zeros(world) for phase in _PHASES}
     slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     of_node = phases(part)
-    made = {Value(i.tensor, program.inputs[i.tensor]): _start(i.role) for i in part.inputs}
-    late = delayable(part, program)
+    made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
+    late, returned = delayable(part, program), returned_conversions(part, program)
     weights, weights_moved = np.zeros(world), 0.0
     for first, end in program.bounds(part):
         group = program.instructions[first:end]
         for step in group:
             name = _phase(part, step, of_node, made)
             made.update(dict.fromkeys(step.writes(part), name))
+        if name == "backward" and returned.issuperset(range(first, end)):
+            name = "returned"
         seconds, messages = group_seconds(part, group, cost)
         if messages:
             moved[name] += float(seconds.max())
@@ -139,7 +146,8 @@ def figures(
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
         before_s=slowest["before"], forward_s=slowest["forward"],
-        backward_s=slowest["backward"], after_s=slowest["after"],
+        backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
+        returned_s=slowest["returned"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
         stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved + delay * waiting,
@@ -162,8 +170,10 @@ def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
     return seconds
 
 
-def _start(role: str) -> str:
-    return "forward" if role in ("input", "received", "tangent") else "before"
+def _start(i: Input) -> str:
+    if i.role == "received":
+        return {EACH: "forward", BEFORE: "before", SUMMED: "after"}[i.target]
+    return "forward" if i.role in ("input", "tangent") else "before"
 
 
 def _phase(

@@ -2,80 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph
-from hap.ir.stages import Transfer
+from hap.ir.stage_messages import given_placement, messages, rows_of
+from hap.ir.stages import Stage, Transfer
 from hap.synthesizer.schedule.pipeline_simulator import OnceTransfer, StageSeconds
 from hap.synthesizer.stages.stage_times import StageFigures
 
 Ranks = tuple[int, ...]
 
 
-def send_s(
-    cluster: Cluster, groups: Sequence[Ranks], number: int, nbytes: float, to: int | None = None
-) -> float:
-    """Return the seconds of a message between stage ``number`` and another; default: the next one."""
-    devices = cluster.devices
-    here, there = groups[number][0], groups[number + 1 if to is None else to][0]
-    node = devices[here].node
-    link = cluster.intra[node] if node == devices[there].node else cluster.inter
-    return link.latency_s + nbytes / link.bandwidth_bytes_per_s
+def messages_s(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> float:
+    """Return the seconds of messages that are sent at once, given as (sender, receiver, bytes).
+
+    A message inside a machine loads its sender's and its receiver's link, each in one direction. One between
+    machines loads the adapters of both machines, which all messages from or to a machine share.
+    """
+    loads: dict[
+        tuple[object, str, bool], float
+    ] = {}  # (device or node, direction, inside) -> seconds
+    latency_s, devices = 0.0, cluster.devices
+    for src, dst, nbytes in sent:
+        here, there = devices[src].node, devices[dst].node
+        inside = here == there
+        link = cluster.intra[here] if inside else cluster.inter
+        latency_s = max(latency_s, link.latency_s)
+        for end, direction in ((src if inside else here, "out"), (dst if inside else there, "in")):
+            key = end, direction, inside
+            loads[key] = loads.get(key, 0.0) + nbytes / link.bandwidth_bytes_per_s
+    return latency_s + max(loads.values(), default=0.0)
 
 
-def least_send_s(cluster: Cluster, nbytes: float) -> float:
-    """Return seconds that no message between two devices of a cluster falls below."""
+def even_send_s(cluster: Cluster, src: Ranks, dst: Ranks, nbytes: float) -> float:
+    """Return the seconds of sending a tensor from a group to another if ranks have equal rows of it."""
+    each = 1 / (len(src) * len(dst))
+    ends_of = [
+        {r: (k * len(other), (k + 1) * len(other)) for k, r in enumerate(group)}
+        for group, other in ((src, dst), (dst, src))
+    ]
+    sent = messages(*ends_of, split=True)
+    return messages_s(cluster, ((m.src, m.dst, (m.stop - m.start) * each * nbytes) for m in sent))
+
+
+def least_send(cluster: Cluster) -> tuple[float, float]:
+    """Return (latency, seconds per byte) that a message between two devices does not fall below."""
     links = [cluster.intra[node] for node in cluster.nodes if len(cluster.ranks(node)) > 1]
     links += [cluster.inter] * (len(cluster.nodes) > 1)
-    return min((k.latency_s + nbytes / k.bandwidth_bytes_per_s for k in links), default=0.0)
+    fastest = max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
+    return min((link.latency_s for link in links), default=0.0), 1 / fastest
 
 
-def stage_seconds(
-    cluster: Cluster, groups: Sequence[Ranks], parts: Sequence[Graph],
-    transfers: Sequence[Transfer], found: Sequence[tuple[StageFigures, int]],
-) -> list[StageSeconds]:  # fmt: skip
-    """Return the seconds of each stage with its transfers.
+class StageTransfers:
+    """The transfers of a pipeline, priced by the messages of which they consist.
 
     Args:
-        groups: the ranks of each stage.
         parts: the graph of each stage for one microbatch.
-        found: each stage's figures, and its microbatches in flight.
+        stages: with ranks of ``cluster``.
     """
 
-    def nbytes(t: Transfer) -> float:
-        return float(parts[t.src].tensors[t.tensor].nbytes)
+    def __init__(
+        self, cluster: Cluster, parts: Sequence[Graph], stages: Sequence[Stage],
+        transfers: Sequence[Transfer],
+    ) -> None:  # fmt: skip
+        self._cluster, self._parts, self._stages = cluster, parts, stages
+        self._transfers = transfers
 
-    def sent(src: int, dst: int) -> float:
+    def messages(self, t: Transfer) -> Iterator[tuple[int, int, float]]:
+        """Yield the messages of a tensor of one microbatch: sender, receiver, bytes."""
+        src, dst = self._stages[t.src], self._stages[t.dst]
+        graph, tensor = self._parts[t.src], self._parts[t.src].tensors[t.tensor]
+        given = given_placement(graph, src.program, t)
+        held = rows_of(graph, src, t.tensor, given)
+        needed = rows_of(self._parts[t.dst], dst, t.tensor, dst.program.inputs[t.tensor])
+        row = tensor.nbytes / max(tensor.shape[0] if tensor.shape else 1, 1)
+        for m in messages(held, needed, split=given.sharded):
+            yield m.src, m.dst, (m.stop - m.start) * row
+
+    def once_s(self, t: Transfer) -> float:
+        """Return the seconds of one transfer alone."""
+        return messages_s(self._cluster, self.messages(t))
+
+    @cached_property
+    def _boundaries(self) -> list[tuple[float, float]]:
+        """Seconds of a microbatch at each boundary, of the forward and of the backward."""
+        return [(self._sent(k, k + 1), self._sent(k + 1, k)) for k in range(len(self._stages) - 1)]
+
+    def _sent(self, src: int, dst: int) -> float:
         across = (
-            t for t in transfers
+            t for t in self._transfers
             if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
             and t.backward == (src > dst) and not t.once
         )  # fmt: skip
-        return send_s(cluster, groups, min(src, dst), sum(map(nbytes, across)))
+        return messages_s(self._cluster, (m for t in across for m in self.messages(t)))
 
-    def awaits(dst: int) -> Iterator[OnceTransfer]:
-        total: dict[tuple[int, bool], float] = {}
-        for t in (t for t in transfers if t.once and t.dst == dst):
-            total[t.src, t.backward] = total.get((t.src, t.backward), 0.0) + nbytes(t)
-        for (src, backward), size in total.items():
+    @cached_property
+    def _once(self) -> list[list[OnceTransfer]]:
+        """What each stage gets once per step."""
+        found: list[list[OnceTransfer]] = []
+        for dst in range(len(self._stages)):
+            by_source: dict[tuple[int, bool], list[Transfer]] = {}
+            for t in (t for t in self._transfers if t.once and t.dst == dst):
+                by_source.setdefault((t.src, t.backward), []).append(t)
+            found.append([
+                OnceTransfer(
+                    src, messages_s(self._cluster, (m for t in ts for m in self.messages(t))), back
+                )
+                for (src, back), ts in by_source.items()
+            ])  # fmt: skip
+        return found
+
+    def seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:
+        """Return the seconds of each stage with its transfers, given the stages' figures."""
+        stages, boundaries = [], [*self._boundaries, (0.0, 0.0)]
+        for each, stage, once, (there, back) in zip(
+            found, self._stages, self._once, boundaries, strict=True
+        ):
             # The ranks of a group reduce their sums before they send them.
-            reduce_s = found[src][0].after_s if backward and len(groups[src]) > 1 else 0.0
-            seconds = reduce_s + send_s(cluster, groups, src, size, dst)
-            yield OnceTransfer(src, seconds, backward)
-
-    stages, last = [], len(found) - 1
-    for k, (each, flight) in enumerate(found):
-        stages.append(
-            StageSeconds(
-                forward_s=each.forward_s, backward_s=each.backward_s,
-                send_s=sent(k, k + 1) if k < last else 0.0,
-                return_s=sent(k + 1, k) if k < last else 0.0,
-                before_s=each.before_s, after_s=each.after_s, awaits=tuple(awaits(k)),
-                in_flight=flight, weights_s=each.weights_s, delay=each.delay,
-                interference=max(
-                    cluster.devices[r].contention.interference for r in groups[k]
-                ),
+            awaits = tuple(
+                t._replace(seconds=t.seconds + t.backward * found[t.src].returned_s) for t in once
             )
-        )  # fmt: skip
-    return stages
+            stages.append(
+                StageSeconds(
+                    forward_s=each.forward_s, backward_s=each.backward_s, send_s=there,
+                    return_s=back, before_s=each.before_s, after_s=each.after_s, awaits=awaits,
+                    in_flight=each.in_flight, weights_s=each.weights_s, delay=each.delay,
+                    interference=max(
+                        self._cluster.devices[r].contention.interference for r in stage.ranks
+                    ),
+                )
+            )  # fmt: skip
+        return stages
