@@ -166,13 +166,8 @@ class StageEstimates:
         found = {}
         for count in self.counts:
             costs = self._costs(count)
-            least_s, usual_s = (
-                [
-                    start + nbytes[:, None] * rate
-                    for nbytes in (costs.forward_bytes, costs.backward_bytes)
-                ]
-                for start, rate in self._sending
-            )
+            both = np.stack([costs.forward_bytes, costs.backward_bytes])[:, :, None]
+            least_s, usual_s = (start + both * rate for start, rate in self._sending)
             once = Boundaries(round_s=least_s[0], stream_s=count * np.maximum(*least_s))
             between = Boundaries(round_s=np.add(*usual_s), stream_s=count * np.maximum(*usual_s))
             segments = len(self.places) + 1

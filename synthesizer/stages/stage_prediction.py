@@ -73,7 +73,7 @@ def _transfers(made: Pipeline) -> tuple[Collective, ...]:
             Collective(
                 tensor=t.tensor, kind=f"stage {t.src} to stage {t.dst}", nbytes=nbytes * times,
                 implementation=f"{times} messages",
-                seconds=times * priced.once_s(t), runner_up="", runner_up_s=0.0,
+                seconds=times * priced.together_s([t]), runner_up="", runner_up_s=0.0,
             )
         )  # fmt: skip
     return tuple(sorted(found, key=lambda c: -c.seconds))

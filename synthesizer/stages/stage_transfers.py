@@ -82,9 +82,9 @@ class StageTransfers:
         for m in messages(held, needed, split=given.sharded):
             yield m.src, m.dst, (m.stop - m.start) * row
 
-    def once_s(self, t: Transfer) -> float:
-        """Return the seconds of one transfer alone."""
-        return messages_s(self._cluster, self.messages(t))
+    def together_s(self, transfers: Iterable[Transfer]) -> float:
+        """Return the seconds of transfers that begin at once."""
+        return messages_s(self._cluster, (m for t in transfers for m in self.messages(t)))
 
     @cached_property
     def _boundaries(self) -> list[tuple[float, float]]:
@@ -97,7 +97,7 @@ class StageTransfers:
             if min(t.src, t.dst) <= min(src, dst) < max(t.src, t.dst)
             and t.backward == (src > dst) and not t.once
         )  # fmt: skip
-        return messages_s(self._cluster, (m for t in across for m in self.messages(t)))
+        return self.together_s(across)
 
     @cached_property
     def _once(self) -> list[list[OnceTransfer]]:
@@ -107,12 +107,8 @@ class StageTransfers:
             by_source: dict[tuple[int, bool], list[Transfer]] = {}
             for t in (t for t in self._transfers if t.once and t.dst == dst):
                 by_source.setdefault((t.src, t.backward), []).append(t)
-            found.append([
-                OnceTransfer(
-                    src, messages_s(self._cluster, (m for t in ts for m in self.messages(t))), back
-                )
-                for (src, back), ts in by_source.items()
-            ])  # fmt: skip
+            found.append([OnceTransfer(src, self.together_s(ts), back)
+                          for (src, back), ts in by_source.items()])  # fmt: skip
         return found
 
     def seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:
