@@ -347,7 +347,7 @@ def test_cuts_must_follow_the_model() -> None:
 def test_microbatches_without_stages_serve_memory() -> None:
     case = benchmark_case("vit", "tiny")
     cluster = two_machines(1)
-    small = tuple(replace(d, memory_bytes=900_000) for d in cluster.devices)
+    small = tuple(replace(d, memory_bytes=1_050_000) for d in cluster.devices)
 
     def planned(stages: bool) -> Plan:
         return hap.plan(

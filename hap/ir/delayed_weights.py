@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hap.ir.graph import Graph
-from hap.ir.mesh import origin
-from hap.ir.placement import P
-from hap.ir.program import Program, Value
+from hap.ir.program import Program
+from hap.ir.returned_sums import returned_values
 
 
 def delayable(graph: Graph, program: Program) -> frozenset[int]:
@@ -14,11 +13,7 @@ def delayable(graph: Graph, program: Program) -> frozenset[int]:
     They may run later. Instructions that are fused with others that may not are left out. Empty for a
     stage that returns no gradient of each microbatch, such as the first one.
     """
-    ends = zip(graph.outputs, program.outputs, strict=True)
-    needed = {
-        Value(o.tensor, p) for o, p in ends
-        if o.role == "returned" and origin(o.tensor).placement != P  # not a sum over microbatches
-    }  # fmt: skip
+    needed = set(returned_values(graph, program, summed=False))
     if not needed:
         return frozenset()
     found = set[int]()

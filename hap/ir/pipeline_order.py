@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+AHEAD = 4
+"""Microbatches whose messages a stage awaits at once in each direction, besides the one that runs."""
+
 
 class Turn(NamedTuple):
     """The forward or the backward of one microbatch, or a later part of the backward.

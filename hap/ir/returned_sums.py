@@ -1,4 +1,4 @@
-"""The conversions of gradients of shared weights, whose sums over the microbatches a stage sends."""
+"""Gradients that a stage returns to others: of each microbatch, or sums of a shared weight's gradients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from hap.ir.placement import P
 from hap.ir.program import Convert, Program, Value
 
 
+def returned_values(graph: Graph, program: Program, *, summed: bool) -> list[Value]:
+    """Return the gradients that a stage returns: sums over the microbatches, or those of each."""
+    ends = zip(graph.outputs, program.outputs, strict=True)
+    return [
+        Value(o.tensor, p) for o, p in ends
+        if o.role == "returned" and (origin(o.tensor).placement == P) == summed
+    ]  # fmt: skip
+
+
 def returned_conversions(graph: Graph, program: Program) -> frozenset[int]:
     """Return the instructions that convert only what the stage sends once per step.
 
     They run once, on the sums over the microbatches.
     """
-    ends = zip(graph.outputs, program.outputs, strict=True)
-    sent = {
-        Value(o.tensor, p) for o, p in ends
-        if o.role == "returned" and origin(o.tensor).placement == P
-    }  # fmt: skip
+    sent = set(returned_values(graph, program, summed=True))
     if not sent:
         return frozenset()
     readers = Counter(v for step in program.instructions for v in step.reads(graph))

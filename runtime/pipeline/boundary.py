@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from hap.ir.pipeline_order import AHEAD
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stage_messages import given_placement, messages, rows_of
@@ -66,6 +69,39 @@ class Boundary:
                 rows = into if self._whole else into[m.start - self._start : m.stop - self._start]
                 waits.append(comm.receive(rows, m.src))
         return Arrival(into, waits)
+
+
+class Incoming:
+    """The tensors that one direction brings to a stage, microbatch by microbatch.
+
+    Receives are posted in the order in which the tensors are sent, a few microbatches ahead.
+
+    Args:
+        each: boundaries that each microbatch crosses; ``once``: those that are crossed after all of them.
+    """
+
+    def __init__(
+        self, each: Sequence[Boundary], once: Sequence[Boundary], count: int,
+        receive: Callable[[Boundary], Arrival],
+    ) -> None:  # fmt: skip
+        self._each, self._once, self._count, self._receive = each, once, count, receive
+        self._posted: list[dict[Value, Arrival]] = []
+        self.once: dict[Value, Arrival] = {}
+        """What arrives once per step, as soon as all other receives are posted."""
+        self._post(AHEAD)
+
+    def take(self, number: int) -> dict[Value, Tensor]:
+        """Return the tensors of a microbatch as soon as they are there."""
+        arrivals, self._posted[number] = self._posted[number], {}
+        found = {value: arrival.wait() for value, arrival in arrivals.items()}
+        self._post(number + 1 + AHEAD)
+        return found
+
+    def _post(self, until: int) -> None:
+        for _ in range(len(self._posted), min(until, self._count)):
+            self._posted.append({b.arrives: self._receive(b) for b in self._each})
+        if len(self._posted) == self._count and not self.once:
+            self.once = {b.arrives: self._receive(b) for b in self._once}
 
 
 class Arrival:

@@ -6,7 +6,6 @@ its backward returns the gradients that the forward computed, times the gradient
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import offsets
-from hap.ir.pipeline_order import Turn, turns
+from hap.ir.pipeline_order import AHEAD, Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stages import Transfer, cut_stages
@@ -25,7 +24,7 @@ from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
-from hap.runtime.pipeline.boundary import Arrival, Boundary
+from hap.runtime.pipeline.boundary import Arrival, Boundary, Incoming
 from hap.runtime.pipeline.segments import (
     AFTER,
     PER_PART,
@@ -59,6 +58,8 @@ def pipeline(
 
 
 Env = dict[Value, Tensor]
+Sent = list[tuple[Tensor, Waiting]]
+"""Tensors that are on their way, which must live until they have arrived."""
 
 
 class _Stage:
@@ -145,8 +146,9 @@ class _Step:
         self._env: Env = {}
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
-        self._sending: list[tuple[Tensor, Waiting]] = []
-        self._activations: dict[int, list[tuple[Tensor, Waiting]]] = {}
+        self._sending: list[Sent] = []
+        """What is on its way to earlier stages, and what crosses once per step."""
+        self._activations: dict[int, Sent] = {}
         """Of each microbatch, what is on its way to later stages."""
         self._sent: set[Transfer] = set()
         self._kept: Env = {}
@@ -155,12 +157,11 @@ class _Step:
         s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
         try:
             self._take_inputs()
-            before = self._post_once(backward=False)
-            coming = {False: self._post(backward=False)}
-            after: list[tuple[Boundary, Arrival]] = []
+            weights = self._crossing(backward=False, once=True, sending=False)
+            before = {b.arrives: self._receive(b) for b in weights}
+            coming = {False: self._incoming(backward=False)}
             if wanted:
-                coming[True] = self._post(backward=True)
-                after = self._post_once(backward=True)
+                coming[True] = self._incoming(backward=True)
             self._arrived(before)
             self._run(StageSegment.ONCE, self._env)
             self._send_once(backward=False)
@@ -174,32 +175,32 @@ class _Step:
             self._env |= self._kept
             self._finish_sums()
             self._run(StageSegment.END, self._env)
-            gradients = self._end(after) if wanted else []
-            for _, wait in (*self._sending, *itertools.chain(*self._activations.values())):
-                wait()
+            gradients = self._end(coming[True].once) if wanted else []
+            for sent in (*self._sending, *self._activations.values()):
+                _wait(sent)
             return [self._loss(), *gradients]
         finally:
             self._ctx.across, self._ctx.microbatch = across, None
 
-    def _take_turn(self, turn: Turn, coming: dict[Value, dict[int, Arrival]]) -> None:
+    def _take_turn(self, turn: Turn, coming: Incoming) -> None:
         """Run the forward or the backward of a microbatch, or what was delayed of the backward."""
         number, part = turn.microbatch, self._parts[turn.microbatch]
         if turn.weights:
             self._run(StageSegment.WEIGHTS, part, number)
         else:
-            for value, arrivals in coming.items():
-                part[value] = arrivals.pop(number).wait()
+            part.update(coming.take(number))
             if turn.backward and self._s._stage.recompute:
                 self._run(StageSegment.FORWARD, part, number, again=True)
             side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
             self._run(side, part, number)
-            for _, wait in self._activations.pop(number, []):
-                wait()  # they have arrived: their gradients are here
+            _wait(self._activations.pop(number, []))  # they have arrived: their gradients are here
             sent = []
             for b in self._crossing(turn.backward, once=False, sending=True):
                 sent += b.send(self._value(b.sends, part), self._s._comm)
             if turn.backward:
-                self._sending += sent
+                self._sending.append(sent)
+                if len(self._sending) > AHEAD:
+                    _wait(self._sending.pop(0))
             else:
                 self._activations[number] = sent
         if not turn.backward and self._s._stage.recompute:
@@ -210,7 +211,7 @@ class _Step:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 
-    def _end(self, after: list[tuple[Boundary, Arrival]]) -> list[Tensor]:
+    def _end(self, after: dict[Value, Arrival]) -> list[Tensor]:
         """Run what makes the gradients of the sums over the microbatches; return them."""
         self._run(StageSegment.RETURNED, self._env)
         self._send_once(backward=True)
@@ -230,20 +231,22 @@ class _Step:
             and (b.transfer.src if sending else b.transfer.dst) == mine
         ]  # fmt: skip
 
-    def _post_once(self, *, backward: bool) -> list[tuple[Boundary, Arrival]]:
-        found = self._crossing(backward, once=True, sending=False)
-        return [(b, b.receive(self._s._comm, self._dtype(b), self._s._device)) for b in found]
+    def _receive(self, b: Boundary) -> Arrival:
+        return b.receive(self._s._comm, self._dtype(b), self._s._device)
 
-    def _arrived(self, arrivals: list[tuple[Boundary, Arrival]]) -> None:
-        for b, arrival in arrivals:
-            self._env[b.arrives] = arrival.wait()
+    def _incoming(self, *, backward: bool) -> Incoming:
+        each, once = (self._crossing(backward, once=o, sending=False) for o in (False, True))
+        return Incoming(each, once if backward else [], self._s._count, self._receive)
+
+    def _arrived(self, arrivals: dict[Value, Arrival]) -> None:
+        self._env.update((value, arrival.wait()) for value, arrival in arrivals.items())
 
     def _send_once(self, *, backward: bool) -> None:
         """Send the values that exist by now and were not sent before."""
         for b in self._crossing(backward, once=True, sending=True):
             if b.sends in self._env and b.transfer not in self._sent:
                 self._sent.add(b.transfer)
-                self._sending += b.send(self._env[b.sends], self._s._comm)
+                self._sending.append(b.send(self._env[b.sends], self._s._comm))
 
     def _value(self, value: Value, part: Env) -> Tensor:
         return part[value] if value in part else self._env[value]
@@ -284,15 +287,6 @@ class _Step:
                 start = sum(sizes[:place])
                 rows = rows.narrow(value.placement.dim, start, sizes[place])
             part[value] = rows
-
-    def _post(self, *, backward: bool) -> dict[Value, dict[int, Arrival]]:
-        """Start all receives of the microbatches, in the order in which the tensors are sent."""
-        arriving = self._crossing(backward, once=False, sending=False)
-        found: dict[Value, dict[int, Arrival]] = {b.arrives: {} for b in arriving}
-        for number in range(self._s._count):
-            for b in arriving:
-                found[b.arrives][number] = b.receive(self._s._comm, self._dtype(b), self._s._device)
-        return found
 
     def _run(
         self, segment: StageSegment, part: Env, number: int = 0, *, again: bool = False
@@ -359,6 +353,11 @@ class _Step:
             mine = self._env[value].reshape(1)
         sizes = [int(r == last.ranks[0]) for r in range(s._comm.world_size)]
         return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
+
+
+def _wait(sent: Sent) -> None:
+    for _, wait in sent:
+        wait()
 
 
 def _dtype(graph: Any, tensor: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,9 +12,12 @@ from hap.ir.axes import Shares
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph, Input, Node
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
+from hap.ir.pipeline_order import AHEAD
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
-from hap.ir.returned_sums import returned_conversions
+from hap.ir.returned_sums import returned_conversions, returned_values
 from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.cost_structure import structure_of
+from hap.synthesizer.cost.liveness import Storage
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
@@ -99,14 +102,14 @@ def figures(
     slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
-    late, returned = delayable(part, program), returned_conversions(part, program)
+    late, once = delayable(part, program), returned_conversions(part, program)
     weights, weights_moved = np.zeros(world), 0.0
     for first, end in program.bounds(part):
         group = program.instructions[first:end]
         for step in group:
             name = _phase(part, step, of_node, made)
             made.update(dict.fromkeys(step.writes(part), name))
-        if name == "backward" and returned.issuperset(range(first, end)):
+        if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
         seconds, messages = group_seconds(part, group, cost)
         if messages:
@@ -127,22 +130,24 @@ def figures(
         moved["backward"] += moved["forward"]
     for name, each in compute.items():
         slowest[name] = float(each.max()) + moved[name]
+
+    def nbytes(values: Iterable[Value]) -> PerRank:
+        found: PerRank = np.zeros(world)
+        for v in values:
+            found = found + cost.local_bytes(part.tensors[v.tensor], v.placement)
+        return found
+
     stored, peak = memory(part, program, cost)
     ahead = min(in_flight, microbatches) - 1
-    saved = sum(
-        (
-            cost.local_bytes(part.tensors[v.tensor], v.placement)
-            for v in (_received(part, program) if recompute else _saved(part, program))
-        ),
-        np.zeros(world),
-    )
-    waiting = sum(
-        (
-            cost.local_bytes(part.tensors[v.tensor], v.placement)
-            for v in _waiting(part, program, late)
-        ),
-        np.zeros(world),
-    )
+    received = _received(part, program)
+    held = _held(part, program, structure_of(part, program, cost).storages, recompute=recompute)
+    saved = nbytes([*received[False], *held])
+    waiting = nbytes(_waiting(part, program, late))
+    if microbatches > 1:
+        # Sums of all gradients exist beside a microbatch's terms, and messages of later microbatches.
+        returned = returned_values(part, program, summed=False)
+        between = nbytes([*received[False], *received[True], *returned])
+        peak = peak + nbytes(_terms(part, program)) + min(AHEAD, microbatches - 1) * between
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
         before_s=slowest["before"], forward_s=slowest["forward"],
@@ -187,13 +192,22 @@ def _phase(
     return source if source == "after" or not step.backward else side
 
 
-def _received(part: Graph, program: Program) -> list[Value]:
-    """Return the values of a microbatch that its forward gets from other stages."""
-    return [
-        Value(i.tensor, program.inputs[i.tensor]) for i in part.inputs
-        if i.role == "received" and i.target == EACH
-        and any(n.name not in part.backward for n in part.consumers[i.tensor])
-    ]  # fmt: skip
+def _received(part: Graph, program: Program) -> dict[bool, list[Value]]:
+    """Return the values of a microbatch that other stages send, by whether the backward alone reads them."""
+    found: dict[bool, list[Value]] = {False: [], True: []}
+    for i in part.role("received"):
+        if i.target == EACH:
+            late = all(n.name in part.backward for n in part.consumers[i.tensor])
+            found[late].append(Value(i.tensor, program.inputs[i.tensor]))
+    return found
+
+
+def _terms(part: Graph, program: Program) -> list[Value]:
+    """Return the values of a microbatch that are added up over all of them."""
+    computed = (step for step in program.instructions if isinstance(step, Compute))
+    sums = [step.reads(part)[0] for step in computed if is_sum(part.by_name[step.node])]
+    sent = [program.instructions[k].reads(part)[0] for k in returned_conversions(part, program)]
+    return list(dict.fromkeys([*sums, *sent]))
 
 
 def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]:
@@ -209,14 +223,15 @@ def _waiting(part: Graph, program: Program, late: frozenset[int]) -> list[Value]
     return list(found)
 
 
-def _saved(part: Graph, program: Program) -> list[Value]:
-    """Return the values of a microbatch's forward that its backward reads."""
-    of_node, made, found = phases(part), set[Value](), dict[Value, None]()
-    for step in program.instructions:
-        if not step.backward:
-            ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
-            if ours and not step.aliases(part):
-                made.update(step.writes(part))
-        else:
-            found.update(dict.fromkeys(v for v in step.reads(part) if v in made))
-    return list(found)
+def _held(
+    part: Graph, program: Program, storages: Sequence[Storage], *, recompute: bool
+) -> list[Value]:
+    """Return what a microbatch's forward makes and holds: what it sends, and what its backward reads."""
+    of_node, found = phases(part), list[Value]()
+    for each in storages:
+        step = program.instructions[each.born]
+        ours = isinstance(step, Convert) or of_node[step.node] is Phase.PART
+        saved = each.kind == "saved activations" and not recompute
+        if ours and not step.backward and (each.kept or saved):
+            found.append(each.value)
+    return found
