@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.stage_messages import messages
 from hap.ir.stages import cut_stages
-from hap.runtime.emulate import run_ranks
+from hap.runtime.collectives import Waiting
+from hap.runtime.emulate import EmulatedComm, run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
@@ -163,6 +166,42 @@ def test_each_row_is_sent_once(seed: int) -> None:
         assert arrived == Counter(range(start, stop))
     for m in found:
         assert held[m.src][0] <= m.start < m.stop <= held[m.src][1]
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (1, 1, 1), (2, 1, 2)])
+def test_no_message_waits_behind_a_receive(
+    groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL runs a communicator's messages in order: a send behind a receive could wait for ever."""
+    case = benchmark_case("bert", "tiny")
+    plan = random_staged_plan(case, groups, 3)
+    ways: dict[tuple[int, int], list[str]] = {}
+    send, receive = EmulatedComm.send, EmulatedComm.receive
+
+    def noted(way: str, comm: EmulatedComm) -> None:
+        ways.setdefault((id(comm._world), comm.rank), []).append(way)
+
+    def sending(comm: EmulatedComm, x: torch.Tensor, rank: int) -> Waiting:
+        noted("send", comm)
+        return send(comm, x, rank)
+
+    def receiving(comm: EmulatedComm, into: torch.Tensor, rank: int) -> Waiting:
+        noted("receive", comm)
+        return receive(comm, into, rank)
+
+    monkeypatch.setattr(EmulatedComm, "send", sending)
+    monkeypatch.setattr(EmulatedComm, "receive", receiving)
+
+    def step(comm: hap.Comm) -> HapModule:
+        module = HapModule(plan, case.model, comm, torch.device("cpu"))
+        batch: Any = plan.local_batch(case.batch, comm.rank)
+        (module(**batch) if isinstance(batch, Mapping) else module(*batch)).backward()
+        return module  # its communicators must live, for their ids to differ
+
+    kept = run_ranks(plan.world_size, step)
+    assert len(kept) == plan.world_size
+    assert sum(map(len, ways.values())) > 2 * plan.microbatches
+    assert all(len(set(found)) == 1 for found in ways.values())
 
 
 # --- how long they take ----------------------------------------------------------------------------

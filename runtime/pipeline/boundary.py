@@ -18,13 +18,15 @@ from hap.runtime.collectives import Comm, Waiting
 class Boundary:
     """One tensor between two stages, as seen by one rank.
 
+    Its placements where it is made and where it is read are replicated, or shards by rows.
+
     Args:
-        given: its placement where it is made; ``wanted``: where it is read. Both are replicated, or
-            shards by rows.
+        rank: this rank in the plan.
+        comm: the communicator of :func:`direction_comms`.
     """
 
-    def __init__(self, plan: Plan, transfer: Transfer, rank: int) -> None:
-        self.transfer = transfer
+    def __init__(self, plan: Plan, transfer: Transfer, rank: int, comm: Comm) -> None:
+        self.transfer, self._comm = transfer, comm
         assert plan.stages is not None
         graphs, stages, tensor = plan.cut[0], plan.stages.stages, transfer.tensor
         src, dst = stages[transfer.src], stages[transfer.dst]
@@ -34,6 +36,7 @@ class Boundary:
         needed = rows_of(graphs[transfer.dst], dst, tensor, self.wanted)
         self._messages = messages(held, needed, split=self.given.sharded)
         self._rank = rank
+        self._number = {r: k for k, r in enumerate(sorted((*src.ranks, *dst.ranks)))}
         self._start = {**held, **needed}.get(rank, (0, 0))[0]
         shape = graphs[transfer.src].tensors[tensor].shape
         rows = needed.get(rank, (0, 0))
@@ -50,25 +53,42 @@ class Boundary:
         """The value that the receiving stage reads."""
         return Value(self.transfer.tensor, self.wanted)
 
-    def send(self, x: Tensor, comm: Comm) -> list[tuple[Tensor, Waiting]]:
+    def send(self, x: Tensor) -> list[tuple[Tensor, Waiting]]:
         """Start to send this rank's part; the tensors must live until the waits return."""
         found = []
         for m in self._messages:
             if m.src == self._rank:
                 rows = x if self._whole else x[m.start - self._start : m.stop - self._start]
                 rows = rows.contiguous()
-                found.append((rows, comm.send(rows, m.dst)))
+                found.append((rows, self._comm.send(rows, self._number[m.dst])))
         return found
 
-    def receive(self, comm: Comm, dtype: torch.dtype, device: torch.device) -> Arrival:
+    def receive(self, dtype: torch.dtype, device: torch.device) -> Arrival:
         """Start to receive this rank's part."""
         into = torch.empty(self._shape, dtype=dtype, device=device)
         waits = []
         for m in self._messages:
             if m.dst == self._rank:
                 rows = into if self._whole else into[m.start - self._start : m.stop - self._start]
-                waits.append(comm.receive(rows, m.src))
+                waits.append(self._comm.receive(rows, self._number[m.src]))
         return Arrival(into, waits)
+
+
+def direction_comms(
+    plan: Plan, transfers: Sequence[Transfer], comm: Comm
+) -> dict[tuple[int, int], Comm]:
+    """Return the communicator of each pair of stages (sender, receiver); a collective call.
+
+    NCCL runs the messages of one communicator in the order in which a rank issues them. In each of these a
+    rank only sends or only receives, so that a message never waits behind a receive that depends on it.
+    """
+    assert plan.stages is not None
+    stages, found = plan.stages.stages, {}
+    for src, dst in sorted({(t.src, t.dst) for t in transfers}):
+        members = sorted((*stages[src].ranks, *stages[dst].ranks))
+        others = [[rank] for rank in range(comm.world_size) if rank not in members]
+        found[src, dst] = comm.subgroup([members, *others])
+    return found
 
 
 class Incoming:

@@ -24,7 +24,7 @@ from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
-from hap.runtime.pipeline.boundary import Arrival, Boundary, Incoming
+from hap.runtime.pipeline.boundary import Arrival, Boundary, Incoming, direction_comms
 from hap.runtime.pipeline.segments import (
     AFTER,
     PER_PART,
@@ -73,9 +73,11 @@ class _Stage:
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         delayed = self._stage.delay > 0
         self._layout = layout_of(self._graph, self._stage.program, delayed=delayed)
+        comms = direction_comms(plan, transfers, comm)
         self._boundaries = [
-            Boundary(plan, t, comm.rank) for t in transfers if self._number in (t.src, t.dst)
-        ]
+            Boundary(plan, t, comm.rank, comms[t.src, t.dst])
+            for t in transfers if self._number in (t.src, t.dst)
+        ]  # fmt: skip
         self._runs = self._emit(self.place, backend)
         parameters = {i.target for i in self._graph.role("parameter")}
         own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
@@ -196,7 +198,7 @@ class _Step:
             _wait(self._activations.pop(number, []))  # they have arrived: their gradients are here
             sent = []
             for b in self._crossing(turn.backward, once=False, sending=True):
-                sent += b.send(self._value(b.sends, part), self._s._comm)
+                sent += b.send(self._value(b.sends, part))
             if turn.backward:
                 self._sending.append(sent)
                 if len(self._sending) > AHEAD:
@@ -232,7 +234,7 @@ class _Step:
         ]  # fmt: skip
 
     def _receive(self, b: Boundary) -> Arrival:
-        return b.receive(self._s._comm, self._dtype(b), self._s._device)
+        return b.receive(self._dtype(b), self._s._device)
 
     def _incoming(self, *, backward: bool) -> Incoming:
         each, once = (self._crossing(backward, once=o, sending=False) for o in (False, True))
@@ -246,7 +248,7 @@ class _Step:
         for b in self._crossing(backward, once=True, sending=True):
             if b.sends in self._env and b.transfer not in self._sent:
                 self._sent.add(b.transfer)
-                self._sending.append(b.send(self._env[b.sends], self._s._comm))
+                self._sending.append(b.send(self._env[b.sends]))
 
     def _value(self, value: Value, part: Env) -> Tensor:
         return part[value] if value in part else self._env[value]
