@@ -15,6 +15,8 @@ import hap
 from benchmarks.gpu_proof.models import FAMILIES, PRECISIONS, SINGLES, TINY_SINGLES, built
 from hap.capture.tracing import capture
 from tests.random_plans import make_case, random_plan
+from tests.random_stages import FAMILIES as STAGED
+from tests.random_stages import random_staged_plan
 
 ONE_GPU = """
 nodes:
@@ -43,6 +45,10 @@ def prepare(
             graph = capture(model, batch, loss, autocast=_autocast(precision))
             case = make_case(model, batch, loss, optimizer, graph)
             random_plan(case, ranks, SEED).save(folder / f"{kind}-{family}.json")
+            if precision == "float32" and family in STAGED and ranks > 1:
+                progress(f"random pipeline of {family} for {ranks} ranks")
+                groups = (ranks - ranks // 2, *[1] * (ranks // 2))
+                random_staged_plan(case, groups, SEED).save(folder / f"staged-{family}.json")
     for single in TINY_SINGLES if tiny else SINGLES:
         with torch.device("meta"):
             model = single.model()

@@ -1,4 +1,4 @@
-"""Random uneven plans on real ranks against one device: float64, float32, bfloat16 autocast.
+"""Random uneven plans and pipelines on real ranks against one device: float64, float32, bfloat16 autocast.
 
 Float64 and float32 have the tolerances of ``hap verify``; in float32, parameters after three steps are
 not compared, because Adam divides a rounding by its own size. Autocast rounds to eight bits, at
@@ -23,7 +23,10 @@ from hap.runtime.verify import TOLERANCE, Observer, compare
 
 PART = "verification"
 LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1
-KINDS = (("random", "float64"), ("random", "float32"), ("autocast", "float32"))
+KINDS = (
+    ("random", "float64"), ("random", "float32"), ("autocast", "float32"),
+    ("staged", "float64"), ("staged", "float32"),
+)  # fmt: skip
 """(kind of prepared plan, dtype of the parameters)."""
 
 
@@ -39,7 +42,8 @@ class Job(NamedTuple):
 
     @property
     def precision(self) -> str:
-        return "bfloat16 autocast" if self.kind == "autocast" else self.dtype
+        precision = "bfloat16 autocast" if self.kind == "autocast" else self.dtype
+        return f"pipeline, {precision}" if self.kind == "staged" else precision
 
 
 def run(settings: Settings) -> Iterator[Line]:
