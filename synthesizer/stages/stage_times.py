@@ -52,6 +52,8 @@ class StageFigures:
         peak_bytes: with ``in_flight`` microbatches, and gradients of weights that wait for ``delay``.
         weights_s, waiting_bytes: of the part of a microbatch's backward that may be delayed, and what
             is kept for it.
+        sums_bytes: sums over microbatches, beside the terms of one.
+        message_bytes: of other microbatches, on their way to or from the stage.
     """
 
     before_s: float
@@ -66,6 +68,8 @@ class StageFigures:
     peak_bytes: PerRank
     weights_s: float
     waiting_bytes: PerRank
+    sums_bytes: PerRank
+    message_bytes: PerRank
     in_flight: int = 1
     delay: int = 0
     recompute: bool = False
@@ -143,11 +147,9 @@ def figures(
     held = _held(part, program, structure_of(part, program, cost).storages, recompute=recompute)
     saved = nbytes([*received[False], *held])
     waiting = nbytes(_waiting(part, program, late))
-    if microbatches > 1:
-        # Sums of all gradients exist beside a microbatch's terms, and messages of later microbatches.
-        returned = returned_values(part, program, summed=False)
-        between = nbytes([*received[False], *received[True], *returned])
-        peak = peak + nbytes(_terms(part, program)) + min(AHEAD, microbatches - 1) * between
+    sums = nbytes(_terms(part, program) if microbatches > 1 else [])
+    crossing = [*received[False], *received[True], *returned_values(part, program, summed=False)]
+    beside = min(AHEAD, microbatches - 1) * nbytes(crossing)
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
         before_s=slowest["before"], forward_s=slowest["forward"],
@@ -155,7 +157,8 @@ def figures(
         returned_s=slowest["returned"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
-        stored_bytes=stored, saved_bytes=saved, peak_bytes=peak + ahead * saved + delay * waiting,
+        stored_bytes=stored, saved_bytes=saved, sums_bytes=sums, message_bytes=beside,
+        peak_bytes=peak + ahead * saved + delay * waiting + sums + beside,
         weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,
         in_flight=ahead + 1, delay=delay, recompute=recompute,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def _of_rank(parts: Mapping[str, PerRank], rank: int) -> dict[str, int]:
 
 
 def _memory_of_stages(plan: Plan) -> list[dict[str, int]]:
-    """The parts of each rank's peak: in a turn, with the other microbatches in flight."""
+    """The parts of each rank's peak: in a turn, with the other microbatches in flight and sums over all."""
     found: dict[int, dict[str, int]] = {}
     each = zip(stage_costs(plan), stage_figures(plan), strict=True)
     for (graph, stage, cost), figures in each:
@@ -51,6 +51,8 @@ def _memory_of_stages(plan: Plan) -> list[dict[str, int]]:
         others = min(stage.in_flight, plan.microbatches) - 1
         waiting = others * figures.saved_bytes + stage.delay * figures.waiting_bytes
         parts["saved activations"] = parts["saved activations"] + waiting
+        parts["gradients"] = parts["gradients"] + figures.sums_bytes
+        parts["communication buffers"] = parts["communication buffers"] + figures.message_bytes
         for place, rank in enumerate(stage.ranks):
             found[rank] = _of_rank(parts, place)
     return [found[rank] for rank in range(plan.world_size)]
