@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -289,7 +289,7 @@ def test_messages_take_as_long_as_the_busiest_link(seed: int) -> None:
     rows = 12
     held = {r: (4 * k, 4 * k + 4) for k, r in enumerate(src)}
     needed = {r: (6 * k, 6 * k + 6) for k, r in enumerate(dst)}
-    busy = Counter[tuple[object, str]]()
+    busy: defaultdict[tuple[object, str], float] = defaultdict(float)
     latency_s = 0.0
     for row in range(rows):
         a, b = (next(r for r, (x, y) in ends.items() if x <= row < y) for ends in (held, needed))
@@ -298,7 +298,7 @@ def test_messages_take_as_long_as_the_busiest_link(seed: int) -> None:
         latency_s = max(latency_s, link.latency_s)
         ends = (a, b) if here == there else (here, there)
         for end, way in zip(ends, ("out", "in"), strict=True):
-            busy[end, way] += 1e6 / link.bandwidth_bytes_per_s  # type: ignore[assignment]
+            busy[end, way] += 1e6 / link.bandwidth_bytes_per_s
     expected = latency_s + max(busy.values())
     found_s = even_send_s(cluster, src, dst, rows * 1e6)
     assert found_s == pytest.approx(expected)

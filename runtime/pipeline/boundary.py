@@ -107,7 +107,7 @@ class Incoming:
         self._each, self._once, self._count, self._receive = each, once, count, receive
         self._posted: list[dict[Value, Arrival]] = []
         self.once: dict[Value, Arrival] = {}
-        """What arrives once per step, as soon as all other receives are posted."""
+        """Arrivals of sums, once per step; their receives are posted after all others."""
         self._post(AHEAD)
 
     def take(self, number: int) -> dict[Value, Tensor]:

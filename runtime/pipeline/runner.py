@@ -149,9 +149,9 @@ class _Step:
         self._parts: list[Env] = [{} for _ in range(stage._count)]
         self._sums: dict[Value, Tensor] = {}
         self._sending: list[Sent] = []
-        """What is on its way to earlier stages, and what crosses once per step."""
+        """Gradients on their way to earlier stages, and tensors that cross once per step."""
         self._activations: dict[int, Sent] = {}
-        """Of each microbatch, what is on its way to later stages."""
+        """Activations on their way to later stages, by microbatch."""
         self._sent: set[Transfer] = set()
         self._kept: Env = {}
 

@@ -22,9 +22,8 @@ def messages_s(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> floa
     A message inside a machine loads its sender's and its receiver's link, each in one direction. One between
     machines loads the adapters of both machines, which all messages from or to a machine share.
     """
-    loads: dict[
-        tuple[object, str, bool], float
-    ] = {}  # (device or node, direction, inside) -> seconds
+    loads: dict[tuple[object, str, bool], float] = {}
+    """(device or node, direction, inside a machine) -> seconds."""
     latency_s, devices = 0.0, cluster.devices
     for src, dst, nbytes in sent:
         here, there = devices[src].node, devices[dst].node
@@ -101,7 +100,7 @@ class StageTransfers:
 
     @cached_property
     def _once(self) -> list[list[OnceTransfer]]:
-        """What each stage gets once per step."""
+        """Transfers to each stage once per step."""
         found: list[list[OnceTransfer]] = []
         for dst in range(len(self._stages)):
             by_source: dict[tuple[int, bool], list[Transfer]] = {}
