@@ -10,6 +10,7 @@ import datetime
 import gc
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +103,7 @@ def global_batches(file: ModelFile, count: int) -> list[Any]:
 
 
 def race_rank(task: Task) -> None:
-    """Make all contenders, then run rounds of one step each; the first contender rotates."""
+    """Make all contenders, then run rounds of one step each, in an order drawn for each round."""
     torch.zeros(HEAP_BYTES, dtype=torch.uint8)  # freed, and kept: see keep_memory
     course = _Course(task)
     alive: dict[str, Contender] = {}
@@ -123,8 +124,8 @@ def race_rank(task: Task) -> None:
         if number < task.warm_up + task.least:
             beaten -= task.plans.keys()
         names = [name for name in alive if name not in beaten]
-        turn = number % max(len(names), 1)
-        rounds.append(course.round(alive, names[turn:] + names[:turn], number))
+        random.Random(number).shuffle(names)  # alike on all ranks
+        rounds.append(course.round(alive, names, number))
         late = time.monotonic() - begun > task.budget_s
         if course.any(late) and number + 1 >= task.warm_up + task.least:
             break
