@@ -1,12 +1,14 @@
 """Simulate a pipeline: forwards and backwards of microbatches on stages, transfers between them.
 
-Each stage computes one turn at a time, in the order of :func:`hap.ir.pipeline_order.turns`. Each
-direction of a boundary carries one transfer at a time, beside computing. A stage that computes
-meanwhile loses a part of that time.
+Each stage computes one turn at a time, in the order of :func:`hap.ir.pipeline_order.turns`. Beside
+computing it sends one transfer at a time and receives one: those to the next stage and to the one before use
+the same links, in the order in which their turns end. A stage that computes meanwhile loses a part of that
+time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,60 +102,67 @@ def simulate_pipeline(
     at = [0] * count
     free = [s.before_s for s in stages]
     busy = [s.before_s + s.after_s for s in stages]
-    sending, returning = [0.0] * count, [0.0] * count  # when each boundary's directions are free
+    leaving, arriving = [0.0] * count, [0.0] * count  # when each stage's links are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
     weights = {  # (from, to) -> the weight has arrived
         (t.src, k): stages[t.src].before_s + t.seconds
         for k, s in enumerate(stages) for t in s.awaits if not t.backward
     }  # fmt: skip
-    while any(a < len(t) for a, t in zip(at, todo, strict=True)):
-        moved = False
-        for k, stage in enumerate(stages):
-            while at[k] < len(todo[k]):
-                turn = todo[k][at[k]]
-                first = k == 0 if not turn.backward else k == count - 1
-                if not first and not turn.weights and (k, turn) not in there:
-                    break
-                came = there.get((k, turn), 0.0)
-                if not at[k]:
-                    free[k] = max([free[k], *(w for (_, to), w in weights.items() if to == k)])
-                if not first and not turn.weights:
-                    took = stages[k].return_s if turn.backward else stages[k - 1].send_s
-                    lost = stage.interference * min(max(free[k] - (came - took), 0.0), took)
-                    free[k] += lost
-                    busy[k] += lost
-                start = max(free[k], came)
-                seconds = stage.turn_s(turn)
-                free[k] = start + seconds
-                busy[k] += seconds
-                at[k] += 1
-                moved = True
-                if record is not None:
-                    record.append(TurnTimes(k, turn, False, start, free[k]))
-                ends_here = k == 0 if turn.backward else k + 1 == count
-                if turn.weights or ends_here:
-                    continue
-                lane, took = (returning, stages[k - 1].return_s) if turn.backward else (
-                    sending, stage.send_s
-                )  # fmt: skip
-                low, to = (k - 1, k - 1) if turn.backward else (k, k + 1)
-                begin = max(lane[low], free[k])
-                if not turn.backward:
-                    took = _shared(weights, k, begin, took)
-                lane[low] = there[to, turn] = begin + took
-                if record is not None:
-                    record.append(TurnTimes(k, turn, True, begin, lane[low]))
-                if blocking:
-                    free[k] = lane[low]
-                else:
-                    free[k] += stage.interference * took
-                    busy[k] += stage.interference * took
-        if not moved:
-            raise ValueError("the stages wait for each other")
+    unsent: dict[int, Turn] = {}  # stage -> the turn that it has ended and whose result it sends next
+
+    def next_s(k: int) -> float:
+        """Return when a stage sends, or begins its next turn; infinite if it waits or has ended."""
+        if k in unsent:
+            return free[k]
+        if at[k] == len(todo[k]):
+            return math.inf
+        turn = todo[k][at[k]]
+        own = turn.weights or k == (count - 1 if turn.backward else 0)
+        return max(free[k], 0.0 if own else there.get((k, turn), math.inf))
+
+    nexts = [next_s(k) for k in range(count)]
+    while (time_s := min(nexts)) < math.inf:
+        k = nexts.index(time_s)
+        stage = stages[k]
+        if k in unsent:
+            turn = unsent.pop(k)
+            to = k - 1 if turn.backward else k + 1
+            took = stages[to].return_s if turn.backward else stage.send_s
+            begin = max(leaving[k], arriving[to], free[k])
+            if not turn.backward:
+                took = _shared(weights, k, begin, took)
+            leaving[k] = arriving[to] = there[to, turn] = begin + took
+            if record is not None:
+                record.append(TurnTimes(k, turn, True, begin, begin + took))
+            lost = begin + took - free[k] if blocking else stage.interference * took
+            free[k] += lost
+            busy[k] += 0.0 if blocking else lost
+            nexts[to] = next_s(to)
+        else:
+            turn = todo[k][at[k]]
+            if not at[k]:
+                free[k] = max([free[k], *(w for (_, to), w in weights.items() if to == k)])
+            came = there.get((k, turn), 0.0)
+            if (k, turn) in there:
+                took = stage.return_s if turn.backward else stages[k - 1].send_s
+                lost = stage.interference * min(max(free[k] - (came - took), 0.0), took)
+                free[k] += lost
+                busy[k] += lost
+            start, seconds = max(free[k], came), stage.turn_s(turn)
+            free[k] = start + seconds
+            busy[k] += seconds
+            at[k] += 1
+            if record is not None:
+                record.append(TurnTimes(k, turn, False, start, free[k]))
+            if not turn.weights and k != (0 if turn.backward else count - 1):
+                unsent[k] = turn
+        nexts[k] = next_s(k)
+    if any(a < len(t) for a, t in zip(at, todo, strict=True)):
+        raise ValueError("the stages wait for each other")
     ready = list(free)
     for k in reversed(range(count)):
         for t in (t for t in stages[k].awaits if t.backward):
-            begin = max(ready[t.src], returning[t.src - 1] if t.src else 0.0)
+            begin = max(ready[t.src], leaving[t.src])
             ready[k] = max(ready[k], begin + t.seconds)
     ends = tuple(r + s.after_s for r, s in zip(ready, stages, strict=True))
     return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)
