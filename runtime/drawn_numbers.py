@@ -16,8 +16,10 @@ from hap.capture import torch_private
 from hap.ir.graph import Graph, Node
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import origin
+from hap.ir.microbatch_sizes import size_of, sized_stages
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Program, Value
+from hap.ir.stages import Stage
 from hap.runtime.shards import recombined, recombined_values
 
 DROPOUT = "aten.native_dropout.default"
@@ -81,6 +83,8 @@ def _joined_stages(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[
         _drawn_values(graph, stage.program)
         for graph, stage in zip(plan.cut[0], plan.stages.stages, strict=True)
     ]
+    sized = sized_stages(plan.graph, plan.program, plan.shares, plan.stages)
+    parts_of = [sized[size_of(plan.shares, part)] for part in range(plan.microbatches)]
     found = []
     for number in range(steps):
         drawn = []
@@ -91,10 +95,10 @@ def _joined_stages(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[
                 if value is None:
                     continue
                 parts = [
-                    _in_stage(plan, at, value, [
+                    _in_stage(graphs[at], stages[at], value, [
                         ranks[r].get(f"{number}/{node.name}/{part}") for r in stage.ranks
                     ])
-                    for part in range(plan.microbatches)
+                    for part, (graphs, stages) in enumerate(parts_of)
                 ]  # fmt: skip
                 if all(parts):
                     over_time = origin(value.tensor).placement
@@ -108,10 +112,10 @@ def _joined_stages(plan: Plan, ranks: Sequence[Drawn], steps: int) -> list[list[
     return found
 
 
-def _in_stage(plan: Plan, at: int, value: Value, parts: Sequence[Tensor | None]) -> list[Tensor]:
+def _in_stage(
+    graph: Graph, stage: Stage, value: Value, parts: Sequence[Tensor | None]
+) -> list[Tensor]:
     """Return the numbers of one microbatch, once per replica; empty if the stage draws none."""
-    assert plan.stages is not None
-    graph, stage = plan.cut[0][at], plan.stages.stages[at]
     drawn = [part for part in parts if part is not None]
     if not drawn:
         return []

@@ -25,14 +25,25 @@ def divided(case: Case) -> OverTime:
     return over_time(case.space, two_machines(2), 2)
 
 
-def random_staged_plan(case: Case, groups: tuple[int, ...], seed: int) -> Plan:
+def uneven_count(case: Case) -> int:
+    """Return the largest number of microbatches up to 8 that does not divide the batch."""
+    time = divided(case)
+    return max(m for m in range(2, 9) if time.shares(m) and not time.divides(m))
+
+
+def random_staged_plan(
+    case: Case, groups: tuple[int, ...], seed: int, microbatches: int = 0
+) -> Plan:
     """Return a random valid plan with a stage for each number of ranks in ``groups``.
 
     Ranks are dealt to the stages at random; equal arguments give equal plans.
+
+    Args:
+        microbatches: their number; 0: a random one.
     """
     rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
     time = divided(case)
-    microbatches = rng.choice([m for m in range(1, 9) if time.shares(m)])
+    microbatches = microbatches or rng.choice([m for m in range(1, 9) if time.shares(m)])
     shares = time.shares(microbatches)
     assert shares is not None
     micro = time.part(microbatches)

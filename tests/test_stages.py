@@ -18,6 +18,7 @@ from torch import nn
 import hap
 from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.microbatch import Phase, phases
+from hap.ir.microbatch_sizes import _in_proportion, size_of
 from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.stage_messages import messages
@@ -28,12 +29,13 @@ from hap.runtime.hap_module import HapModule
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
     StageSeconds,
+    TurnTimes,
     simulate_pipeline,
 )
 from hap.synthesizer.stages.flights import chosen_delays
 from hap.synthesizer.stages.time_axis import over_time
 from tests.random_plans import Case, adamw, benchmark_case, make_case, two_machines, verdict
-from tests.random_stages import FAMILIES, divided, random_staged_plan
+from tests.random_stages import FAMILIES, divided, random_staged_plan, uneven_count
 from tests.test_verify import on_gloo, story
 
 GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
@@ -53,10 +55,36 @@ def test_random_pipelines_compute_what_one_device_does(family: str, seed: int) -
     assert len(found.rows) > len(plan.graph.gradients)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unequal_microbatches_compute_what_one_device_does(family: str) -> None:
+    case = benchmark_case(family, "tiny")
+    plan = random_staged_plan(case, (1, 2, 2), 7, uneven_count(case))
+    assert len({size_of(plan.shares, k) for k in range(plan.microbatches)}) > 1
+    found = verdict(case, plan)
+    assert found.ok, story(found)
+    assert Plan.from_json(plan.to_json()) == plan
+    backwards = {name: units[::-1] for name, units in plan.shares.items()}
+    with pytest.raises(ValueError, match="smaller ones come first"):
+        Plan.from_json(replace(plan, shares=backwards).to_json())
+
+
+def test_a_smaller_microbatch_keeps_each_ranks_part() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        given = [rng.randrange(5) for _ in range(rng.randrange(1, 6))]
+        for units in range(1, sum(given) + 1):
+            found = _in_proportion(units, given)
+            assert sum(found) == units
+            for share, before in zip(found, given, strict=True):
+                assert abs(share - units * before / sum(given)) < 1
+                assert share <= before
+
+
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_masks_of_microbatches_are_those_of_one_device(family: str) -> None:
+def test_masks_of_microbatches_are_those_of_one_device(family: str, uneven: bool) -> None:
     case = benchmark_case(family, "tiny_dropout")
-    found = verdict(case, random_staged_plan(case, (2, 1), 1))
+    found = verdict(case, random_staged_plan(case, (2, 1), 1, uneven_count(case) if uneven else 0))
     assert found.ok, story(found)
     assert "drawn" in {row.what for row in found.rows}, found.random
 
@@ -64,7 +92,7 @@ def test_masks_of_microbatches_are_those_of_one_device(family: str) -> None:
 @pytest.mark.gloo
 def test_real_processes_compute_what_one_device_does() -> None:
     case = benchmark_case("gpt2", "tiny")
-    plan = random_staged_plan(case, (2, 1, 1), 4)
+    plan = random_staged_plan(case, (2, 1, 1), 4, uneven_count(case))
     assert plan.stages is not None
     stages = (replace(s, delay=2, recompute=not k) for k, s in enumerate(plan.stages.stages))
     plan = replace(plan, stages=replace(plan.stages, stages=tuple(stages)))
@@ -252,18 +280,66 @@ def test_even_stages_take_the_time_of_the_closed_form(stages: int, parts: int) -
     assert simulate_pipeline(each, parts).step_s == pytest.approx(3.0 * (parts + stages - 1))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_uneven_stages_take_the_longest_chain_of_dependences(seed: int) -> None:
-    rng = random.Random(seed)
-    count, parts = rng.randrange(2, 5), rng.randrange(1, 6)
-    stages = [
+def uneven_stages(rng: random.Random, count: int) -> list[StageSeconds]:
+    return [
         StageSeconds(
             forward_s=rng.random(), backward_s=1 + rng.random(), send_s=rng.random(),
-            weights_s=rng.random(), delay=rng.choice((0, 1, 2, 7)), return_s=rng.random(), before_s=rng.random(), after_s=rng.random(),
+            weights_s=rng.random(), delay=rng.choice((0, 1, 2, 7)), return_s=rng.random(),
+            before_s=rng.random(), after_s=rng.random(),
             in_flight=(count - k) * rng.choice([1, 2]) if k == 0 else count - k,
         )
         for k in range(count)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_and_transfers_begin_as_soon_as_they_can(seed: int) -> None:
+    """A certificate: nothing overlaps on a stage or a link, and nothing waits without a reason."""
+    rng = random.Random(seed)
+    count, parts = rng.randrange(2, 6), rng.randrange(1, 8)
+    stages = uneven_stages(rng, count)
+    record: list[TurnTimes] = []
+    step_s = simulate_pipeline(stages, parts, record=record).step_s
+    transfers = [t for t in record if t.transfer]
+    to = {t: t.stage + (-1 if t.turn.backward else 1) for t in transfers}
+    arrived = {(to[t], t.turn): t.end_s for t in transfers}
+    ended, ends = dict[tuple[int, Turn], float](), list[float]()
+    for k, stage in enumerate(stages):
+        own = [t for t in record if t.stage == k and not t.transfer]
+        assert [t.turn for t in own] == list(turns(parts, stage.in_flight, stage.delay))
+        free = stage.before_s
+        for t in own:
+            first = t.turn.weights or k == (count - 1 if t.turn.backward else 0)
+            came = 0.0 if first else arrived[k, t.turn]
+            assert t.start_s == pytest.approx(max(free, came))
+            assert t.end_s - t.start_s == pytest.approx(stage.turn_s(t.turn))
+            free = ended[k, t.turn] = t.end_s
+        ends.append(free + stage.after_s)
+    assert step_s == pytest.approx(max(ends))
+    for t in transfers:
+        took = stages[to[t]].return_s if t.turn.backward else stages[t.stage].send_s
+        assert t.end_s - t.start_s == pytest.approx(took)
+        ready = ended[t.stage, t.turn]
+        beside = [o for o in transfers if o != t and (o.stage == t.stage or to[o] == to[t])]
+        assert all(o.end_s <= t.start_s + 1e-9 or t.end_s <= o.start_s + 1e-9 for o in beside)
+        earlier = [o for o in beside if ended[o.stage, o.turn] <= ready]
+        assert t.start_s == pytest.approx(max([ready, *(o.end_s for o in earlier)]))
+
+
+def test_a_middle_stage_sends_both_ways_over_one_link() -> None:
+    def step_s(*in_flight: int) -> float:
+        each = StageSeconds(forward_s=0.01, backward_s=0.01, send_s=1.0, return_s=1.0, in_flight=1)
+        return simulate_pipeline([replace(each, in_flight=n) for n in in_flight], 16).step_s
+
+    assert step_s(5, 1) < 22
+    assert step_s(9, 5, 1) > 31
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_uneven_stages_take_the_longest_chain_of_dependences(seed: int) -> None:
+    rng = random.Random(seed)
+    count, parts = 2, rng.randrange(1, 6)
+    stages = uneven_stages(rng, count)
     orders = [list(turns(parts, s.in_flight, s.delay)) for s in stages]
 
     @cache

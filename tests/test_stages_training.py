@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from hap.runtime.shards import gather
+from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_search import StageSearch
-from tests.random_plans import Case, benchmark_case, make_case, two_machines
+from tests.random_plans import Case, benchmark_case, make_case, random_plan, two_machines, verdict
 from tests.random_stages import random_staged_plan
 
 CPU = torch.device("cpu")
@@ -131,8 +133,36 @@ def test_float16_without_a_scaler_warns() -> None:
         run_ranks(plan.world_size, act)
 
 
-def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("rows", "counts"), [(7, (2, 3, 4, 6)), (10, (2, 4, 6, 8)), (12, (2, 3, 4, 6, 12)), (64, (2, 4, 8, 16, 32, 64))]
+)  # fmt: skip
+def test_numbers_of_microbatches_need_not_divide_the_batch(
+    rows: int, counts: tuple[int, ...]
+) -> None:
+    case = make_case(Faint(), (torch.randn(rows, 6),))
+    assert StageSearch(case.space, two_machines(2), 2).estimates.counts == counts
+
+
+def test_a_pipeline_of_unequal_microbatches_is_searched() -> None:
     torch.manual_seed(0)
     case = make_case(Faint(), (torch.randn(7, 6),))
-    with pytest.raises(HapError, match="equal microbatches"):
+    search = StageSearch(case.space, two_machines(3), 2)
+    sketch = Sketch(
+        groups=((0, 1), (2,)), cuts=search.estimates.even_cuts(2), microbatches=3,
+        estimate_s=0.0, least_s=0.0,
+    )  # fmt: skip
+    made = search.pipeline(sketch)
+    assert made is not None
+    plan = replace(
+        random_plan(case, 3, 0), program=made.over_time.program,
+        shares=made.over_time.shares(3) or {}, idle=(), stages=made.stages,
+    )  # fmt: skip
+    assert set(plan.shares.values()) == {(3, 2, 2)}
+    assert verdict(case, plan).ok
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_one_row_has_no_microbatches() -> None:
+    case = make_case(Faint(), (torch.randn(1, 6),))
+    with pytest.raises(HapError, match="no common batch dim"):
         StageSearch(case.space, two_machines(2), 2)

@@ -190,8 +190,10 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
     head = (
         "stage", "rank", "devices", "modules", "weights", "in flight", "shares of a microbatch", "",
     )  # fmt: skip
+    units = next(iter(plan.shares.values()), (1,))
+    sizes = " or ".join(str(n * plan.batch_size // sum(units)) for n in dict.fromkeys(units))
     return Group(
-        Text(f"{plan.microbatches} microbatches of {plan.batch_size // plan.microbatches} rows"),
+        Text(f"{plan.microbatches} microbatches of {sizes} rows"),
         table(head, rows, right=(0, 4, 5)),
     )
 

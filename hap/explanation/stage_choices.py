@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, PlanError
 from hap.explanation.forced_choices import (
@@ -26,18 +24,16 @@ from hap.explanation.forced_choices import (
     placements_in,
     the_plan,
 )
-from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide, origin
+from hap.ir.microbatch_sizes import resized
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
-from hap.ir.program import Program
 from hap.ir.stages import Stage, cut_stages
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
-from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.stages.flights import arrange
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
@@ -147,7 +143,7 @@ class _Variant:
         assert self.plan.stages is not None
         stage = self.stages[number]
         time = OverTime(graph=self.plan.graph, program=self.plan.program)
-        whole = cut_stages(time.whole(), self.plan.stages.cuts)[0][number]
+        whole = cut_stages(time.whole(self.count), self.plan.stages.cuts)[0][number]
         task = StageTask(
             whole=whole, part=self.parts[number], ranks=ranks or stage.ranks, count=self.count,
             in_flight=min(self.count, len(self.stages) - number),
@@ -171,10 +167,10 @@ class _Variant:
             other = replace(self, part=divide(time.graph, time.program, shares, 0), count=count)
             stages = []
             for stage, before, after in zip(self.stages, self.parts, other.parts, strict=True):
-                scaled = _in_microbatches(before, after, stage.program, stage.shares)
+                scaled = resized(stage, before, after)
                 if scaled is None:
                     return None
-                stages.append(replace(stage, program=scaled[0], shares=scaled[1]))
+                stages.append(scaled)
         except PlanError:
             return None
         return replace(other, stages=tuple(stages))._arranged()
@@ -219,29 +215,6 @@ class _Variant:
             for rank, peak in zip(stage.ranks, found[-1].peak_bytes, strict=True):
                 lacking = max(lacking, float(peak) - self.plan.cluster.devices[rank].memory_bytes)
         return simulate_pipeline(self._seconds(found), self.count).step_s, lacking
-
-
-def _in_microbatches(
-    before: Graph, after: Graph, program: Program, shares: Shares
-) -> tuple[Program, Shares] | None:
-    """Return a stage's program over microbatches of another size, with its shares.
-
-    ``None`` if an axis has too few units in a microbatch.
-    """
-    axes, units_of = {}, dict[str, int]()
-    for dim, (name, units) in program.axes.items():
-        tensor, _, at = dim.rpartition(":")
-        whole, own = before.tensors[tensor].shape[int(at)], after.tensors[tensor].shape[int(at)]
-        if (units * own) % max(whole, 1):
-            return None
-        axes[dim] = name, units * own // whole
-        if units_of.setdefault(name, axes[dim][1]) != axes[dim][1] or not axes[dim][1]:
-            return None
-    scaled = {
-        name: proportional(units, np.array(shares[name], dtype=np.float64))
-        for name, units in units_of.items()
-    }
-    return replace(program, axes=axes), scaled
 
 
 def _options(part: Graph, stage: Stage, tensor: str) -> tuple[Placement, ...]:

@@ -12,9 +12,10 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import Inside, divide
+from hap.ir.microbatch_sizes import even_parts, sized_stages
 from hap.ir.placement import conversion
 from hap.ir.program import Convert, Program
-from hap.ir.stages import PipelineStages, cut_stages
+from hap.ir.stages import PipelineStages
 
 
 def check_programs(
@@ -39,19 +40,20 @@ def _check_stages(graph: Graph, program: Program, shares: Shares, stages: Pipeli
     if len(parts) != 1:
         raise ValueError(f"a plan with stages has one number of microbatches, not {sorted(parts)}")
     _check_program(graph, program, shares, *parts)
-    if any(len(set(given)) > 1 for given in shares.values()):
-        raise ValueError("the microbatches are not equally large")
+    if any(given != even_parts(sum(given), *parts) for given in shares.values()):
+        raise ValueError("the microbatches are not equally large, or smaller ones come first")
     if len(stages.cuts) + 1 != len(stages.stages):
         raise ValueError(f"{len(stages.cuts)} cuts, but {len(stages.stages)} stages")
     ahead = [stage.in_flight for stage in stages.stages]
     if ahead != sorted(ahead, reverse=True):
         raise ValueError(f"with {ahead} microbatches in flight, the stages wait for each other")
-    graphs, _ = cut_stages(divide(graph, program, shares, 0), stages.cuts)
-    for number, (part, stage) in enumerate(zip(graphs, stages.stages, strict=True)):
+    for number, stage in enumerate(stages.stages):
         if stage.delay < 0:
             raise ValueError(f"stage {number} delays gradients of weights by {stage.delay}")
         if not stage.ranks or stage.in_flight < 1:
             raise ValueError(f"stage {number} has no ranks, or no microbatch in flight")
+    sized = sized_stages(graph, program, shares, stages)
+    for part, stage in (pair for each in sized.values() for pair in zip(*each, strict=True)):
         _check_program(part, stage.program, stage.shares, len(stage.ranks))
 
 

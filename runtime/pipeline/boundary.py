@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hap.ir.graph import Graph
 from hap.ir.pipeline_order import AHEAD
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stage_messages import given_placement, messages, rows_of
-from hap.ir.stages import Transfer
+from hap.ir.stages import Stage, Transfer
 from hap.runtime.collectives import Comm, Waiting
 
 
@@ -21,14 +22,17 @@ class Boundary:
     Its placements where it is made and where it is read are replicated, or shards by rows.
 
     Args:
+        graphs, stages: those of a microbatch.
         rank: this rank in the plan.
         comm: the communicator of :func:`direction_comms`.
     """
 
-    def __init__(self, plan: Plan, transfer: Transfer, rank: int, comm: Comm) -> None:
+    def __init__(
+        self, graphs: Sequence[Graph], stages: Sequence[Stage], transfer: Transfer, rank: int,
+        comm: Comm,
+    ) -> None:  # fmt: skip
         self.transfer, self._comm = transfer, comm
-        assert plan.stages is not None
-        graphs, stages, tensor = plan.cut[0], plan.stages.stages, transfer.tensor
+        tensor = transfer.tensor
         src, dst = stages[transfer.src], stages[transfer.dst]
         self.given = given_placement(graphs[transfer.src], src.program, transfer)
         self.wanted = dst.program.inputs[tensor]
@@ -91,22 +95,26 @@ def direction_comms(
     return found
 
 
+Arrivals = dict[Value, "Arrival"]
+
+
 class Incoming:
     """The tensors that one direction brings to a stage, microbatch by microbatch.
 
     Receives are posted in the order in which the tensors are sent, a few microbatches ahead.
 
     Args:
-        each: boundaries that each microbatch crosses; ``once``: those that are crossed after all of them.
+        count: the number of microbatches.
+        each: posts the receives of a microbatch.
+        once: posts those of what comes after all of them.
     """
 
     def __init__(
-        self, each: Sequence[Boundary], once: Sequence[Boundary], count: int,
-        receive: Callable[[Boundary], Arrival],
-    ) -> None:  # fmt: skip
-        self._each, self._once, self._count, self._receive = each, once, count, receive
-        self._posted: list[dict[Value, Arrival]] = []
-        self.once: dict[Value, Arrival] = {}
+        self, count: int, each: Callable[[int], Arrivals], once: Callable[[], Arrivals]
+    ) -> None:
+        self._count, self._each, self._once = count, each, once
+        self._posted: list[Arrivals] = []
+        self.once: Arrivals = {}
         """Arrivals of sums, once per step; their receives are posted after all others."""
         self._post(AHEAD)
 
@@ -118,10 +126,10 @@ class Incoming:
         return found
 
     def _post(self, until: int) -> None:
-        for _ in range(len(self._posted), min(until, self._count)):
-            self._posted.append({b.arrives: self._receive(b) for b in self._each})
+        for number in range(len(self._posted), min(until, self._count)):
+            self._posted.append(self._each(number))
         if len(self._posted) == self._count and not self.once:
-            self.once = {b.arrives: self._receive(b) for b in self._once}
+            self.once = self._once()
 
 
 class Arrival:

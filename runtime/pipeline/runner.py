@@ -7,24 +7,32 @@ its backward returns the gradients that the forward computed, times the gradient
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hap.ir.graph import Graph
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import offsets
+from hap.ir.microbatch_sizes import size_of, sized_stages
 from hap.ir.pipeline_order import AHEAD, Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
-from hap.ir.stages import Transfer, cut_stages
+from hap.ir.stages import Stage, Transfer
 from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
-from hap.runtime.pipeline.boundary import Arrival, Boundary, Incoming, direction_comms
+from hap.runtime.pipeline.boundary import (
+    Arrival,
+    Arrivals,
+    Boundary,
+    Incoming,
+    direction_comms,
+)
 from hap.runtime.pipeline.segments import (
     AFTER,
     PER_PART,
@@ -35,6 +43,16 @@ from hap.runtime.pipeline.segments import (
     executables,
 )
 from hap.runtime.pipeline.segments import layout as layout_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """A stage's work on one microbatch."""
+
+    graph: Graph
+    stage: Stage
+    boundaries: Sequence[Boundary]
+    runs: Mapping[StageSegment, Run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +91,9 @@ class _Stage:
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         delayed = self._stage.delay > 0
         self._layout = layout_of(self._graph, self._stage.program, delayed=delayed)
+        self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
         comms = direction_comms(plan, transfers, comm)
-        self._boundaries = [
-            Boundary(plan, t, comm.rank, comms[t.src, t.dst])
-            for t in transfers if self._number in (t.src, t.dst)
-        ]  # fmt: skip
-        self._runs = self._emit(self.place, backend)
+        self._microbatches = self._made(comms, backend)
         parameters = {i.target for i in self._graph.role("parameter")}
         own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
         self._gradients = {o.target: k for k, o in enumerate(own)}
@@ -97,23 +112,36 @@ class _Stage:
         self.loss_scale = 1.0
         """The gradient of the loss in the backwards of microbatches."""
 
-    def _emit(self, place: int, backend: str) -> list[dict[StageSegment, Run]]:
-        """Return the functions of the segments per microbatch; equal microbatches share them."""
-        plan, library = self._plan, Library()
+    def _made(self, comms: Mapping[tuple[int, int], Comm], backend: str) -> list[Microbatch]:
+        """Return the microbatches; those of equal size share one unless they draw random numbers."""
+        plan, library, found = self._plan, Library(), dict[object, Microbatch]()
+        assert plan.stages is not None
+        sized = sized_stages(plan.graph, plan.program, plan.shares, plan.stages)
         alike = not any(n.op in RANDOM for n in self._graph.nodes)
-        found: list[dict[StageSegment, Run]] = []
-        for number in range(1 if alike else plan.microbatches):
-            divided = plan.microbatch(number)
-            assert plan.stages is not None
-            graph = cut_stages(divided, plan.stages.cuts)[0][self._number]
+        sizes = [size_of(plan.shares, number) for number in range(plan.microbatches)]
+        keys = [size if alike else number for number, size in enumerate(sizes)]
+        for number, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            if key in found:
+                continue
+            graphs, stages = sized[size]
+            stage = stages[self._number]
             emitter = Emitter(
-                graph=graph, program=self._stage.program, shares=self._stage.shares, rank=place,
-                device=self._device, widen=self._widen, alone=len(self._stage.ranks) == 1,
-                offsets=offsets(plan.graph, plan.program, plan.shares, number, divided),
+                graph=graphs[self._number], program=stage.program, shares=stage.shares,
+                rank=self.place, device=self._device, widen=self._widen,
+                alone=len(stage.ranks) == 1,
+                offsets=offsets(
+                    plan.graph, plan.program, plan.shares, number, plan.microbatch(number)
+                ),
             )  # fmt: skip
-            graphs = emitted(emitter, self._layout)
-            found.append(executables(graphs, backend, self._device, library))
-        return found * (plan.microbatches if alike else 1)
+            found[key] = Microbatch(
+                graph=graphs[self._number], stage=stage,
+                boundaries=[
+                    Boundary(graphs, stages, t, self._comm.rank, comms[t.src, t.dst])
+                    for t in self._transfers
+                ],
+                runs=executables(emitted(emitter, self._layout), backend, self._device, library),
+            )  # fmt: skip
+        return [found[key] for key in keys]
 
     def forward(self, ctx: Context, tensors: list[Any]) -> Sequence[Tensor]:
         """Run a step; return the loss, the buffers and, if they are wanted, the gradients."""
@@ -160,7 +188,7 @@ class _Step:
         try:
             self._take_inputs()
             weights = self._crossing(backward=False, once=True, sending=False)
-            before = {b.arrives: self._receive(b) for b in weights}
+            before = self._receive(weights)
             coming = {False: self._incoming(backward=False)}
             if wanted:
                 coming[True] = self._incoming(backward=True)
@@ -197,7 +225,7 @@ class _Step:
             self._run(side, part, number)
             _wait(self._activations.pop(number, []))  # they have arrived: their gradients are here
             sent = []
-            for b in self._crossing(turn.backward, once=False, sending=True):
+            for b in self._crossing(turn.backward, once=False, sending=True, number=number):
                 sent += b.send(self._value(b.sends, part))
             if turn.backward:
                 self._sending.append(sent)
@@ -213,7 +241,7 @@ class _Step:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 
-    def _end(self, after: dict[Value, Arrival]) -> list[Tensor]:
+    def _end(self, after: Arrivals) -> list[Tensor]:
         """Run what makes the gradients of the sums over the microbatches; return them."""
         self._run(StageSegment.RETURNED, self._env)
         self._send_once(backward=True)
@@ -224,23 +252,31 @@ class _Step:
         self._run(StageSegment.LAST, self._env)
         return self._own_gradients()
 
-    def _crossing(self, backward: bool, *, once: bool, sending: bool) -> list[Boundary]:
-        """Return the boundaries of one direction that this stage sends to, or receives from."""
+    def _crossing(
+        self, backward: bool, *, once: bool, sending: bool, number: int = 0
+    ) -> list[Boundary]:
+        """Return a microbatch's boundaries of one direction that this stage sends to, or receives from."""
         mine = self._s._number
         return [
-            b for b in self._s._boundaries
+            b for b in self._s._microbatches[number].boundaries
             if (b.transfer.backward, b.transfer.once) == (backward, once)
             and (b.transfer.src if sending else b.transfer.dst) == mine
         ]  # fmt: skip
 
-    def _receive(self, b: Boundary) -> Arrival:
-        return b.receive(self._dtype(b), self._s._device)
+    def _receive(self, boundaries: Sequence[Boundary]) -> Arrivals:
+        return {b.arrives: b.receive(self._dtype(b), self._s._device) for b in boundaries}
 
     def _incoming(self, *, backward: bool) -> Incoming:
-        each, once = (self._crossing(backward, once=o, sending=False) for o in (False, True))
-        return Incoming(each, once if backward else [], self._s._count, self._receive)
+        def arrivals(number: int = 0, *, once: bool = False) -> Arrivals:
+            return self._receive(
+                self._crossing(backward, once=once, sending=False, number=number)
+            )
 
-    def _arrived(self, arrivals: dict[Value, Arrival]) -> None:
+        # Weights that cross once are received before: see run().
+        after = (lambda: arrivals(once=True)) if backward else dict[Value, Arrival]
+        return Incoming(self._s._count, arrivals, after)
+
+    def _arrived(self, arrivals: Arrivals) -> None:
         self._env.update((value, arrival.wait()) for value, arrival in arrivals.items())
 
     def _send_once(self, *, backward: bool) -> None:
@@ -269,12 +305,12 @@ class _Step:
                 dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
                 self._env[value] = torch.full(shape, s.loss_scale, dtype=dtype, device=s._device)
             elif i.role == "input":
-                self._cut_input(i.tensor, value, s.place)
+                self._cut_input(i.tensor, value)
             elif i.role != "received":
                 self._env[value] = self._given[_whole_name(s._plan, i.target, i.role)]
 
-    def _cut_input(self, tensor: str, value: Value, place: int) -> None:
-        s = self._s
+    def _cut_input(self, tensor: str, value: Value) -> None:
+        s, place = self._s, self._s.place
         plan, entry = s._plan, _origin_entry(s._plan, s._graph, tensor)
         whole = self._given[entry]
         over_time = Value(entry, plan.program.inputs[entry])
@@ -285,7 +321,8 @@ class _Step:
                 start = sum(sizes[:number])
                 rows = rows.narrow(over_time.placement.dim, start, sizes[number])
             if value.placement.sharded:
-                sizes = s._stage.program.sizes(s._graph, value, s._stage.shares)
+                each = s._microbatches[number]
+                sizes = each.stage.program.sizes(each.graph, value, each.stage.shares)
                 start = sum(sizes[:place])
                 rows = rows.narrow(value.placement.dim, start, sizes[place])
             part[value] = rows
@@ -294,7 +331,7 @@ class _Step:
         self, segment: StageSegment, part: Env, number: int = 0, *, again: bool = False
     ) -> None:
         """Run a segment; its results go to ``part``, and terms to the sums unless it runs ``again``."""
-        layout, run = self._layout, self._s._runs[number].get(segment)
+        layout, run = self._layout, self._s._microbatches[number].runs.get(segment)
         if run is not None:
             self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
             self._ctx.microbatch = number
@@ -310,7 +347,7 @@ class _Step:
             torch._foreach_add_([self._sums[t] for t in known], [terms[t] for t in known])
         for term in terms.keys() - known:
             # A tensor that a message still reads must not change.
-            sent = any(b.sends == term for b in self._s._boundaries)
+            sent = any(b.sends == term for b in self._s._microbatches[0].boundaries)
             self._sums[term] = terms[term].clone() if sent else terms[term]
 
     def _finish_sums(self) -> None:

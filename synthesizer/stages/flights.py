@@ -40,15 +40,13 @@ def chosen_flights(
         tried = [replace(s, in_flight=f) for s, f in zip(stages, flights, strict=True)]
         return simulate_pipeline(tried, count).step_s
 
-    found: dict[
-        tuple[int, ...], float
-    ] = {}  # more in flight may be slower: forwards delay the backwards that others wait for
+    # More in flight may be slower: forwards delay the backwards that others wait for.
+    tried = set[tuple[int, ...]]()
     for slope in SLOPES:
         for less in range(slope):
             ahead = [slope * (len(stages) - number) - less for number in range(len(stages))]
-            flights = tuple(min(pair) for pair in zip(limits, ahead, strict=True))
-            found.setdefault(flights, 0.0)
-    found = {flights: step_s(flights) for flights in found}
+            tried.add(tuple(min(pair) for pair in zip(limits, ahead, strict=True)))
+    found = {flights: step_s(flights) for flights in tried}
     enough_s = min(found.values()) * (1 + 1e-6)
     best = list(min((f for f, s in found.items() if s <= enough_s), key=lambda f: (sum(f), f)))
     for number in range(len(best)):  # the first stages hold the most

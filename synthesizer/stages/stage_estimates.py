@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,9 @@ from hap.synthesizer.stages.time_axis import OverTime
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 QUICK = 8
 """Most microbatches in a quick estimate."""
+
+FAR = 1.6
+"""Ratio of numbers of microbatches from which on one does not replace the other."""
 
 MOST_STAGES = 8
 
@@ -105,8 +109,13 @@ class StageEstimates:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of microbatches that the batch allows."""
-        found = tuple(m for m in MICROBATCHES if self._over_time.shares(m) is not None)
+        """The numbers of microbatches that are tried: where none near one divides the batch, it too."""
+        time = self._over_time
+        even = [m for m in MICROBATCHES if time.shares(m) and time.divides(m)]
+        found = tuple(
+            m for m in MICROBATCHES
+            if m in even or (time.shares(m) and not any(m < FAR * e < FAR**2 * m for e in even))
+        )  # fmt: skip
         return tuple(m for m in found if m <= QUICK)[-1:] if self._quick else found
 
     @cached_property
@@ -189,7 +198,7 @@ class StageEstimates:
 
     def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
         """Return how much longer groups take if each device gets whole rows of a microbatch."""
-        rows = max(self._over_time.program.used_axes().values()) // count
+        rows = math.ceil(max(self._over_time.program.used_axes().values()) / count)
         alone = costs.busy_s[:2].sum(axis=(0, 1))
         excess = np.ones(len(self.blocks.vectors))
         if rows > MANY_ROWS * self._cluster.world_size:

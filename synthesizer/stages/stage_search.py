@@ -1,6 +1,6 @@
 """Search for pipeline stages: cuts, groups of devices, microbatches; a program for each stage.
 
-PipelineStages are estimated first, as if a group of devices were one device of the sum of their speeds. The most
+Pipelines are estimated first, as if a group of devices were one device of the sum of their speeds. The most
 promising ones get an exact search of each stage on its group, and are simulated.
 """
 
@@ -87,15 +87,8 @@ class StageSearch:
         self._relaxed: dict[Ranks, Relaxed] = {}
         _check(space.graph)
         self._time = over_time(space, cluster, optimizer_states)
-        self._whole = self._time.whole()
         self._found: dict[object, tuple[Program, Shares] | None] = {}
         self.estimates = StageEstimates(self._time, cluster, optimizer_states, keep, quick=quick)
-        if not self.estimates.counts:
-            units = " or ".join(str(n) for n in self._time.program.used_axes().values())
-            raise HapError(
-                f"a batch of {units} parts cannot be divided into equal microbatches",
-                hint="use a number of rows that 2, 3 or 4 divides",
-            )
 
     def relaxed(self, ranks: Ranks) -> Relaxed:
         """Return the bound of all programs without stages on a set of devices."""
@@ -144,7 +137,7 @@ class StageSearch:
         programs = programs or self._searched
         count, groups = sketch.microbatches, [tuple(sorted(g)) for g in sketch.groups]
         try:
-            wholes, _ = cut_stages(self._whole, sketch.cuts)
+            wholes, _ = cut_stages(self._time.whole(count), sketch.cuts)
             parts, transfers = cut_stages(self._time.part(count), sketch.cuts)
         except PlanError:
             return None
@@ -177,7 +170,7 @@ class StageSearch:
             return None
         found, times = arranged
         kept = tuple(sorted(r for group in groups for r in group))
-        stages = [
+        stages = tuple(
             Stage(
                 ranks=tuple(kept.index(r) for r in group), program=program, shares=shares,
                 in_flight=time.in_flight, delay=each.delay, recompute=each.recompute,
@@ -185,14 +178,16 @@ class StageSearch:
             for group, (program, shares), time, each in zip(
                 groups, chosen, times, found, strict=True
             )
-        ]  # fmt: skip
+        )  # fmt: skip
+        pipeline = PipelineStages(cuts=sketch.cuts, stages=stages)
+        if not self._time.runs(pipeline, count):
+            return None
         return Pipeline(
             cluster=self.cluster.keep(kept),
             left=tuple(r for r in range(self.cluster.world_size) if r not in kept),
             over_time=self._time, microbatches=count,
-            stages=PipelineStages(cuts=sketch.cuts, stages=tuple(stages)), figures=tuple(found),
-            seconds=tuple(times), times=simulate_pipeline(times, count),
-            transfers=transfers, parts=parts,
+            stages=pipeline, figures=tuple(found), seconds=tuple(times),
+            times=simulate_pipeline(times, count), transfers=transfers, parts=parts,
         )  # fmt: skip
 
     def _searched(self, task: StageTask) -> tuple[Program, Shares] | None:

@@ -11,8 +11,10 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide
 from hap.ir.microbatch import phases
+from hap.ir.microbatch_sizes import even_parts, sized_stages
 from hap.ir.placement import Placement
 from hap.ir.program import Program
+from hap.ir.stages import PipelineStages
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.search.cost_tables import Allowed
@@ -36,26 +38,53 @@ class OverTime:
     """By number of microbatches; 0: the whole batch."""
 
     def shares(self, microbatches: int) -> Shares | None:
-        """Return equal shares of every axis; ``None`` if there are none."""
+        """Return shares of every axis, as equal as they can be; ``None`` if some would be empty."""
         units = self.program.used_axes()
-        if any(n % microbatches for n in units.values()):
+        if any(n < microbatches for n in units.values()):
             return None
-        return {name: (n // microbatches,) * microbatches for name, n in units.items()}
+        return {name: even_parts(n, microbatches) for name, n in units.items()}
+
+    def divides(self, microbatches: int) -> bool:
+        """Return whether microbatches are equally large."""
+        return not any(n % microbatches for n in self.program.used_axes().values())
 
     def part(self, microbatches: int) -> Graph:
-        """Return the step of one microbatch."""
+        """Return the step of the first, largest microbatch."""
         if microbatches not in self._parts:
             shares = self.shares(microbatches)
             assert shares is not None
             self._parts[microbatches] = divide(self.graph, self.program, shares, 0)
         return self._parts[microbatches]
 
-    def whole(self) -> Graph:
-        """Return the step of a microbatch with the sizes of the whole batch."""
+    def whole(self, microbatches: int = 1) -> Graph:
+        """Return the step of a microbatch with the sizes of the batch, if all were as large as the first."""
         if 0 not in self._parts:
             shares = {name: (n, 0) for name, n in self.program.used_axes().items()}
             self._parts[0] = divide(self.graph, self.program, shares)
-        return self._parts[0]
+        found = self._parts[0]
+        if self.divides(microbatches):
+            return found
+        part = self.part(microbatches).tensors
+        tensors = {
+            name: replace(tensor, shape=tuple(
+                whole if own == whole else own * microbatches
+                for own, whole in zip(part[name].shape, tensor.shape, strict=True)
+            ))
+            for name, tensor in found.tensors.items()
+        }  # fmt: skip
+        return replace(found, tensors=tensors)
+
+    def runs(self, stages: PipelineStages, microbatches: int) -> bool:
+        """Return whether stages, with shares of the first microbatch, can run all microbatches."""
+        shares = self.shares(microbatches)
+        assert shares is not None
+        if self.divides(microbatches):
+            return True
+        try:
+            sized_stages(self.graph, self.program, shares, stages)
+        except PlanError:
+            return False
+        return True
 
 
 def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime:
