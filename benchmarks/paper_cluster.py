@@ -193,6 +193,7 @@ def _own(name: str, plan: Plan) -> dict[str, Any]:
         "two_axes": plan.inside is not None,
         "stages": [len(stage.ranks) for stage in plan.stages.stages] if plan.stages else [],
         "microbatches": plan.microbatches if plan.stages else 1,
+        "busiest": max(1 - rank.wait_s / p.step_s for rank in p.ranks),
         "bounds": [asdict(bound) for bound in p.bounds],
         "collectives": [asdict(c) for c in p.collectives],
         "shares": {name: list(units) for name, units in plan.shares.items()},

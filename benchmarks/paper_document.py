@@ -91,6 +91,7 @@ def _cell(rows: Mapping[str, Any], name: str) -> str:
     notes += ["two axes"] if row.get("two_axes") else []
     if groups := row.get("stages"):
         notes.append(f"{len(groups)} stages, {row['microbatches']} microbatches")
+        notes.append(f"busiest {row['busiest']:.0%}")
     notes += [f"lacks {format_bytes(row['lacking_bytes'])}"] if row["lacking_bytes"] else []
     return ", ".join([f"{format_seconds(row['step_s'])}{ratio}", *notes])
 
