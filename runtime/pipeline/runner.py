@@ -26,13 +26,7 @@ from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
-from hap.runtime.pipeline.boundary import (
-    Arrival,
-    Arrivals,
-    Boundary,
-    Incoming,
-    direction_comms,
-)
+from hap.runtime.pipeline.boundary import Arrival, Arrivals, Boundary, Incoming, direction_comms
 from hap.runtime.pipeline.segments import (
     AFTER,
     PER_PART,
@@ -268,9 +262,7 @@ class _Step:
 
     def _incoming(self, *, backward: bool) -> Incoming:
         def arrivals(number: int = 0, *, once: bool = False) -> Arrivals:
-            return self._receive(
-                self._crossing(backward, once=once, sending=False, number=number)
-            )
+            return self._receive(self._crossing(backward, once=once, sending=False, number=number))
 
         # Weights that cross once are received before: see run().
         after = (lambda: arrivals(once=True)) if backward else dict[Value, Arrival]
