@@ -3,8 +3,9 @@
 A partial program is a set of choices of rows, holdings and storages. The search always extends, by
 one choice, the partial program with the least bound on its completions (Zhang et al., "HAP: SPMD
 DNN Training on Heterogeneous GPU Clusters with Automated Program Synthesis", EuroSys 2024). It
-differs from the paper in two ways:
+differs from the paper in three ways:
 
+* variables with few neighbours are eliminated first, by :mod:`.variable_elimination`;
 * the bound comes from :mod:`.mini_buckets`, after :mod:`.soft_arc_consistency`. It never falls along
   a path, so the first complete program taken is the cheapest;
 * choices are made in the order of the bucket tree, so that few variables are on the *frontier*:
@@ -31,6 +32,7 @@ from hap.synthesizer.search.mini_buckets import (
 )
 from hap.synthesizer.search.search_result import INFEASIBLE, Pairs, SearchResult, Unary, cost_of
 from hap.synthesizer.search.soft_arc_consistency import reparametrize, simplify
+from hap.synthesizer.search.variable_elimination import eliminate_variables
 
 TABLE_ENTRIES = 1 << 20
 """Limit of entries of a table of the bound: 8 MiB. Larger tables are tighter and slower to build."""
@@ -59,27 +61,32 @@ def search(
         table_entries: limit of the heuristic's tables; it is exact if no table is larger.
         expansions: limit on the search; a count is repeatable.
     """
-    allowed = [np.minimum(costs, FORBIDDEN) for costs in unary]
-    order, _ = search_order([len(costs) for costs in unary], pairs)
-    reparametrized = reparametrize(allowed, pairs, order, sweeps)
+    if not all(len(costs) for costs in unary):
+        return INFEASIBLE
+    remaining = eliminate_variables(unary, pairs)
+    if remaining.constant >= FORBIDDEN or any(c.min() >= FORBIDDEN for c in remaining.unary):
+        return INFEASIBLE
+    order, _ = search_order([len(costs) for costs in remaining.unary], remaining.pairs)
+    reparametrized = reparametrize(remaining.unary, remaining.pairs, order, sweeps)
     if reparametrized is None:
         return INFEASIBLE
+    constant = remaining.constant + reparametrized.constant
     simplified = simplify(reparametrized.unary, reparametrized.pairs)
     tree = mini_bucket_elimination(simplified.unary, simplified.pairs, table_entries)
     if tree.base >= FORBIDDEN:
         return INFEASIBLE
     run = _Search(tree, [len(labels) for labels in simplified.labels], expansions)
-    bound = run.run() + reparametrized.constant
+    bound = run.run() + constant
     if run.best is None:
         if run.exhausted:
             return INFEASIBLE
         return SearchResult(bound, None)
-    chosen = run.best.choices()
-    labels = [0] * len(unary)
-    for level, choice in zip(tree.levels, chosen, strict=True):
-        labels[level.variable] = simplified.labels[level.variable][choice]
+    chosen = [0] * len(remaining.variables)
+    for level, choice in zip(tree.levels, run.best.choices(), strict=True):
+        chosen[level.variable] = simplified.labels[level.variable][choice]
+    labels = remaining.labels(chosen)
     cost = cost_of(labels, unary, pairs)
-    assert cost == run.best.bound + reparametrized.constant, "a complete program costs its bound"
+    assert cost == run.best.bound + constant, "a complete program costs its bound"
     found = Labelling(
         cost=cost, labels=tuple(labels), width=tree.width, largest_table=tree.largest_table
     )

@@ -34,48 +34,46 @@ def reparametrize(
     A variable takes all costs of its pairs, gives its least cost to the constant, and distributes
     the rest to the pairs with the variables that come next.
     """
-    costs = [np.minimum(c, FORBIDDEN) for c in unary]
-    tables = {pair: np.minimum(t, FORBIDDEN) for pair, t in pairs.items()}
+    costs = [_beyond(c) for c in unary]
+    tables = {pair: _beyond(t) for pair, t in pairs.items()}
     turn = {v: k for k, v in enumerate(order)}
-    near: list[list[tuple[int, int]]] = [[] for _ in costs]
-    for pair in tables:
-        for v in pair:
-            near[v].append(pair)
+    near: list[list[tuple[int, Costs]]] = [[] for _ in costs]  # turn of the other, its table
+    for (u, v), table in tables.items():
+        near[u].append((turn[v], table))
+        near[v].append((turn[u], table.T))  # a view: both see a change
     constant = 0
     for sweep in range(sweeps):
-        for v in order if sweep % 2 == 0 else reversed(order):
-            own = costs[v]
-            for pair in near[v]:
-                given = _facing(tables[pair], pair, v).min(axis=1)
-                own = np.minimum(own + given, FORBIDDEN)
-                tables[pair] = _add(tables[pair], pair, v, -np.where(given < FORBIDDEN, given, 0))
+        forward = sweep % 2 == 0
+        for v in order if forward else reversed(order):
+            own, taken = costs[v], []
+            for _, table in near[v]:
+                given = table.min(axis=1)
+                own = np.minimum(own + given, BEYOND)
+                taken.append(given - np.where(given < FORBIDDEN, 0, BEYOND))
             least = int(own.min(initial=FORBIDDEN))
             if least >= FORBIDDEN:
                 return None
             constant += least
-            own = np.where(own < FORBIDDEN, own - least, FORBIDDEN)
-            after = [
-                p for p in near[v] if (turn[p[0]] + turn[p[1]] > 2 * turn[v]) == (sweep % 2 == 0)
-            ]
-            if after:
-                part = own // max(len(after), len(near[v]) - len(after))
-                part = np.where(own < FORBIDDEN, part, FORBIDDEN)
-                for pair in after:
-                    tables[pair] = _add(tables[pair], pair, v, part)
-                own = np.where(own < FORBIDDEN, own - part * len(after), FORBIDDEN)
-            costs[v] = own
-    return Reparametrized(constant=constant, unary=costs, pairs=tables)
+            after = [(other > turn[v]) == forward for other, _ in near[v]]
+            own = np.where(own < FORBIDDEN, own - least, BEYOND)
+            part = own // max(1, sum(after), len(after) - sum(after))
+            part = np.where(own < FORBIDDEN, part, BEYOND)
+            for (_, table), given, comes in zip(near[v], taken, after, strict=True):
+                table += (part - given if comes else -given)[:, None]
+            costs[v] = np.where(own < FORBIDDEN, own - part * sum(after), BEYOND)
+    return Reparametrized(
+        constant=constant,
+        unary=[np.minimum(c, FORBIDDEN) for c in costs],
+        pairs={pair: np.minimum(t, FORBIDDEN) for pair, t in tables.items()},
+    )
 
 
-def _facing(table: Costs, pair: tuple[int, int], v: int) -> Costs:
-    """Return the table with the labels of ``v`` along dim 0."""
-    return table if pair[0] == v else table.T
+BEYOND = FORBIDDEN << 3
+"""Forbidden entries while costs move. What they lose leaves them above :data:`FORBIDDEN`."""
 
 
-def _add(table: Costs, pair: tuple[int, int], v: int, costs: Costs) -> Costs:
-    """Return the table plus costs of the labels of ``v``; forbidden entries stay forbidden."""
-    along = costs[:, None] if pair[0] == v else costs[None, :]
-    return np.where(table < FORBIDDEN, np.minimum(table + along, FORBIDDEN), FORBIDDEN)
+def _beyond(costs: Costs) -> Costs:
+    return np.where(costs < FORBIDDEN, costs, BEYOND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
