@@ -157,6 +157,15 @@ def distance(cell: Cell) -> float | None:
     return ours.median_s / cell.limit_s if ours and cell.limit_s else None
 
 
+def headroom(cell: Cell) -> float | None:
+    """Return the step of the best by hand over the cell's floor.
+
+    No program over one mesh axis is faster than the best by hand by more.
+    """
+    hand = best_by_hand(cell)
+    return hand.median_s / cell.limit_s if hand and cell.limit_s else None
+
+
 def _against(cell: Cell, other: Entry | None) -> float | None:
     ours = cell.entry(OURS)
     return ratio(other, ours) if ours and other else None
