@@ -113,7 +113,10 @@ def test_the_dynamic_program_finds_the_least_pipeline() -> None:
     shape = segments, segments, len(blocks.vectors)
     each, extra = rng.random(shape), rng.random(shape)
     places = segments - 1, len(blocks.vectors)
-    boundaries = Boundaries(round_s=rng.random(places), stream_s=rng.random(places))
+    stream = rng.random(places)
+    boundaries = Boundaries(
+        round_s=rng.random(places), stream_s=stream, middle_s=stream + rng.random(places)
+    )
 
     def priced(first: int) -> GroupSeconds:
         own = each[first, first:]

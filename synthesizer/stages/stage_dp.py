@@ -22,13 +22,21 @@ from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Seconds at each place of a cut: of one microbatch in the chain, and of all in one direction.
+    """Seconds at each place of a cut, dims [place, group that sends].
 
-    Dims [place, group that sends].
+    Attributes:
+        round_s: of one microbatch in the chain.
+        stream_s: of all microbatches over the links of the first stage.
+        middle_s: of all over the links of a stage that has one before it, too.
     """
 
     round_s: Floats
     stream_s: Floats
+    middle_s: Floats
+
+    def links_s(self, first: int) -> Floats:
+        """Return the seconds of all microbatches over the links of a stage from segment ``first`` on."""
+        return self.middle_s if first else self.stream_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,7 @@ class ChainSearch:
         later = self._least[stages - 1, first + 1 : last + 1][:, rest]
         around = self._boundaries.round_s[first:last][:, taken]
         chain = seconds.each_s[:-1][:, taken] + around + later
-        stream = self._boundaries.stream_s[first:last][:, taken]
+        stream = self._boundaries.links_s(first)[first:last][:, taken]
         found: Floats = np.maximum(np.maximum(seconds.all_s[:-1][:, taken], chain), stream)
         return found
 
@@ -110,6 +118,6 @@ class ChainSearch:
             if k < len(groups) - 1:
                 place = places[k], groups[k]
                 chain = float(seconds.each_s[at] + self._boundaries.round_s[place]) + later
-                own = max(own, chain, float(self._boundaries.stream_s[place]))
+                own = max(own, chain, float(self._boundaries.links_s(starts[k])[place]))
             later = own
         return float(later)

@@ -177,8 +177,12 @@ class StageEstimates:
             costs = self._costs(count)
             both = np.stack([costs.forward_bytes, costs.backward_bytes])[:, :, None]
             least_s, usual_s = (start + both * rate for start, rate in self._sending)
-            once = Boundaries(round_s=least_s[0], stream_s=count * np.maximum(*least_s))
-            between = Boundaries(round_s=np.add(*usual_s), stream_s=count * np.maximum(*usual_s))
+            least_all_s = count * np.maximum(*least_s)
+            once = Boundaries(round_s=least_s[0], stream_s=least_all_s, middle_s=least_all_s)
+            between = Boundaries(
+                round_s=np.add(*usual_s), stream_s=count * np.maximum(*usual_s),
+                middle_s=count * np.add(*usual_s),  # as if the stage before sent as many bytes
+            )  # fmt: skip
             segments = len(self.places) + 1
             devices = self.blocks.devices
             least = optimistic(costs, self._speed, devices)
