@@ -91,7 +91,7 @@ def _phase(graph: Graph, node: Node, read: set[Phase]) -> Phase:
         return Phase.END
     # A value that each part uses in the backward is made there, so that it takes no memory before.
     each = is_mesh_op(node.op) or node.op in RANDOM or node.name in graph.backward
-    # What has a row per row of the microbatch, such as an expanded parameter, has its size.
+    # An expanded parameter has one row for each row of the microbatch, so it belongs to the microbatch.
     each |= any(origin(o).placement.sharded for o in node.outputs if o)
     if each or read & {Phase.COUNT, Phase.PART}:
         return Phase.PART
