@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hap.ir.axes import Axes, proportional
+from hap.ir.axes import Axes
 from hap.ir.graph import Graph, Tensor
 from hap.ir.prediction import (
     Alternative,
@@ -26,6 +26,7 @@ from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.peak_memory import at_peak, memory
 from hap.synthesizer.rules import Call, Row
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
 

@@ -11,10 +11,11 @@ from math import gcd
 
 import numpy as np
 
-from hap.ir.axes import Axes, Shares, proportional
+from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.shares.share_task import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
 BLOCK_BYTES = 64

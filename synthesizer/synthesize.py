@@ -14,7 +14,7 @@ import numpy as np
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError, TooEntangledError
-from hap.ir.axes import Axes, Shares, proportional
+from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
@@ -33,7 +33,7 @@ from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
-from hap.synthesizer.shares.share_solver import ShareStatus, solve_shares
+from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
 from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
 ROUNDS = 4

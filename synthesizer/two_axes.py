@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.ir.axes import Axes, Shares, proportional
+from hap.ir.axes import Axes, Shares
 from hap.ir.mesh import Mesh, origin
 from hap.ir.placement import Placement
 from hap.ir.program import Program
@@ -26,6 +26,7 @@ from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.engines import bound, eliminate, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.search.search_result import Engine
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
 

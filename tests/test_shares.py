@@ -13,7 +13,7 @@ import pytest
 from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
-from hap.ir.axes import Axes, Axis, Shares, proportional
+from hap.ir.axes import Axes, Axis, Shares
 from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute, Convert, Program
@@ -22,7 +22,13 @@ from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.serial_cost import Timeline, simulate
 from hap.synthesizer.shares.linearize import exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import Model as IntegerProgram
-from hap.synthesizer.shares.share_solver import ShareResult, ShareStatus, alike_axes, solve_shares
+from hap.synthesizer.shares.share_solver import (
+    ShareResult,
+    ShareStatus,
+    alike_axes,
+    proportional,
+    solve_shares,
+)
 from hap.synthesizer.shares.share_task import Task
 
 STATES = 2

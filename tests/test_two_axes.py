@@ -17,7 +17,6 @@ from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.errors import InputError
-from hap.ir.axes import proportional
 from hap.ir.graph import Node, Ref, Tensor
 from hap.ir.mesh import Inside, Mesh, divide, is_mesh, is_mesh_op, origin
 from hap.ir.placement import P, Placement, R, S
@@ -32,6 +31,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules import RULES, Call, Row
 from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.engines import eliminate
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import Between, InsideSynthesizer, _between, _used, best_on_mesh
 from hap.synthesizer.two_axes_ahead import searched_ahead

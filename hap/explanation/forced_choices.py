@@ -13,7 +13,7 @@ import numpy as np
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
-from hap.ir.axes import Shares, proportional
+from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
@@ -22,6 +22,7 @@ from hap.synthesizer.candidate import Candidate, fastest
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.search.program_space import Space, build_space
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
 
 

@@ -24,7 +24,6 @@ from hap.explanation.forced_choices import (
     placements_in,
     the_plan,
 )
-from hap.ir.axes import proportional
 from hap.ir.mesh import Mesh, is_mesh, origin
 from hap.ir.plan import Plan
 from hap.ir.program import Program
@@ -34,6 +33,7 @@ from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.search.engines import eliminate_or_bound
 from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.two_axes import InsideSynthesizer, MeshCandidate, best_on_mesh
 
 BETWEEN_MACHINES, INSIDE_MACHINES = "between machines", "inside machines"

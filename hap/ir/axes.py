@@ -13,11 +13,8 @@ into sizes of shards; cost, emission and runtime all call it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hap.ir.graph import Tensor
 
@@ -103,19 +100,3 @@ class Ties:
             axes[name] = Axis(name=name, units=self._units[root])
             of.update((d, name) for d in dims)
         return Axes(axes=axes, of=of)
-
-
-def proportional(units: int, given: Sequence[float] | NDArray[np.float64]) -> tuple[int, ...]:
-    """Return whole units in proportion to ``given``, by largest remainder; the first of equals wins.
-
-    Raises:
-        ValueError: a weight is negative, or none is positive.
-    """
-    weights = np.asarray(given, dtype=np.float64)
-    if not (weights.min() >= 0 and 0 < weights.sum() < np.inf):
-        raise ValueError(f"weights {weights.tolist()}: give none below 0, and one above")
-    exact = np.round(units * weights / weights.sum(), 9)  # equal remainders compare equal
-    whole = np.floor(exact).astype(int)
-    order = np.argsort(np.round(whole - exact, 9), kind="stable")
-    whole[order[: units - int(whole.sum())]] += 1
-    return tuple(whole.tolist())

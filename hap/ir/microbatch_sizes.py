@@ -6,11 +6,11 @@ All microbatches of a stage run one program. Its shares are those of the first, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hap.errors import PlanError
-from hap.ir.axes import Shares, proportional
+from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.mesh import divide
 from hap.ir.program import Program
@@ -85,5 +85,14 @@ def resized(stage: Stage, before: Graph, after: Graph) -> Stage | None:
         axes[dim] = name, units * own // whole
         if units_of.setdefault(name, axes[dim][1]) != axes[dim][1] or not axes[dim][1]:
             return None
-    shares = {name: proportional(units_of[name], given) for name, given in stage.shares.items()}
+    shares = {name: _in_proportion(units_of[name], given) for name, given in stage.shares.items()}
     return replace(stage, program=replace(stage.program, axes=axes), shares=shares)
+
+
+def _in_proportion(units: int, given: Sequence[int]) -> tuple[int, ...]:
+    """Return shares that sum to ``units``, by largest remainder; the first of equals wins."""
+    total = sum(given)
+    pairs = [divmod(units * share, total) for share in given]
+    order = sorted(range(len(given)), key=lambda k: (-pairs[k][1], k))
+    more = set(order[: units - sum(whole for whole, _ in pairs)])
+    return tuple(whole + (k in more) for k, (whole, _) in enumerate(pairs))

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from hap.ir.axes import proportional
 from hap.synthesizer.shares.linearize import Floats, Plane, Tangents
-from hap.synthesizer.shares.share_task import Split, Task
+from hap.synthesizer.shares.share_task import Split, Task, proportional
 from hap.synthesizer.shares.solvers import solved
 
 SCALE = 1e4

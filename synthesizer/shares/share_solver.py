@@ -18,9 +18,9 @@ from hap.ir.program import Program
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import COARSE, FINE, SCALE, Model
-from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes
+from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional
 
-__all__ = ["ShareResult", "ShareStatus", "alike_axes", "solve_shares"]
+__all__ = ["ShareResult", "ShareStatus", "alike_axes", "proportional", "solve_shares"]
 
 _PATIENCE = 2
 """Rounds in a row, each with a gain below the gap :data:`COARSE`, after which the alternation ends

@@ -12,13 +12,29 @@ from functools import cached_property
 
 import numpy as np
 
-from hap.ir.axes import Axes, Shares, proportional
+from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import Compute, Program
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
+
+
+def proportional(units: int, weights: PerRank) -> tuple[int, ...]:
+    """Whole units in proportion to the weights, by largest remainder; the first of equals wins.
+
+    Raises ``ValueError`` if a weight is negative, or none is positive.
+    """
+    weights = np.asarray(weights, dtype=np.float64)
+    if not (weights.min() >= 0 and 0 < weights.sum() < np.inf):
+        raise ValueError(f"weights {weights.tolist()}: give none below 0, and one above")
+    exact = np.round(units * weights / weights.sum(), 9)  # equal remainders compare equal
+    whole = np.floor(exact).astype(int)
+    order = np.argsort(np.round(whole - exact, 9), kind="stable")
+    whole[order[: units - int(whole.sum())]] += 1
+    return tuple(whole.tolist())
+
 
 Split = tuple[tuple[int, ...], ...]
 """Per group of axes, the units of each rank."""

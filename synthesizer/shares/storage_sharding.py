@@ -14,12 +14,13 @@ from functools import cache
 
 import numpy as np
 
-from hap.ir.axes import Axes, Axis, Dim, Shares, proportional
+from hap.ir.axes import Axes, Axis, Dim, Shares
 from hap.ir.graph import FREE, Graph
 from hap.ir.program import Compute, Program
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.shares.share_solver import proportional
 
 _ROUNDS = 10
 """Tries to fit the memory. Uneven shards need larger buffers for their padding, which leave less room for shards."""
