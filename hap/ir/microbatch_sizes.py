@@ -90,7 +90,10 @@ def resized(stage: Stage, before: Graph, after: Graph) -> Stage | None:
 
 
 def _in_proportion(units: int, given: Sequence[int]) -> tuple[int, ...]:
-    """Return shares that sum to ``units``, by largest remainder; the first of equals wins."""
+    """Return shares that sum to ``units``, by largest remainder; the first of equals wins.
+
+    The planner has the same in floating point and numpy, which reading a plan must not import.
+    """
     total = sum(given)
     pairs = [divmod(units * share, total) for share in given]
     order = sorted(range(len(given)), key=lambda k: (-pairs[k][1], k))
