@@ -459,6 +459,24 @@ def test_cuts_must_follow_the_model() -> None:
         cut_stages(graph, (forward[-2], forward[9]))
 
 
+def test_a_gradient_crosses_where_it_is_small() -> None:
+    """The forward repeats a tensor after the cut, so its gradient is summed before the cut."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.wide = nn.Linear(8, 4), nn.Linear(64, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.wide(self.narrow(x).relu().repeat(1, 16)).square().mean()
+
+    graph = divided(make_case(Repeats(), torch.randn(12, 8))).part(2)
+    cut = next(n.name for n in graph.nodes if n.op.startswith("aten.relu"))
+    _, transfers = cut_stages(graph, (cut,))
+    sizes = [(t.backward, graph.tensors[t.tensor].nbytes) for t in transfers]
+    assert len(sizes) == 2 and sizes[0][1] == sizes[1][1], transfers
+
+
 def test_microbatches_without_stages_serve_memory() -> None:
     case = benchmark_case("vit", "tiny")
     cluster = two_machines(1)

@@ -170,12 +170,26 @@ class _Cutter:
             stage = latest[node.name]
             uses = [s for out in node.outputs if out for s in wanted.get(out, ())]
             # Near its readers, but a sum of several gradients crosses as one tensor.
-            if uses and sum(x in made for x in node.inputs) == 1:
+            gradients = [x for x in node.inputs if x in made]
+            if uses and len(gradients) == 1 and not self._shrinks(node, gradients[0]):
                 near = min(stage, max(uses))
                 stage = near if near in possible[node.name] else stage
             self._stage[node.name] = stage
             for name in node.inputs:
                 wanted.setdefault(name, []).append(stage)
+
+    def _shrinks(self, node: Node, gradient: str) -> bool:
+        """Whether an operator, the only reader of a gradient, makes something smaller of it.
+
+        Both are sharded over the microbatches, so that the answer is the same for any size of them.
+        """
+        made = [o for o in node.outputs if o]
+        small = sum(self._graph.tensors[o].nbytes for o in made)
+        return (
+            len(self._graph.consumers[gradient]) == 1
+            and all(origin(name).placement.sharded for name in (gradient, *made))
+            and small < self._graph.tensors[gradient].nbytes
+        )
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return what :func:`stage_ranges` does.
