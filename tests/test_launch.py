@@ -29,7 +29,10 @@ gloo = pytest.mark.gloo
 def gone(pid: int) -> bool:
     """Return whether a process ends within ten seconds; a zombie has ended."""
     for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.1)
     return False

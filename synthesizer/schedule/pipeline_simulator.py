@@ -108,9 +108,7 @@ def simulate_pipeline(
         (t.src, k): stages[t.src].before_s + t.seconds
         for k, s in enumerate(stages) for t in s.awaits if not t.backward
     }  # fmt: skip
-    unsent: dict[
-        int, Turn
-    ] = {}  # stage -> the turn that it has ended and whose result it sends next
+    unsent: dict[int, Turn] = {}  # stage -> the turn that it has ended, whose result it sends next
 
     def next_s(k: int) -> float:
         """Return when a stage sends, or begins its next turn; infinite if it waits or has ended."""

@@ -41,12 +41,12 @@ def chosen_flights(
         return simulate_pipeline(tried, count).step_s
 
     # More in flight may be slower: forwards delay the backwards that others wait for.
-    tried = set[tuple[int, ...]]()
+    candidates = set[tuple[int, ...]]()
     for slope in SLOPES:
         for less in range(slope):
             ahead = [slope * (len(stages) - number) - less for number in range(len(stages))]
-            tried.add(tuple(min(pair) for pair in zip(limits, ahead, strict=True)))
-    found = {flights: step_s(flights) for flights in tried}
+            candidates.add(tuple(min(pair) for pair in zip(limits, ahead, strict=True)))
+    found = {flights: step_s(flights) for flights in candidates}
     enough_s = min(found.values()) * (1 + 1e-6)
     best = list(min((f for f, s in found.items() if s <= enough_s), key=lambda f: (sum(f), f)))
     for number in range(len(best)):  # the first stages hold the most
