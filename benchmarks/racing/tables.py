@@ -73,7 +73,7 @@ def _headroom_lines(cells: Sequence[Cell]) -> list[str]:
         f"On unlike clusters no program over one mesh axis could be more than {geometric_mean(found):.2f} times as "
         f"fast as the best by hand, in the geometric mean of {len(found)} cells ({min(found):.2f} to {max(found):.2f}; "
         "column *at most*): that is the step of the best by hand over the limit, a proved lower bound of the "
-        "[step](race.md#reading-it). Pipelines of stages may be faster.",
+        "[step](race.md#reading-it) by the profile's figures. Pipelines of stages may be faster.",
     ]
 
 
