@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def cases(plan: Path, count: int, seed: int = 0) -> Iterator[Case]:
     data = json.loads(text)
     for name, content in {
         "empty": "", "a number": "3", "a list": "[]", "half": text[: len(text) // 2], "deep": "[" * 100_000,
-        "binary": bytes(range(256)) * 4, "not a number": re.sub(r":\s*\d+", ":NaN", text, count=1), "utf-16": text.encode("utf-16"),
+        "binary": bytes(range(256)) * 4, "not a number": json.dumps({**data, "prediction": {**data["prediction"], "step_s": math.nan}}), "utf-16": text.encode("utf-16"),
         "two": text + text, "a later format": json.dumps({**data, "format": 99}), "no format": "{}",
     }.items():  # fmt: skip
         for command in COMMANDS[:2]:
