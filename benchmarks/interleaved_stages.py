@@ -190,7 +190,7 @@ class Greedy:
                 self._send(group, now)
             for group in range(len(self._stages)):
                 self._compute(group, now)
-        return max(end + s.after_s for end, s in zip(ends, self._stages, strict=True))
+        return max(end + s.rest_s for end, s in zip(ends, self._stages, strict=True))
 
     def _group(self, task: Task) -> int:
         return self._parts[task.part].group

@@ -24,7 +24,7 @@ from hap.synthesizer.schedule.event_simulator import (
 )
 from hap.synthesizer.schedule.memory_timeline import Curve
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, TurnTimes, simulate_pipeline
-from hap.synthesizer.stages.stage_times import StageFigures, SumsOverTime, figures
+from hap.synthesizer.stages.stage_times import StageFigures, figures, stage_cost
 from hap.synthesizer.stages.stage_transfers import StageTransfers
 
 
@@ -44,22 +44,21 @@ def pipeline_schedule(plan: Plan) -> tuple[Schedule, Usage, tuple[Curve, ...]]:
     spans = tuple(_spans(plan, seconds, turns, times.end_s))
     ends = np.zeros(plan.world_size)
     for ranks, end_s, each in zip(plan.groups, times.end_s, seconds, strict=True):
-        ends[list(ranks)] = end_s - each.after_s
+        ends[list(ranks)] = end_s - each.rest_s
     run = Schedule(
         overlap=True, step_s=times.step_s, spans=spans, begin_s=(), done_s=(),
         backward_done_s=ends,
     )  # fmt: skip
-    return run, _usage(plan, run, found), _memory(plan, run, found)
+    return run, _usage(plan, run, found, seconds), _memory(plan, run, found)
 
 
 def stage_costs(plan: Plan) -> Iterator[tuple[Graph, Stage, CostModel]]:
     """Yield each stage's graph for one microbatch, the stage, and the cost model of its ranks."""
     assert plan.stages is not None
     for part, stage in zip(plan.cut[0], plan.stages.stages, strict=True):
-        yield part, stage, CostModel(
-            part, stage.program.own_axes(), Machine(plan.cluster.keep(stage.ranks)),
-            stage.shares, plan.optimizer.states, crossing=SumsOverTime(),
-        )  # fmt: skip
+        machine = Machine(plan.cluster.keep(stage.ranks))
+        states = plan.optimizer.states
+        yield part, stage, stage_cost(part, stage.program, stage.shares, machine, states)
 
 
 def stage_figures(plan: Plan) -> list[StageFigures]:
@@ -85,7 +84,7 @@ def _spans(
     found = []
     for stage, (each, end_s) in enumerate(zip(seconds, ends, strict=True)):
         found.append(span(COMPUTE, StageWork(stage, -1, "forward"), 0.0, each.before_s))
-        found.append(span(COMPUTE, StageWork(stage, -1, "update"), end_s - each.after_s, end_s))
+        found.append(span(COMPUTE, StageWork(stage, -1, "update"), end_s - each.rest_s, end_s))
     for stage, turn, transfer, start_s, end_s in turns:
         side = "backward" if turn.backward else "forward"
         if not transfer:
@@ -102,16 +101,19 @@ def _spans(
     return [replace(s, at=k) for k, s in enumerate(found)]
 
 
-def _usage(plan: Plan, run: Schedule, found: list[StageFigures]) -> Usage:
+def _usage(
+    plan: Plan, run: Schedule, found: list[StageFigures], seconds: list[StageSeconds]
+) -> Usage:
     """Return the seconds by use, with the collectives and the waiting inside of the turns."""
     outer = usage(replace(run, spans=tuple(_merged(plan, run))))
-    compute, inside = np.zeros(plan.world_size), np.zeros(plan.world_size)
-    for ranks, each in zip(plan.groups, found, strict=True):
+    compute, inside, hidden = np.zeros((3, plan.world_size))
+    for ranks, each, times in zip(plan.groups, found, seconds, strict=True):
         compute[list(ranks)] = each.compute_s
         inside[list(ranks)] = each.communicate_s
+        hidden[list(ranks)] = times.after_s - times.rest_s
     return Usage(
-        compute_s=compute, waiting_s=np.maximum(outer.compute_s - compute - inside, 0.0),
-        communicate_s=outer.communicate_s + inside, overlapped_s=outer.overlapped_s,
+        compute_s=compute, waiting_s=np.maximum(outer.compute_s - compute - inside + hidden, 0.0),
+        communicate_s=outer.communicate_s + inside, overlapped_s=outer.overlapped_s + hidden,
         idle_s=outer.idle_s,
     )  # fmt: skip
 

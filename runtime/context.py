@@ -35,6 +35,11 @@ class Context:
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
         self.microbatch: int | None = None
         """The microbatch that runs, in a pipeline."""
+        self.total: Callable[[str, Tensor | None], Tensor] = _no_sums
+        """Returns the sum over the microbatches that a node makes, given its last term.
+
+        Without a term the sum is complete. In a pipeline.
+        """
         self.wanted = True
         """Whether the step's gradients are wanted; a pipeline computes them with the loss."""
         self.loss_scale: Callable[[], float] | None = None
@@ -167,6 +172,10 @@ class Context:
         rounded = whole.to(dtype)
         self._lost[site] = whole - rounded
         return rounded
+
+
+def _no_sums(node: str, term: Tensor | None) -> Tensor:
+    raise AssertionError(f"{node} sums over microbatches, and the program has none")
 
 
 def kept_scale(p: float) -> float:

@@ -24,6 +24,7 @@ from hap.ir.axes import Shares
 from hap.ir.graph import Dtype, Graph, Node, Ref, substitute
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import Offset
+from hap.ir.microbatch import is_sum
 from hap.ir.placement import LOCAL, L, P, R, S
 from hap.ir.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import sharded_lookup
@@ -58,6 +59,7 @@ class Emitter:
         widen: emit all floats as float64, to verify a plan more exactly than float32 allows.
         offsets: by tensor, the start of the machine's shard; on a mesh of two axes.
         alone: the world has one rank, so that collectives are left out.
+        over_time: the second mesh axis is time: sums between its places are sums over microbatches.
     """
 
     graph: Graph
@@ -68,6 +70,7 @@ class Emitter:
     widen: bool = False
     offsets: Mapping[str, Offset] = field(default_factory=dict)
     alone: bool = False
+    over_time: bool = False
 
     def emit(self) -> Emitted:
         """Return both graphs of this rank."""
@@ -118,12 +121,15 @@ class Emitter:
         return self.graph.by_name[step.node]
 
     def segment(
-        self, numbers: Collection[int], given: Iterable[Value], results: Iterable[Value], name: str
-    ) -> fx.GraphModule:
+        self, numbers: Collection[int], given: Iterable[Value], results: Collection[Value],
+        name: str, *, pending: bool = False,
+    ) -> fx.GraphModule:  # fmt: skip
         """Return a graph of some of the program's instructions: ``(ctx, *given) -> results``.
 
         Args:
             numbers: of the instructions, in the program's order.
+            pending: do not wait for collectives that only make results; these are then
+                :class:`hap.runtime.lanes.Pending`.
         """
         out = fx.Graph()
         ctx = out.placeholder("ctx")
@@ -140,7 +146,10 @@ class Emitter:
                 for s in (s for s in group if isinstance(s, Convert)):
                     env[Value(s.tensor, s.dst)] = env[Value(s.tensor, s.src)]
             elif isinstance(step, Compute):
-                if self._node(step).op.startswith(BETWEEN):
+                if self.over_time and is_sum(self._node(step)):
+                    for each in (s for s in group if isinstance(s, Compute)):
+                        self._sum(out, ctx, env, each)
+                elif self._node(step).op.startswith(BETWEEN):
                     self._cross(out, ctx, env, [s for s in group if isinstance(s, Compute)])
                 else:
                     self._compute(out, ctx, env, step)
@@ -148,8 +157,8 @@ class Emitter:
                 self._convert(out, ctx, env, step)
             else:
                 self._convert_many(out, ctx, env, [s for s in group if isinstance(s, Convert)])
-        env.finish()
-        out.output(tuple(env[value] for value in results))
+        env.finish(leave=results if pending else ())
+        out.output(tuple(env.early(value) if pending else env[value] for value in results))
         set_apart(out)
         out.lint()
         return fx.GraphModule(torch.nn.Module(), out, name)
@@ -335,6 +344,12 @@ class Emitter:
             lists = [list(column) for column in zip(*(p[:-1] for p in plain), strict=True)]
             xs = [env.early(value) for value in read]
             env.issue(made, "between", f"{kind}_many", xs, *lists, plain[0][-1])
+
+    def _sum(self, out: fx.Graph, ctx: fx.Node, env: Values, step: Compute) -> None:
+        """Emit a sum over the microbatches, at the last of them."""
+        (term,), (total,) = self._used(step), self._made(step)
+        call = out.call_method("total", (ctx, step.node, env.get(term)))
+        env[total] = named(call, total)
 
     def _convert_many(self, out: fx.Graph, ctx: fx.Node, env: Values, steps: list[Convert]) -> None:
         kind, how = steps[0].kind, steps[0].implementation

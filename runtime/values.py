@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -40,17 +41,26 @@ class Values:
         argument.name = python_name(value)
         self._there[value] = argument
 
+    def get(self, value: Value) -> fx.Node | None:
+        """Return a value to read, or None if the code neither has nor makes it."""
+        known = value in self._there or value in self._pending
+        return self[value] if known else None
+
     def early(self, value: Value) -> fx.Node:
         """Return a value for a collective, without a wait: the lane runs collectives in order."""
         return self._there[value] if value in self._there else self._pending[value]
 
-    def finish(self) -> None:
+    def finish(self, leave: Collection[Value] = ()) -> None:
         """Wait for results that nothing reads, as on a rank without a share of the next operator.
 
         A tensor that a collective reads, such as a parameter, may change in place after the step.
+
+        Args:
+            leave: results for which the caller waits.
         """
         for value in self._pending:
-            self[value]
+            if value not in leave:
+                self[value]
 
     def issue(self, made: list[Value], kind: str, *args: Any) -> None:
         """Start a collective; one that makes several values returns a list."""

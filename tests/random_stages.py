@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from hap.ir.plan import Plan
 from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.stages.gradient_buckets import with_buckets
+from hap.synthesizer.stages.stage_times import stage_cost
 from hap.synthesizer.stages.time_axis import OverTime, over_time
 from tests.random_plans import Case, random_plan, random_program, two_machines
 
@@ -42,6 +45,7 @@ def random_staged_plan(
         microbatches: their number; 0: a random one.
     """
     rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
+    buckets = random.Random(seed)
     time = divided(case)
     microbatches = microbatches or rng.choice([m for m in range(1, 9) if time.shares(m)])
     shares = time.shares(microbatches)
@@ -55,7 +59,10 @@ def random_staged_plan(
     for number, (graph, count) in enumerate(zip(graphs, groups, strict=True)):
         ranks = tuple(sorted(dealt[:count]))
         dealt = dealt[count:]
-        program, own = random_program(build_space(graph), two_machines(count), rng)
+        cluster = two_machines(count)
+        program, own = random_program(build_space(graph), cluster, rng)
+        cost = stage_cost(graph, program, own, Machine(cluster), 2)
+        program = with_buckets(graph, program, cost, buckets.choice((1, 2, 5)))
         ahead = (len(groups) - number) * more
         stages.append(
             Stage(

@@ -26,6 +26,7 @@ from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
+from hap.runtime.lanes import Pending
 from hap.runtime.pipeline.boundary import Arrival, Arrivals, Boundary, Incoming, direction_comms
 from hap.runtime.pipeline.segments import (
     AFTER,
@@ -84,7 +85,8 @@ class _Stage:
         graphs, transfers = plan.cut
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         delayed = self._stage.delay > 0
-        self._layout = layout_of(self._graph, self._stage.program, delayed=delayed)
+        alone = len(self._stage.ranks) == 1
+        self._layout = layout_of(self._graph, self._stage.program, delayed=delayed, alone=alone)
         self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
         comms = direction_comms(plan, transfers, comm)
         self._microbatches = self._made(comms, backend)
@@ -122,7 +124,7 @@ class _Stage:
             emitter = Emitter(
                 graph=graphs[self._number], program=stage.program, shares=stage.shares,
                 rank=self.place, device=self._device, widen=self._widen,
-                alone=len(stage.ranks) == 1,
+                alone=len(stage.ranks) == 1, over_time=True,
                 offsets=offsets(
                     plan.graph, plan.program, plan.shares, number, plan.microbatch(number)
                 ),
@@ -133,7 +135,10 @@ class _Stage:
                     Boundary(graphs, stages, t, self._comm.rank, comms[t.src, t.dst])
                     for t in self._transfers
                 ],
-                runs=executables(emitted(emitter, self._layout), backend, self._device, library),
+                runs=executables(
+                    emitted(emitter, self._layout, last=key == keys[-1]), backend, self._device,
+                    library,
+                ),
             )  # fmt: skip
         return [found[key] for key in keys]
 
@@ -176,9 +181,12 @@ class _Step:
         """Activations on their way to later stages, by microbatch."""
         self._sent: set[Transfer] = set()
         self._kept: Env = {}
+        self._pending: dict[Value, Pending] = {}
+        """Results of the last turn for which nothing has waited."""
 
     def run(self) -> Sequence[Tensor]:
         s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
+        self._ctx.total, total = self._total, self._ctx.total
         try:
             self._take_inputs()
             weights = self._crossing(backward=False, once=True, sending=False)
@@ -204,19 +212,18 @@ class _Step:
                 _wait(sent)
             return [self._loss(), *gradients]
         finally:
-            self._ctx.across, self._ctx.microbatch = across, None
+            self._ctx.across, self._ctx.microbatch, self._ctx.total = across, None, total
 
     def _take_turn(self, turn: Turn, coming: Incoming) -> None:
         """Run the forward or the backward of a microbatch, or what was delayed of the backward."""
         number, part = turn.microbatch, self._parts[turn.microbatch]
         if turn.weights:
-            self._run(StageSegment.WEIGHTS, part, number)
+            self._run_turn(turn, part)
         else:
             part.update(coming.take(number))
             if turn.backward and self._s._stage.recompute:
                 self._run(StageSegment.FORWARD, part, number, again=True)
-            side = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
-            self._run(side, part, number)
+            self._run_turn(turn, part)
             _wait(self._activations.pop(number, []))  # they have arrived: their gradients are here
             sent = []
             for b in self._crossing(turn.backward, once=False, sending=True, number=number):
@@ -235,11 +242,20 @@ class _Step:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
 
+    def _run_turn(self, turn: Turn, part: Env) -> None:
+        segment = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
+        segment = StageSegment.WEIGHTS if turn.weights else segment
+        last = turn.microbatch == self._s._count - 1 and segment is self._layout.last
+        if last and self._layout.complete:
+            segment = StageSegment.LAST_TURN
+        self._run(segment, part, turn.microbatch)
+
     def _end(self, after: Arrivals) -> list[Tensor]:
         """Run what makes the gradients of the sums over the microbatches; return them."""
         self._run(StageSegment.RETURNED, self._env)
         self._send_once(backward=True)
         self._arrived(after)
+        self._env.update((v, self._ctx.wait(pending)) for v, pending in self._pending.items())
         self._run(StageSegment.GRADIENTS, self._env)
         self._finish_sums()
         self._send_once(backward=True)
@@ -279,6 +295,8 @@ class _Step:
                 self._sending.append(b.send(self._env[b.sends]))
 
     def _value(self, value: Value, part: Env) -> Tensor:
+        if value in self._pending:
+            part[value] = self._ctx.wait(self._pending.pop(value))
         return part[value] if value in part else self._env[value]
 
     def _dtype(self, b: Boundary) -> torch.dtype:
@@ -328,9 +346,11 @@ class _Step:
             self._ctx.across = Now(number, self._s._count)  # type: ignore[assignment]
             self._ctx.microbatch = number
             given = [self._value(v, part) for v in layout.given[segment]]
-            part.update(zip(layout.results[segment], run(self._ctx, given), strict=True))
-        if segment in PER_PART and not again:
-            self._add({term: part[term] for term in layout.added[segment]})
+            for value, made in zip(layout.results[segment], run(self._ctx, given), strict=True):
+                env = self._pending if isinstance(made, Pending) else part
+                env[value] = made
+        if segment in (*PER_PART, StageSegment.LAST_TURN) and not again:
+            self._add({term: self._value(term, part) for term in layout.added[segment]})
 
     def _add(self, terms: Env) -> None:
         """Add a microbatch's terms to the sums; the first ones become the sums."""
@@ -341,6 +361,15 @@ class _Step:
             # A tensor that a message still reads must not change.
             sent = any(b.sends == term for b in self._s._microbatches[0].boundaries)
             self._sums[term] = terms[term].clone() if sent else terms[term]
+
+    def _total(self, node: str, term: Tensor | None) -> Tensor:
+        """Return a sum over the microbatches with its last term, unless it has that already."""
+        before = self._sums.pop(self._layout.complete[node].term, None)
+        if before is None or term is None:
+            total = term if before is None else before
+            assert total is not None
+            return total
+        return before.add_(term)
 
     def _finish_sums(self) -> None:
         """Make the sums over the microbatches available to what follows."""

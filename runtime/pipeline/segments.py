@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from hap.ir.delayed_weights import delayable
 from hap.ir.graph import Graph
+from hap.ir.last_turn import beside_last
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
@@ -39,6 +40,8 @@ class StageSegment(IntEnum):
     GRADIENTS = 8
     LAST = 9
     """Of sums whose terms other stages have summed."""
+    LAST_TURN = 10
+    """The last backward or weights of a step, with reductions of gradients beside it."""
 
 
 PER_PART = (StageSegment.COUNT, StageSegment.FORWARD, StageSegment.BACKWARD, StageSegment.WEIGHTS)
@@ -67,10 +70,25 @@ class SegmentLayout:
     results: Mapping[StageSegment, tuple[Value, ...]]
     added: Mapping[StageSegment, tuple[Value, ...]]
     """Per segment, the values that are added up over the microbatches."""
+    complete: Mapping[str, Sum]
+    """The sums that the last turn completes, by node; empty if nothing runs beside it."""
+
+    @property
+    def last(self) -> StageSegment:
+        """The segment in whose place the last turn runs :attr:`StageSegment.LAST_TURN`."""
+        weights = StageSegment.WEIGHTS
+        return weights if self.numbers[weights] else StageSegment.BACKWARD
 
 
-def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentLayout:
-    """Return the segments of a stage's program; ``delayed``: gradients of weights have their own."""
+def layout(
+    graph: Graph, program: Program, *, delayed: bool = False, alone: bool = False
+) -> SegmentLayout:
+    """Return the segments of a stage's program.
+
+    Args:
+        delayed: gradients of weights have a segment of their own.
+        alone: the stage has one rank, which reduces nothing.
+    """
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
     arrival = {i.tensor: i.target for i in graph.inputs}
@@ -79,7 +97,8 @@ def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentL
         value = Value(name, program.inputs[name])
         segment_of[value] = _of_input(role, arrival[name])
     numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
-    sums = []
+    sums: dict[str, Sum] = {}
+    beside = frozenset[int]() if alone else beside_last(graph, program)
     late = delayable(graph, program) if delayed else frozenset[int]()
     returned = returned_conversions(graph, program)
     counts = {
@@ -90,7 +109,7 @@ def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentL
             (term,), (total,) = step.reads(graph), step.writes(graph)
             if term.placement != total.placement:
                 raise AssertionError(f"{step.node} changes the placement of its terms")
-            sums.append(Sum(term=term, total=total, segment=segment_of[term]))
+            sums[step.node] = Sum(term=term, total=total, segment=segment_of[term])
             segment_of[total] = _of_sum(of_node[step.node], segment_of[term], step.backward)
             continue
         if isinstance(step, Compute):
@@ -106,9 +125,11 @@ def layout(graph: Graph, program: Program, *, delayed: bool = False) -> SegmentL
             segment = _of_conversion(step, inputs, counts, segment_of)
         if segment is StageSegment.BACKWARD and k in late:
             segment = StageSegment.WEIGHTS
-        numbers[segment].append(k)
+        if k not in beside:
+            numbers[segment].append(k)
         segment_of.update(dict.fromkeys(step.writes(graph), segment))
-    return _connected(graph, program, numbers, sums, segment_of)
+    found = _connected(graph, program, numbers, [*sums.values()], segment_of)
+    return _with_last_turn(graph, program, found, beside, sums) if beside else found
 
 
 def _of_input(role: str, arrival: str) -> StageSegment:
@@ -179,20 +200,51 @@ def _connected(
         numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
         given={s: tuple(read[s]) for s in StageSegment},
         results={s: tuple(v for v in sorted(made[s]) if v in later) for s in StageSegment},
+        complete={},
+    )  # fmt: skip
+
+
+def _with_last_turn(
+    graph: Graph, program: Program, found: SegmentLayout, beside: frozenset[int],
+    sums: Mapping[str, Sum],
+) -> SegmentLayout:  # fmt: skip
+    """Return the layout with the last turn: its segment, the sums, and instructions ``beside`` it."""
+    turn, last = StageSegment.LAST_TURN, found.last
+    numbers = tuple(sorted({*found.numbers[last], *beside}))
+    steps = [program.instructions[k] for k in numbers]
+    complete = {s.node: sums[s.node] for s in steps if isinstance(s, Compute) and s.node in sums}
+    made = dict.fromkeys(v for s in steps for v in s.writes(graph))
+    read = dict.fromkeys(
+        v for s in steps if not (isinstance(s, Compute) and s.node in complete)
+        for v in s.reads(graph)
+    )  # fmt: skip
+    terms = {each.term for each in complete.values()}
+    ends = (Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True))
+    later = {*found.results[last]} - terms
+    later.update(ends, *(found.given[s] for s in AFTER))
+    return replace(
+        found, complete=complete,
+        numbers={**found.numbers, turn: numbers},
+        given={**found.given, turn: tuple(v for v in read if v not in made)},
+        results={**found.results, turn: tuple(v for v in made if v in later)},
+        added={**found.added, turn: tuple(v for v in found.added[last] if v not in terms)},
     )  # fmt: skip
 
 
 Run = Callable[[Context, list[Any]], Sequence[Tensor]]
 
 
-def emitted(emitter: Emitter, layout: SegmentLayout) -> dict[StageSegment, fx.GraphModule]:
-    """Return the graph of each segment that has instructions."""
+def emitted(
+    emitter: Emitter, layout: SegmentLayout, *, last: bool
+) -> dict[StageSegment, fx.GraphModule]:
+    """Return the graph of each segment that has instructions; ``last``: the last turn's too."""
     return {
         segment: emitter.segment(
             layout.numbers[segment], layout.given[segment], layout.results[segment],
-            segment.name.capitalize(),
+            segment.name.capitalize(), pending=segment is StageSegment.LAST_TURN,
         )
-        for segment in StageSegment if layout.numbers[segment]
+        for segment in StageSegment
+        if layout.numbers[segment] and (last or segment is not StageSegment.LAST_TURN)
     }  # fmt: skip
 
 

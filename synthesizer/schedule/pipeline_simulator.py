@@ -37,6 +37,8 @@ class StageSeconds:
         send_s: of its activations to the next stage; 0 for the last one.
         return_s: of their gradients from the next stage; 0 for the last one.
         before_s, after_s: once per step, before and after the microbatches.
+        hidden_s: part of ``after_s`` that passes beside the last turn.
+        weights_hidden_s: the same if gradients of weights are delayed.
         weights_s: part of ``backward_s`` that no other stage waits for.
         delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
         in_flight: microbatches whose activations it may hold.
@@ -50,11 +52,18 @@ class StageSeconds:
     return_s: float = 0.0
     before_s: float = 0.0
     after_s: float = 0.0
+    hidden_s: float = 0.0
+    weights_hidden_s: float = 0.0
     weights_s: float = 0.0
     delay: int = 0
     interference: float = 0.0
     awaits: tuple[OnceTransfer, ...] = ()
     in_flight: int
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds after the last turn."""
+        return self.after_s - (self.weights_hidden_s if self.delay else self.hidden_s)
 
     def turn_s(self, turn: Turn) -> float:
         """Return the seconds of a turn."""
@@ -101,7 +110,7 @@ def simulate_pipeline(
     todo = [list(turns(microbatches, s.in_flight, s.delay)) for s in stages]
     at = [0] * count
     free = [s.before_s for s in stages]
-    busy = [s.before_s + s.after_s for s in stages]
+    busy = [s.before_s + s.rest_s for s in stages]
     leaving, arriving = [0.0] * count, [0.0] * count  # when each stage's links are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
     weights = {  # (from, to) -> the weight has arrived
@@ -164,7 +173,7 @@ def simulate_pipeline(
         for t in (t for t in stages[k].awaits if t.backward):
             begin = max(ready[t.src], leaving[t.src])
             ready[k] = max(ready[k], begin + t.seconds)
-    ends = tuple(r + s.after_s for r, s in zip(ready, stages, strict=True))
+    ends = tuple(r + s.rest_s for r, s in zip(ready, stages, strict=True))
     return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)
 
 

@@ -43,20 +43,23 @@ def predict_pipeline(
     step_s, ranks = made.times.step_s, dict[int, RankPrediction]()
     work = [float(f.compute_s.sum()) for f in made.figures]
     stored = sum(float(f.stored_bytes.sum()) for f in made.figures)
-    for stage, each in zip(made.stages.stages, made.figures, strict=True):
+    hidden = [s.after_s - s.rest_s for s in made.seconds]
+    for stage, each, hidden_s in zip(made.stages.stages, made.figures, hidden, strict=True):
         for place, rank in enumerate(stage.ranks):
             compute_s = float(each.compute_s[place])
             ranks[rank] = RankPrediction(
                 work=compute_s / max(sum(work), 1e-300),
                 stored=float(each.stored_bytes[place]) / max(stored, 1.0),
                 compute_s=compute_s,
-                wait_s=max(0.0, step_s - compute_s - each.communicate_s),
+                wait_s=max(0.0, step_s - compute_s - each.communicate_s + hidden_s),
                 peak_bytes=round(float(each.peak_bytes[place])),
                 memory_bytes=made.cluster.devices[rank].memory_bytes,
             )
-    inside_s = max(each.communicate_s for each in made.figures)
+    inside_s, hidden_s = max(
+        (each.communicate_s, beside_s) for each, beside_s in zip(made.figures, hidden, strict=True)
+    )
     return Prediction(
-        step_s=step_s, communicate_s=inside_s, hidden_s=0.0,
+        step_s=step_s, communicate_s=inside_s, hidden_s=hidden_s,
         ranks=tuple(ranks[r] for r in sorted(ranks)), collectives=_transfers(made),
         alternatives=rows, bounds=bounds,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.device_blocks import Ranks
-from hap.synthesizer.stages.stage_times import SumsOverTime, figures
+from hap.synthesizer.stages.gradient_buckets import in_buckets
+from hap.synthesizer.stages.stage_times import SumsOverTime, figures, stage_cost
 from hap.synthesizer.synthesize import Synthesizer
 
 _ANY_BYTES = 2**60
@@ -97,14 +98,22 @@ class StageSynthesizer(Synthesizer):
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._merit)
-        return of_microbatch(pair)
+        program, shares = of_microbatch(pair)
+        part = self._task.part
+        cost = stage_cost(part, program, shares, self.machine, self._states)
+        bucketed = in_buckets(part, program, cost)
+        lacks = [self._lack(each, shares).max() for each in (program, bucketed)]
+        return bucketed if lacks[1] <= lacks[0] else program, shares
 
     def _lacking(self, pair: Candidate) -> PerRank:
+        return self._lack(*of_microbatch(pair))
+
+    def _lack(self, program: Program, shares: Shares) -> PerRank:
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
         task = self._task
         found = figures(
-            task.part, *of_microbatch(pair), self.machine, self._states, task.count,
-            task.in_flight, recompute=True,
+            task.part, program, shares, self.machine, self._states, task.count, task.in_flight,
+            recompute=True,
         )  # fmt: skip
         lacking: PerRank = np.maximum(found.peak_bytes - self._memory, 0.0)
         return lacking

@@ -22,6 +22,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
+from hap.synthesizer.stages.gradient_buckets import hidden_s
 
 _PHASES = ("before", "forward", "backward", "returned", "after")
 
@@ -41,7 +42,7 @@ class StageFigures:
     """Figures of a stage's program; vectors have an entry per rank of the stage.
 
     Attributes:
-        before_s, forward_s, backward_s, after_s: as in
+        before_s, forward_s, backward_s, after_s, hidden_s, weights_hidden_s: as in
             :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
             ``after_s``.
         returned_s: the part of ``after_s`` before sums for other stages can be sent.
@@ -60,6 +61,8 @@ class StageFigures:
     forward_s: float
     backward_s: float
     after_s: float
+    hidden_s: float
+    weights_hidden_s: float
     returned_s: float
     compute_s: PerRank
     communicate_s: float
@@ -95,12 +98,19 @@ class StageFigures:
         return int(min(microbatches, 1 + further.min()))
 
 
+def stage_cost(
+    part: Graph, program: Program, shares: Shares, machine: Machine, states: int
+) -> CostModel:
+    """Return the cost model of a stage's ranks, for a microbatch."""
+    return CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
+
+
 def figures(
     part: Graph, program: Program, shares: Shares, machine: Machine, states: int,
     microbatches: int, in_flight: int, delay: int = 0, recompute: bool = False,
 ) -> StageFigures:  # fmt: skip
     """Return the figures of a stage's program; ``recompute``: the forward runs again."""
-    cost = CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
+    cost = stage_cost(part, program, shares, machine, states)
     world = machine.cluster.world_size
     compute = {phase: np.zeros(world) for phase in _PHASES}
     slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
@@ -154,6 +164,8 @@ def figures(
     return StageFigures(
         before_s=slowest["before"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
+        hidden_s=hidden_s(part, program, cost),
+        weights_hidden_s=hidden_s(part, program, cost, delayed=True),
         returned_s=slowest["returned"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),

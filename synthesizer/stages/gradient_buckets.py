@@ -1,0 +1,168 @@
+"""Buckets of gradients that a stage reduces beside its last backward: their order, and what it hides.
+
+A bucket is reduced as soon as the last of its gradients is complete, as in DistributedDataParallel (Li et al.,
+"PyTorch Distributed", VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hap.ir.delayed_weights import delayable
+from hap.ir.graph import Graph
+from hap.ir.last_turn import after_microbatches, beside_last
+from hap.ir.program import Convert, Instruction, Program, Value
+from hap.synthesizer.cost.contention import Streams
+from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.schedule.event_simulator import group_seconds
+
+BUCKETS = (3, 8, 24)
+"""Numbers of buckets that are tried, besides the search's own."""
+
+WORTH = 0.99
+"""Ratio of seconds of the last turn from which on more buckets are taken."""
+
+
+def hidden_s(graph: Graph, program: Program, cost: CostModel, *, delayed: bool = False) -> float:
+    """Return the seconds of reductions that pass beside the last turn.
+
+    Args:
+        delayed: gradients of weights have turns of their own, so that the last turn has these alone.
+    """
+    beside = beside_last(graph, program)
+    if not beside or cost.machine.cluster.world_size == 1:
+        return 0.0
+    turn = _backward(graph, program)
+    if delayed and (late := delayable(graph, program)):
+        turn &= late | beside
+    serial_s, overlapped_s = (
+        _turn_s(graph, program, cost, turn, overlap=overlap) for overlap in (False, True)
+    )
+    reduced_s = _turn_s(graph, program, cost, beside, overlap=False)
+    return min(reduced_s, max(0.0, serial_s - overlapped_s))
+
+
+def in_buckets(graph: Graph, program: Program, cost: CostModel) -> Program:
+    """Return a stage's program with its reductions in the buckets that hide most of their time."""
+    if cost.machine.cluster.world_size == 1 or not beside_last(graph, program):
+        return program
+    found = program
+    least_s = _turn_s(graph, program, cost, _backward(graph, program), overlap=True)
+    for count in BUCKETS:
+        tried = with_buckets(graph, program, cost, count)
+        step_s = _turn_s(graph, tried, cost, _backward(graph, tried), overlap=True)
+        if step_s < WORTH * least_s:
+            found, least_s = tried, step_s
+    return found
+
+
+def _backward(graph: Graph, program: Program) -> frozenset[int]:
+    """Return the instructions of a backward, with those that may run beside the last one."""
+    _, late = after_microbatches(graph, program)
+    return frozenset(k for k, s in enumerate(program.instructions) if s.backward) - late
+
+
+def _turn_s(
+    graph: Graph, program: Program, cost: CostModel, turn: Collection[int], *, overlap: bool
+) -> float:
+    """Return the seconds of some instructions on the streams of the stage's ranks."""
+    streams = Streams(cost.machine, overlap=overlap)
+    numbers: dict[Value, int] = {}  # value -> the collective that makes it
+    for first, end in program.bounds(graph):
+        group = [program.instructions[k] for k in range(first, end) if k in turn]
+        if not group:
+            continue
+        seconds, messages = group_seconds(graph, group, cost)
+        if messages:
+            number = streams.issue(float(seconds.max()), messages)
+            numbers.update((v, number) for s in group for v in s.writes(graph))
+        else:
+            read = (v for s in group for v in s.reads(graph))
+            streams.wait(max((numbers[v] for v in read if v in numbers), default=-1))
+            streams.compute(seconds)
+    streams.drain()
+    return max(streams.now_s, float(streams.least_s.max()))
+
+
+def with_buckets(graph: Graph, program: Program, cost: CostModel, count: int) -> Program:
+    """Return the program with its reductions in buckets, each right after its last gradient.
+
+    Args:
+        count: buckets in the place of each fused reduction.
+    """
+    beside = beside_last(graph, program)
+    if not beside:
+        return program
+    steps, moved = program.instructions, _Moved(graph, program, beside)
+    bucket = 1 + max(s.bucket for s in steps if isinstance(s, Convert))
+    after: dict[int, list[Instruction]] = {}
+    for first, end in program.bounds(graph):
+        alike = [k for k in range(first, end) if k in beside and moved.reduces(k)]
+        for part in _parts(sorted(alike, key=moved.ready), count, lambda k: _nbytes(graph, steps[k])):
+            sent = [s for k in part if isinstance(s := steps[k], Convert)]
+            how = cost.convert_group(sent)[0].implementation
+            found = after.setdefault(max(map(moved.ready, part)), [])
+            found += [steps[n] for k in part for n in moved.take(k)]
+            found += [replace(s, implementation=how, bucket=bucket) for s in sent]
+            moved.done.update(part)
+            bucket += 1
+    order = [
+        step for k, own in enumerate(steps)
+        for step in (*([] if k in moved.done else [own]), *after.get(k, ()))
+    ]  # fmt: skip
+    return replace(program, instructions=tuple(order))
+
+
+class _Moved:
+    """The instructions beside the last backward that move to where their gradients are complete."""
+
+    def __init__(self, graph: Graph, program: Program, beside: frozenset[int]) -> None:
+        self._steps, self._beside = program.instructions, beside
+        maker = {v: k for k, s in enumerate(self._steps) for v in s.writes(graph)}
+        self._read = {
+            k: [maker[v] for v in self._steps[k].reads(graph) if v in maker] for k in beside
+        }
+        self.done = set[int]()
+
+    def _needed(self, k: int) -> list[int]:
+        """Return the instructions beside the backward on which one depends, in order."""
+        own = [n for n in self._read[k] if n in self._beside]
+        return sorted({*own, *(m for n in own for m in self._needed(n))})
+
+    def reduces(self, k: int) -> bool:
+        """Return whether an instruction is a collective that follows no other one."""
+        step, needed = self._steps[k], (self._steps[n] for n in self._needed(k))
+        return (
+            isinstance(step, Convert) and not step.local
+            and all(not isinstance(n, Convert) or n.local for n in needed)
+        )  # fmt: skip
+
+    def ready(self, k: int) -> int:
+        """Return the last instruction of the backward on which one depends."""
+        read = (m for n in (*self._needed(k), k) for m in self._read[n])
+        return max((m for m in read if m not in self._beside), default=-1)
+
+    def take(self, k: int) -> list[int]:
+        """Return what must move before an instruction, once."""
+        found = [n for n in self._needed(k) if n not in self.done]
+        self.done.update(found)
+        return found
+
+
+def _nbytes(graph: Graph, step: Instruction) -> int:
+    (value,) = step.reads(graph)
+    return max(graph.tensors[value.tensor].nbytes, 1)
+
+
+def _parts(items: Sequence[int], count: int, nbytes: Callable[[int], int]) -> list[list[int]]:
+    """Return neighbouring items in parts of about equal bytes."""
+    sizes = np.array([nbytes(k) for k in items], dtype=np.float64)
+    middle = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1.0)
+    numbers = np.minimum(middle * count, count - 1).astype(int).tolist()
+    found: dict[int, list[int]] = {}
+    for number, k in zip(numbers, items, strict=True):
+        found.setdefault(number, []).append(k)
+    return list(found.values())
