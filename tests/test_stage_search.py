@@ -113,10 +113,8 @@ def test_the_dynamic_program_finds_the_least_pipeline() -> None:
     shape = segments, segments, len(blocks.vectors)
     each, extra = rng.random(shape), rng.random(shape)
     places = segments - 1, len(blocks.vectors)
-    stream = rng.random(places)
-    boundaries = Boundaries(
-        round_s=rng.random(places), stream_s=stream, middle_s=stream + rng.random(places)
-    )
+    there, back, around = (rng.random(places) for _ in range(3))
+    boundaries = Boundaries(microbatches=3, forward_s=there, backward_s=back, round_s=around)
 
     def priced(first: int) -> GroupSeconds:
         own = each[first, first:]

@@ -79,8 +79,11 @@ PLANNED: Final = (PAPER, OURS, OURS_STAGED, OURS_HALF)
 """Plans, which our runtime runs."""
 
 IN_TURN: Final = "plan: nothing overlapped"
-UNUSUAL: Final[dict[str, tuple[str, str]]] = {IN_TURN: ("planned", "InTurn")}
-"""Contenders of the ablation alone."""
+ACCUMULATING: Final = "ddp-accumulating"
+UNUSUAL: Final[dict[str, tuple[str, str]]] = {
+    IN_TURN: ("planned", "InTurn"), ACCUMULATING: ("even_ddp", "AccumulatingDDP"),
+}  # fmt: skip
+"""Contenders of other benchmarks."""
 
 ABSENT: Final[dict[str, str]] = {
     "horovod": "its newest, 0.28.1, compiles for PyTorch as C++14; torch 2.13 needs C++17"

@@ -1,12 +1,14 @@
 """Dynamic programming over (cut, devices left): the least seconds of pipelines of segments on groups.
 
 A pipeline's step is at least, for each stage, the chain of the first microbatch through the stages before
-it, and all microbatches in the stage:
+it, and all microbatches in the stage, or over its links:
 
     least(first, devices) = min over (next, group) of
-        max(all_s(first..next, group), each_s(first..next, group) + transfers + least(next, rest))
+        max(all_s(first..next, group), links_s(first, next, group),
+            each_s(first..next, group) + transfers + least(next, rest))
 
-All microbatches may be in flight, so this holds for any numbers in flight.
+A stage sends one transfer at a time, to either side, and receives one. All microbatches may be in flight,
+so this holds for any numbers in flight.
 """
 
 from __future__ import annotations
@@ -22,21 +24,30 @@ from hap.synthesizer.stages.segment_costs import Floats, GroupSeconds, Priced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Seconds at each place of a cut, dims [place, group that sends].
+    """Seconds of a transfer of one microbatch at each place of a cut, dims [place, group].
 
     Attributes:
-        round_s: of one microbatch in the chain.
-        stream_s: of all microbatches over the links of the first stage.
-        middle_s: of all over the links of a stage that has one before it, too.
+        forward_s, backward_s: over the links of a group that sends or receives it.
+        round_s: between a stage and the next one, in the chain of the first microbatch.
     """
 
+    microbatches: int
+    forward_s: Floats
+    backward_s: Floats
     round_s: Floats
-    stream_s: Floats
-    middle_s: Floats
 
     def links_s(self, first: int) -> Floats:
-        """Return the seconds of all microbatches over the links of a stage from segment ``first`` on."""
-        return self.middle_s if first else self.stream_s
+        """Return the seconds of all transfers over the links of a stage from segment ``first`` on.
+
+        Dims are [place after the stage, group]; the last entry is of the last stage.
+        """
+        none = np.zeros_like(self.forward_s[:1])
+        there, back = (np.vstack([s, none]) for s in (self.forward_s, self.backward_s))
+        sent, received = there[first:], back[first:]
+        if first:
+            sent, received = sent + back[first - 1], received + there[first - 1]
+        found: Floats = self.microbatches * np.maximum(sent, received)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,7 @@ class ChainSearch:
     ) -> None:
         self._segments, self._blocks, self._boundaries = segments, blocks, boundaries
         self._priced = [priced(first) for first in range(segments)]
+        self._links = [boundaries.links_s(first) for first in range(segments)]
         groups = len(blocks.vectors)
         self._least = np.full((most + 1, segments + 1, groups), np.inf)
         """Dims [stages, first segment, devices]."""
@@ -68,16 +80,16 @@ class ChainSearch:
         """Return the seconds of each next place and pair: dims [last segment, pair]."""
         blocks, seconds = self._blocks, self._priced[first]
         taken, rest = blocks.taken, blocks.rest
+        busy = np.maximum(seconds.all_s, self._links[first])
         if stages == 1:
-            return seconds.all_s[-1:, taken]
+            return busy[-1:, taken]
         last = self._segments - 1
         if first == last:
             return np.full((1, len(taken)), np.inf)
         later = self._least[stages - 1, first + 1 : last + 1][:, rest]
         around = self._boundaries.round_s[first:last][:, taken]
         chain = seconds.each_s[:-1][:, taken] + around + later
-        stream = self._boundaries.links_s(first)[first:last][:, taken]
-        found: Floats = np.maximum(np.maximum(seconds.all_s[:-1][:, taken], chain), stream)
+        found: Floats = np.maximum(busy[:-1][:, taken], chain)
         return found
 
     def least_s(self, stages: int) -> float:
@@ -114,10 +126,10 @@ class ChainSearch:
         for k in range(len(groups) - 1, -1, -1):
             seconds: GroupSeconds = self._priced[starts[k]]
             at = ends[k] - starts[k], groups[k]
-            own = float(seconds.all_s[at])
+            own = float(max(seconds.all_s[at], self._links[starts[k]][at]))
             if k < len(groups) - 1:
                 place = places[k], groups[k]
                 chain = float(seconds.each_s[at] + self._boundaries.round_s[place]) + later
-                own = max(own, chain, float(self._boundaries.links_s(starts[k])[place]))
+                own = max(own, chain)
             later = own
         return float(later)

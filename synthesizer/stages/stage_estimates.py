@@ -175,13 +175,14 @@ class StageEstimates:
         found = {}
         for count in self.counts:
             costs = self._costs(count)
-            both = np.stack([costs.forward_bytes, costs.backward_bytes])[:, :, None]
+            both = np.stack([costs.forward_bytes, costs.backward_bytes])[:, : len(self.places), None]
             least_s, usual_s = (start + both * rate for start, rate in self._sending)
-            least_all_s = count * np.maximum(*least_s)
-            once = Boundaries(round_s=least_s[0], stream_s=least_all_s, middle_s=least_all_s)
+            once = Boundaries(
+                microbatches=count, forward_s=least_s[0], backward_s=least_s[1], round_s=least_s[0]
+            )
             between = Boundaries(
-                round_s=np.add(*usual_s), stream_s=count * np.maximum(*usual_s),
-                middle_s=count * np.add(*usual_s),  # as if the stage before sent as many bytes
+                microbatches=count, forward_s=usual_s[0], backward_s=usual_s[1],
+                round_s=np.add(*usual_s),
             )  # fmt: skip
             segments = len(self.places) + 1
             devices = self.blocks.devices

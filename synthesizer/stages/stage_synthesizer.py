@@ -88,8 +88,11 @@ class StageSynthesizer(Synthesizer):
         self._crossing = SumsOverTime()
         self._task = task
 
-    def chosen(self) -> tuple[Program, Shares]:
+    def chosen(self, *, buckets: bool = True) -> tuple[Program, Shares]:
         """Return the program and shares of a microbatch.
+
+        Args:
+            buckets: reduce gradients beside the last backward.
 
         Raises:
             HapError: the allowed placements admit no program.
@@ -99,6 +102,8 @@ class StageSynthesizer(Synthesizer):
             pair = self.search(self.balance(pair))
             pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._merit)
         program, shares = of_microbatch(pair)
+        if not buckets:
+            return program, shares
         part = self._task.part
         cost = stage_cost(part, program, shares, self.machine, self._states)
         bucketed = in_buckets(part, program, cost)

@@ -1,0 +1,128 @@
+"""Gradient accumulation on equal devices: a plan of one stage beside DDP, on an emulated cluster.
+
+    python -m benchmarks.accumulation                           vit and gpt2, four devices
+    python -m benchmarks.accumulation --models bert --rate "1 Gbit/s"
+
+All contenders run a step in four microbatches and reduce its gradients once. *In buckets* is the plan that the
+planner makes: it reduces beside the last backward. *At the end* is the same program with its
+reductions after it. *DDP* accumulates in ``no_sync`` until the last microbatch. They take turns: seconds are
+medians and interquartile ranges, ratios are medians over the rounds. Plans are made for the figures of
+the cluster file. *Predicted* is the ratio of both plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.contenders import ACCUMULATING
+from benchmarks.contenders.even_ddp import MICROBATCHES
+from benchmarks.race import PATIENCE_S, TOLERANCE, roomy
+from benchmarks.racing.cell import Task
+from benchmarks.racing.plans import graph_of
+from benchmarks.racing.results import Entry, judge_losses
+from benchmarks.racing.run import reference, run_cell
+from hap.capture.model_file import ModelFile, load_model_file
+from hap.capture.user_optimizer import default_optimizer, examine
+from hap.cli.terminal import emit, table
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
+from hap.ir.plan import Plan, Source
+from hap.runtime.testbed import Testbed
+from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.stages.stage_estimates import Sketch
+from hap.synthesizer.stages.stage_prediction import predict_pipeline
+from hap.synthesizer.stages.stage_search import StageSearch
+from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer
+from hap.units import format_seconds, parse
+
+HERE = Path(__file__).parent
+BUCKETS, END = "in buckets", "at the end"
+HEAD = ("model", "DDP", BUCKETS, END, "over DDP", "over the end", "predicted")
+
+
+def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
+    """Return the plan of one stage on all devices, in :data:`MICROBATCHES` microbatches."""
+    kind = examine(file.optimizer or default_optimizer)
+    search = StageSearch(build_space(graph_of(file)), cluster, kind.states)
+    groups = (tuple(range(cluster.world_size)),)
+    sketch = Sketch(
+        groups=groups, cuts=(), microbatches=MICROBATCHES, estimate_s=0.0, least_s=0.0
+    )
+    found = search.pipeline(sketch, lambda task: StageSynthesizer(
+        task, cluster, kind.states
+    ).chosen(buckets=buckets))  # fmt: skip
+    assert found is not None
+    time = found.over_time
+    return Plan(
+        source=Source(path=str(file.path), function=file.function), graph=time.graph,
+        cluster=cluster, optimizer=kind, program=time.program,
+        shares=time.shares(MICROBATCHES) or {}, stages=found.stages,
+        prediction=predict_pipeline(found, (), ()),
+    )  # fmt: skip
+
+
+def raced(bed: Testbed, cluster: Cluster, file: ModelFile, rounds: int) -> dict[str, Entry]:
+    """Return the contenders' steps by name; the plans' with their predictions."""
+    with tempfile.TemporaryDirectory() as folder:
+        plans = {}
+        for name in (BUCKETS, END):
+            plans[name] = Path(folder) / f"{name}.json"
+            accumulating(file, cluster, buckets=name == BUCKETS).save(plans[name])
+        predicted = {name: Plan.load(path).prediction.step_s for name, path in plans.items()}
+        task = Task(
+            file=file, names=(ACCUMULATING, *plans), plans=plans,
+            speeds=tuple(d.rate("matmul", "float32") for d in cluster.devices),
+            devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
+            budget_s=0.0, patience_s=PATIENCE_S,
+        )  # fmt: skip
+        losses = reference(file, task.steps)
+        entries = run_cell(bed, task)
+    for entry in entries:
+        judge_losses(entry, losses, TOLERANCE)
+        entry.predicted_s = predicted.get(entry.name, 0.0)
+    return {entry.name: entry for entry in entries}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Race each model, print a line for it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["vit", "gpt2"])
+    parser.add_argument("--size", default="race", help="function of the model files")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rate", help="of the link between devices; by default the cluster's")
+    options = parser.parse_args(arguments)
+    cluster = load_cluster(HERE / "clusters" / "race_even.yaml")
+    if options.rate:
+        link = replace(cluster.inter, bandwidth_bytes_per_s=parse(options.rate, "bytes/s"))
+        cluster = replace(cluster, inter=link)
+    rows = []
+    with Testbed(roomy(cluster), cores=1.0) as bed:
+        for name in options.models:
+            file = load_model_file(f"{HERE / 'models' / name}.py:{options.size}")
+            found = raced(bed, cluster, file, options.rounds)
+            if voids := {e.name: e.void for e in found.values() if not e.counts}:
+                raise SystemExit(f"{name}: {voids}")
+            shown = [found[n] for n in (ACCUMULATING, BUCKETS, END)]
+            base, ours, end = shown
+            rows.append((
+                name, *(f"{format_seconds(e.median_s)} ± {format_seconds(e.spread_s)}" for e in shown),
+                f"{_gain(base, ours):.2f}x", f"{_gain(end, ours):.2f}x",
+                f"{end.predicted_s / ours.predicted_s:.2f}x",
+            ))  # fmt: skip
+    emit(table(HEAD, rows, right=range(1, len(HEAD))))
+
+
+def _gain(slow: Entry, fast: Entry) -> float:
+    """Return the median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(slow.seconds, fast.seconds, strict=True))
+
+
+if __name__ == "__main__":
+    main()
