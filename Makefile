@@ -30,7 +30,8 @@ bench-quick: $(VENV)/.ready ## Do the benchmarks run at all? Small sizes, no fig
 	$(BIN)/python -m benchmarks.plan_time --quick
 	$(BIN)/python -m benchmarks.one_rank --quick
 
-# torch first and by its exact version: a looser request may fetch gigabytes of CUDA.
+# torch first, by the exact version of constraints.txt: a build of that version that is in .venv already,
+# such as one for CPUs or for another CUDA, satisfies it and stays.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"

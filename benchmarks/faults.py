@@ -237,7 +237,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.part != "slow":
         rows = [loss("link down", True), loss("killed", True), loss("killed", False)]
-        head = ("host lost by", "plan", "noticed", "met and planned", "first step", "steps lost")
+        head = (
+            "host lost by", "plan", "detected", "rendezvous and planning done", "first step",
+            "steps lost",
+        )  # fmt: skip
         emit(table(head, rows, right=(2, 3, 4, 5)))
     if options.part != "loss":
         emit(table(("steps", "median", "over the best"), slow(), right=(1, 2)))

@@ -1,4 +1,4 @@
-"""Plan, prove and run one training step across unlike GPUs.
+"""Plan, verify and run the training of a PyTorch model on a heterogeneous cluster.
 
     plan = hap.plan(model, batch, "cluster.yaml")   # program + shares + predictions
     model = hap.compile(model, plan)                # this rank's part of it

@@ -1,4 +1,4 @@
-"""The Python API: plan, compile, verify, train."""
+"""The Python API: plan a model, compile a rank's part of it, verify a plan."""
 
 from __future__ import annotations
 
@@ -80,11 +80,15 @@ def plan(
 ) -> Plan:
     """Return the fastest program found for one training step of ``model`` on ``cluster``.
 
-    Pure: needs no process group and allocates no weights.
+    It needs no process group and no GPU, and reads only shapes and dtypes of the weights and of the
+    batch. It traces the model's forward, and runs ``optimizer`` on small parameters. Parts of the
+    search run in forks of this process. Rows that are discovered for an operator without a rule are
+    kept on disk: see :mod:`hap.rule_cache`. Equal inputs give equal plans.
 
     Args:
-        model: the module, real or built under fake tensors, or a function that makes it.
-        batch: the *global* batch: a tensor, a tuple, or a dict by keyword.
+        model: the module, real, on the meta device or built under fake tensors, or a function that
+            returns it, which is called once.
+        batch: the *global* batch: a tensor, a tuple, or a dict by keyword; entries may be nested.
         cluster: a cluster, or an argument of :func:`hap.load_cluster`.
         loss: ``loss(output, batch)``, if the module's output is no loss.
         optimizer: makes the optimizer, whose states take memory; see
@@ -96,16 +100,22 @@ def plan(
         rules: rules of operators that the table lacks, as lines: see docs/rules.md.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
-        cache: gives the plan if it was made before from equal inputs, and keeps a new one.
+        progress: called now and then with a line of text, in this thread. To stop the search, raise
+            :class:`hap.errors.PlanningStopped` in it.
+        cache: returns the plan if it was made before from equal inputs, and keeps a new one on disk.
 
     Raises:
-        InputError: the engine, dtype or way to recompute is unknown.
-        ModelError, ClusterError: the input can't be used.
+        InputError: the batch has fewer rows than the cluster has devices, without
+            ``options.allow_idle``; a dtype, a precision, a way to recompute or a rounding is unknown;
+            a pin or a kept device does not exist; options exclude each other, or ask for two mesh
+            axes on a cluster that is no mesh; or the figures give a step of more than ten hours.
+        ModelError: the model, the batch, the loss, the optimizer or a rule can't be used.
+        ClusterError: the cluster can't be used.
         UnsupportedOpError: an operator has no rule, and none can be found: it draws random numbers,
             for example, or ``options.strict_rules`` is true.
         InfeasibleError: no program fits; the message names the devices and the lacking bytes.
-        PlanningStopped: raised by the caller's ``progress``, or by a signal, before there was a plan.
-            Later the plan is the best one so far, and its ``stopped`` has the message.
+        PlanningStopped: raised by ``progress`` or by a signal handler before there was a plan that fits.
+            Later it ends the search: the plan is the best one so far, and its ``stopped`` has the message.
     """
     check_recipe(autocast, "", float32_matmul_precision)
     wanted = Recipe(autocast=autocast, float32_matmul_precision=float32_matmul_precision)
@@ -202,7 +212,18 @@ def plan_file(
     options: PlanOptions = PlanOptions(),
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """Return :func:`plan` of a model file, ``path.py`` or ``path.py:function``."""
+    """Return :func:`plan` of a model file, ``path.py`` or ``path.py:function``.
+
+    The file's code is executed. Model and batch are built under fake tensors, or really if that code
+    reads values. The plan names the file by ``spec`` as it is given: a relative path stays relative.
+
+    Args:
+        cluster, options, progress: as in :func:`plan`.
+
+    Raises:
+        ModelError: there is no such file, or it can't be used; the message has its line.
+        Those of :func:`plan`.
+    """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
@@ -259,22 +280,26 @@ def compile(
 ) -> HapModule:
     """Return this rank's part of the model, to be trained like any module.
 
-    Call it on every rank, inside an initialised process group (for a plan of one rank,
-    without one). The model must be the one that was planned, with the same weights on all
-    ranks; its tensors are cut into shards and not kept.
+    Call it on every rank, inside an initialised process group (for a plan of one rank, without
+    one): the ranks compare digests of their programs. The model must be the one that was planned,
+    whole, with real tensors and the same weights on all ranks; its tensors are cut into shards and
+    not kept. So each process holds the whole model until then.
 
     Args:
         loss: the ``loss`` of :func:`plan`.
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
+        seed: of dropout masks and other random numbers in the step; the same on all ranks.
         check: capture the model again and compare it with the plan, and the plan's rows with the
             rules.
         backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
             happens in the first step, and takes from seconds to minutes.
 
     Raises:
-        PlanError: the model differs from the planned one, or the world size does, or no rule gives
-            an instruction of the plan.
+        PlanError: the model differs from the planned one, or the world size does; no rule gives an
+            instruction of the plan; or the ranks hold different programs. The first and the third are
+            found with ``check`` only.
+        ModelError: the model can't be captured; with ``check`` only.
         InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
@@ -304,17 +329,33 @@ def verify(
 ) -> Verdict:
     """Compare the plan's program with the model on one device; see :mod:`hap.runtime.verify`.
 
+    It trains three steps on all ranks and on one device, on this machine. Memory must suffice for
+    several copies of the whole model, its gradients and optimizer states in ``dtype``, for one
+    reference in float64, and for the activations of the whole global batch.
+
     Args:
-        file: the model file; default: that of the plan.
+        file: the model file, whose code is executed; default: that of the plan.
         processes: start a process per rank instead of emulating the ranks in one: gloo processes
             on the CPU, NCCL processes on CUDA, which share GPUs if there are fewer than ranks.
-        dtype: ``float64`` (error <= 1e-9) or ``float32`` (<= 1e-4).
+        dtype: of the ranks. ``float64``: all floats are float64, and relative errors up to 1e-9 are
+            accepted. ``float32``: floats keep the model's dtypes, and with ``autocast`` the plan's;
+            errors are relative to the module in float64. Accepted is the largest of 1e-4, twice the
+            epsilon of a half precision in the program, and four times the module's own error.
+        seed: of torch's generators before model and batch are made.
         backend: runs the ranks' graphs, as in :func:`compile`.
         device: ``cpu`` or ``cuda``, for the ranks and for the reference.
 
+    Returns:
+        A row per loss, gradient, trained tensor and random operator, and whether all agree. A
+        difference is no error: see ``ok`` and ``first_bad``.
+
     Raises:
-        InputError: there is no such dtype, or no such device on this machine.
-        PlanError: the model file is not the one that was planned, or no rule gives an instruction.
+        InputError: there is no such dtype or backend, or no such device on this machine.
+        ModelError: the model file can't be used, or its model is on the meta device.
+        PlanError: the plan names no model file and none is given; the model file is not the one that
+            was planned; or no rule gives an instruction of the plan.
+        VerifyError: the program fails on a rank that is emulated.
+        HapError: a process of a rank failed, with ``processes``.
     """
     if dtype not in ("float64", "float32"):
         raise InputError(f"dtype {dtype!r}", hint="verify in float64 or float32")

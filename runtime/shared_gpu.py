@@ -1,8 +1,7 @@
 """Share one GPU among several NCCL ranks, to check results where there are fewer GPUs than ranks.
 
 NCCL refuses two ranks on one GPU of one host. Here each rank sets a host name of its own, and
-ranks communicate over the loopback interface, where a collective of any size takes about 10 ms:
-this shows correctness, not speed. The host name suffices up to NCCL 2.29 (torch 2.13); NCCL 2.30
+ranks communicate over the loopback interface: this shows correctness, not speed. The host name suffices up to NCCL 2.29 (torch 2.13); NCCL 2.30
 also reads ``NCCL_MULTI_RANK_GPU_ENABLE``.
 """
 

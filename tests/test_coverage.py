@@ -216,7 +216,7 @@ def test_architectures_of_packages_that_are_not_installed_are_skipped_by_name(
     assert coverage._built_here(names) == ["graph", "torchvision/resnet18"]
     said = capsys.readouterr().out
     assert "SKIPPED 2 architectures, the package timm is not installed" in said
-    assert "pip install 'hap[zoo]': timm/test_vit timm/resnet18" in said
+    assert "pip install -e '.[zoo]': timm/test_vit timm/resnet18" in said
 
 
 def test_an_unknown_architecture_is_refused(

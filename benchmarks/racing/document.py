@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from benchmarks.contenders import ABSENT, OURS, OURS_HALF, OURS_STAGED
+from benchmarks.contenders import ABSENT, CONTENDERS, OURS, OURS_HALF, OURS_STAGED, PLANNED, ROUNDED
 from benchmarks.racing import tables
 from benchmarks.racing.agenda import AGENDA, Slot
-from benchmarks.racing.results import Cell
+from benchmarks.racing.results import Cell, Entry
 from benchmarks.racing.summary import PLAN, best_by_hand, memory_errors, prediction_errors, ratio
 from hap.files import write_whole
 from hap.units import format_seconds
@@ -24,13 +25,14 @@ These commands write this page:
     {command}
     python -m benchmarks.race --write-docs
 
-Commit {code} raced all {cells} cells in one go of {minutes:.0f} minutes{pauses}. [Earlier
-starts](race.md#earlier-starts) of the race are described apart. {absent}[The race](race.md) describes the contenders, the procedure and the columns,
-and `benchmarks/data/race.jsonl` holds every step.
+Commit {code} raced all {cells} cells of this page in one go of {minutes:.0f} minutes{pauses}.
+{absent}[Earlier starts](race.md#earlier-starts) of the race are described apart.
+[The race](race.md) describes the contenders, the procedure and the columns, and
+`benchmarks/data/race.jsonl` holds every step.
 
-*Best by hand* is the fastest contender that no plan runs, whose losses are right and that fits the memory:
-DDP, ZeRO, FSDP2, tensor parallelism and pipelines on all devices and on the fast ones, and the fastest
-device alone. Plans leave devices out in {left_out} of {firsts} cells.
+{by_hand}
+
+Plans leave devices out in {left_out} of {firsts} cells.
 
 {summary}
 
@@ -40,6 +42,20 @@ device alone. Plans leave devices out in {left_out} of {firsts} cells.
 {again}
 {kept}
 """
+
+BY_HAND = """\
+*Best by hand* is the fastest contender that no plan runs, that sums gradients exactly, whose losses are
+right and that fits the memory. These contenders by hand ran, in one cell of a cluster or more:
+
+{ran}
+
+{rest}"""
+
+REST = (
+    "{void}Without repeated runs there are {unlike} unlike cells. In {seen} of them some contender by hand "
+    "has counted rounds; the figures over the best by hand on unlike clusters are of these cells. In the "
+    "others all contenders by hand sat out or are void. {worst}"
+)
 
 SAME = """\
 ## The same program twice
@@ -108,7 +124,8 @@ def document(cells: Sequence[Cell]) -> str:
             cells=len(cells), command=_command(cells), code=cells[0].code, firsts=len(first),
             minutes=sum(cell.took_s for cell in cells) / 60,
             pauses=f" with {len(starts) - 1} interruptions" if len(starts) > 1 else "",
-            absent=_absent(cells), left_out=len(_left_out(first)), plot=PLOT,
+            absent=_absent(cells), by_hand=_by_hand(cells), left_out=len(_left_out(first)),
+            plot=PLOT,
             summary=tables.summary_text(cells), same=_same(cells),
             again=_again(cells), kept=_kept(first),
         )
@@ -121,13 +138,68 @@ def document(cells: Sequence[Cell]) -> str:
 
 
 def _absent(cells: Sequence[Cell]) -> str:
-    """Return a sentence on the cells of the agenda that there was no time for."""
+    """Return a sentence on the cells of the agenda that the time limit left out."""
     missing = [slot for slot in AGENDA if slot not in {cell.slot for cell in cells}]
     again = [slot for slot in missing if slot.run > 1]
     if not missing:
         return ""
     runs = f", {len(again)} of them repeated runs" if again else ""
-    return f"There was no time for {len(missing)} more cells of the agenda{runs}. "
+    return (
+        f"The race's time limit (`--minutes`, see the [log](LOG.md)) left out {len(missing)} more cells\n"
+        f"of the agenda{runs}. "
+    )
+
+
+def _by_hand(cells: Sequence[Cell]) -> str:
+    """Return which contenders by hand ran on which cluster, and the cell in which plans are worst."""
+    names = [name for name in CONTENDERS if name not in (*PLANNED, *ROUNDED)]
+    ran = {
+        cluster: {e.name for c in cells if c.cluster == cluster for e in c.entries if not e.void}
+        for cluster in dict.fromkeys(cell.cluster for cell in cells)
+    }
+    lines = [
+        _filled(f"- `{cluster}`: {_names(names, those)}", "  ") for cluster, those in ran.items()
+    ]
+    void = {e.name for cell in cells for e in cell.entries}.difference(*ran.values())
+    unlike = [cell for cell in cells if cell.unlike and cell.run == 1]
+    raced = [
+        (c, ours, best) for c in unlike if (ours := c.entry(OURS)) and (best := best_by_hand(c))
+    ]
+    rest = REST.format(
+        void=_void(_names(names, void), len(cells)), unlike=len(unlike), seen=len(raced),
+        worst=_worst(raced),
+    )  # fmt: skip
+    return BY_HAND.format(ran="\n".join(lines), rest=_filled(rest))
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _names(names: Sequence[str], those: Collection[str]) -> str:
+    """Return those of the names that are in a set, for a sentence."""
+    return ", ".join(f"`{name}`" for name in names if name in those)
+
+
+def _void(names: str, cells: int) -> str:
+    if not names:
+        return ""
+    return f"Void in all {cells} cells: {names}; the sections below give the reasons. "
+
+
+def _worst(raced: Sequence[tuple[Cell, Entry, Entry]]) -> str:
+    """Return a sentence on the cell in which ours is slowest relative to the best by hand."""
+    if not raced:
+        return ""
+    cell, ours, best = min(raced, key=lambda one: ratio(one[2], one[1]))
+    staged = cell.entry(OURS_STAGED)
+    with_stages = f", `{OURS_STAGED}` {format_seconds(staged.median_s)}" if staged else ""
+    return (
+        f"The worst cell is {cell.slot}: `{best.name}` takes {format_seconds(best.median_s)}, "
+        f"`{OURS}` {format_seconds(ours.median_s)}{with_stages}."
+    )
 
 
 def _same(cells: Sequence[Cell]) -> str:

@@ -24,7 +24,7 @@ def missing(package: str) -> str:
     """
     if not package or find_spec(package):
         return ""
-    return f"the package {package} is not installed: pip install 'hap[{EXTRAS[package]}]'"
+    return f"the package {package} is not installed: pip install -e '.[{EXTRAS[package]}]'"
 
 
 @cache

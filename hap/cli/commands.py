@@ -35,7 +35,7 @@ from hap.ir.half_gradients import ROUNDINGS
     help="Show the versions of hap, torch and the backends, and exit.",
 )  # fmt: skip
 def main() -> None:
-    """Plan, prove and run one training step across unlike GPUs."""
+    """Plan, verify and run the training of a PyTorch model on a heterogeneous cluster."""
 
 
 def _versions(context: click.Context) -> None:
@@ -155,7 +155,7 @@ _backend = click.option(
 
 @_command
 @click.argument("plan_file", metavar="PLAN")
-@click.option("--processes", is_flag=True, help="A process per rank, instead of all in one.")
+@click.option("--processes", is_flag=True, help="A process per rank here, not a thread per rank.")
 @click.option(
     "--dtype",
     type=click.Choice(["float64", "float32"]),
@@ -198,7 +198,10 @@ def verify(
 @click.argument("plan_file", metavar="PLAN")
 @report_command.log_option
 @click.option("--nproc", type=click.IntRange(min=1), help="Run this many ranks on this machine.")
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=10, show_default=True,
+    help="Steps in all, counted from the start of training, also by a run that resumes.",
+)  # fmt: skip
 @_backend
 @click.option("--checkpoint", metavar="DIR", help="Save checkpoints into this folder.")
 @click.option(
@@ -215,9 +218,9 @@ def verify(
 )  # fmt: skip
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Start lost ranks again this often, from the newest checkpoint.",
+    help="Start all ranks again at most this often after a loss, from the newest checkpoint.",
 )  # fmt: skip
-@click.option("--elastic", is_flag=True, help="Go on with the devices that are there.")
+@click.option("--elastic", is_flag=True, help="Print torchrun lines that outlive lost machines.")
 @click.option("--adapt", is_flag=True, help="Plan anew when a device becomes slower or faster.")
 @click.argument("extra", nargs=-1)
 def run(
@@ -225,12 +228,12 @@ def run(
     every: int, keep: int, resume: str, max_restarts: int, elastic: bool, adapt: bool,
     extra: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Train by PLAN; what follows `--` is sys.argv of the model file.
+    """Train the model of PLAN, or print the lines that start the training.
 
-    --steps counts from the start of training, also when it resumes.
-
-    For a cluster of several machines this prints the lines to start there. With --nproc, all
-    ranks run on this machine. Under torchrun or srun this process is one rank.
+    What follows `--` is sys.argv of the model file. A plan for one machine runs here, a process
+    per rank: on GPUs under NCCL if there is one for each rank, else on the CPU under gloo. For a
+    plan on several machines this prints the lines to start there; --nproc runs all ranks here.
+    Under torchrun or srun this process is one rank. Without --checkpoint no weights are saved.
     """
     report_command.check_log(log, plan_file)
     job = cli.worker.RunJob(
@@ -351,7 +354,10 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json
 @_command
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--trace", help="Write the timeline to this file, for Perfetto or chrome://tracing.")
-@click.option("--in-turn", is_flag=True, help="Let computing wait for each collective.")
+@click.option(
+    "--in-turn", is_flag=True,
+    help="Let computing wait for each collective; not for plans with stages.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
 def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""

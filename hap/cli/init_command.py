@@ -18,11 +18,12 @@ ROWS = 64
 
 
 @click.argument("folder", default=".")
-@click.option("--force", is_flag=True, help="Overwrite files that exist.")
+@click.option("--force", is_flag=True, help="Overwrite model.py and cluster.yaml if they exist.")
 def init(folder: str, force: bool) -> None:
-    """Write model.py and cluster.yaml into FOLDER, to begin with.
+    """Write model.py and cluster.yaml into FOLDER, as a start for your own.
 
-    The cluster file lists the GPUs of this machine, or its cores if it has none.
+    The cluster file lists the GPUs of this machine, or its cores if it has none. If one of the
+    files exists, nothing is written.
     """
     written = write_files(Path(folder), force)
     click.echo("\n".join(f"written: {path}" for path in written))

@@ -28,7 +28,7 @@ from hap.files import check_output
 )  # fmt: skip
 @click.option(
     "--refine", type=click.IntRange(min=0), default=4, show_default=True, metavar="N",
-    help="Plans that narrow each crossover of rows, links or memory down.",
+    help="Most plans that narrow down each crossover at which the devices or the fit change.",
 )  # fmt: skip
 @click.option(
     "--cache/--no-cache", default=True, help="Keep plans, and use kept ones.  [default: on]"

@@ -26,7 +26,7 @@ def check_plot(path: str) -> None:
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: the plot is svg or png", hint="write --plot plot.svg")
     if find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib", hint="pip install 'hap[plot]'")
+        raise InputError("--plot needs matplotlib", hint="pip install matplotlib")
 
 
 def draw(answers: Sequence[Answer], path: str) -> None:

@@ -109,7 +109,8 @@ class Figure:
 FIGURES: Final = (
     Figure(
         key="memory", path="memory_bytes", dimension="bytes", together=sum, unit=(1, "B"),
-        meaning="memory that a plan may use of each GPU; leave room for the CUDA context",
+        meaning="memory that a plan may use of each GPU, such as 95 % of the card's, to leave room for "
+        "the CUDA context; the catalogue has all of it",
     ),
     Figure(
         key="flops", path="flops_per_s", dimension="flop/s", by=DTYPES, together=sum,
