@@ -50,9 +50,7 @@ def accumulating(file: ModelFile, cluster: Cluster, *, buckets: bool) -> Plan:
     kind = examine(file.optimizer or default_optimizer)
     search = StageSearch(build_space(graph_of(file)), cluster, kind.states)
     groups = (tuple(range(cluster.world_size)),)
-    sketch = Sketch(
-        groups=groups, cuts=(), microbatches=MICROBATCHES, estimate_s=0.0, least_s=0.0
-    )
+    sketch = Sketch(groups=groups, cuts=(), microbatches=MICROBATCHES, estimate_s=0.0, least_s=0.0)
     found = search.pipeline(sketch, lambda task: StageSynthesizer(
         task, cluster, kind.states
     ).chosen(buckets=buckets))  # fmt: skip

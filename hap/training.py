@@ -56,9 +56,8 @@ class Trainer:
         )
         make = self._file.optimizer or default_optimizer
         self._optimizer = make_optimizer(make, self.module)
-        half = plan.recipe.autocast == "float16"  # its gradients underflow; bfloat16's don't
         self.loaded: Saved | None = None
-        self._scaler = GradScaler(self.module, enabled=half)
+        self._scaler = GradScaler(self.module, enabled=_underflows(plan))
 
     @property
     def seeks(self) -> bool:
@@ -103,6 +102,13 @@ class Trainer:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.item()  # type: ignore[no-any-return]
+
+
+def _underflows(plan: Plan) -> bool:
+    """Return whether gradients are in float16, which underflows, of parameters that are not."""
+    tensors = plan.graph.tensors
+    stored = {tensors[i.tensor].dtype for i in plan.graph.role("parameter")}
+    return any(t.dtype == "float16" for t in tensors.values()) and "float16" not in stored
 
 
 def train(

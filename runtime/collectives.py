@@ -258,7 +258,20 @@ class ProcessGroupComm(Comm):
         # Each rank creates only the group of its own part, but every rank creates one, even a
         # single rank: NCCL splits its communicator in one call of all ranks.
         ranks = [known[rank] for rank in mine]
-        return ProcessGroupComm(dist.new_group(ranks, use_local_synchronization=True))
+        return ProcessGroupComm(
+            dist.new_group(ranks, use_local_synchronization=True, device_id=_bound_device())
+        )
+
+
+def _bound_device() -> torch.device | None:
+    """Return the CUDA device of NCCL's groups.
+
+    A group that is bound to no device connects two ranks at their first message, and each waits for
+    the other: stages that first receive would wait for ever.
+    """
+    if "nccl" not in dist.get_backend_config():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class LocalComm(Comm):

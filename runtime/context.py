@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hap.runtime.collectives import Comm
-from hap.runtime.lanes import InlineLane, Lane, Pending
+from hap.runtime.lanes import InlineLane, Lane, Pending, Result
 
 
 class Context:
@@ -49,7 +49,9 @@ class Context:
         self.drawn: dict[str, Tensor] | None = None
         """If not ``None``, collects a copy of all random numbers, by ``step/operator``, and ``/microbatch`` in a pipeline."""
         self._lost: dict[str, Tensor] = {}
-        """What rounding took from this rank's gradients in the last step, by operator."""
+        """What rounding took from this rank's gradients in the last step, by operator; unscaled."""
+        self._scale_of: tuple[int, float] = (-1, 1.0)
+        """A step, and the factor of its loss."""
         self.all_gather = comm.all_gather
         self.reduce_scatter = comm.reduce_scatter
         self.all_reduce = comm.all_reduce
@@ -76,6 +78,10 @@ class Context:
     def wait(self, pending: Pending) -> Tensor:
         """Return the result of a collective that :meth:`issue` started."""
         return self._lane.wait(pending)
+
+    def idle(self, wait: Callable[[], Result]) -> Result:
+        """Wait for another stage."""
+        return self._lane.idle(wait)
 
     def between(self, kind: str, *args: Any) -> Any:
         """Run a collective between machines, by the name of its method."""
@@ -168,10 +174,21 @@ class Context:
 
     def rounded_with_feedback(self, x: Tensor, dtype: torch.dtype, site: str) -> Tensor:
         """See :func:`hap.capture.gradient_rounding.rounded_with_feedback`."""
-        whole = x + self._lost[site] if site in self._lost else x
+        scale, before = self._scale(), self._lost.get(site)
+        whole = x if before is None else x + before * scale
         rounded = whole.to(dtype)
-        self._lost[site] = whole - rounded
+        lost = (whole - rounded) / scale
+        # A step whose gradients overflow is skipped: what was lost before stays.
+        kept = torch.zeros_like(lost) if before is None else before
+        self._lost[site] = torch.where(torch.isfinite(lost), lost, kept)
         return rounded
+
+    def _scale(self) -> float:
+        """Return the factor of the loss in this step; reading a scaler's waits for the device."""
+        if self._scale_of[0] != self.step:
+            factor = 1.0 if self.loss_scale is None else self.loss_scale()
+            self._scale_of = self.step, factor
+        return self._scale_of[1]
 
 
 def _no_sums(node: str, term: Tensor | None) -> Tensor:

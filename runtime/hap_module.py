@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hap import optim
 from hap.capture import torch_private
 from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
-from hap.ir.batch import given
+from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest
 from hap.runtime.collectives import Comm
@@ -56,7 +56,7 @@ class HapModule(nn.Module):
         if comm.world_size != plan.world_size:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
-                hint="start as many processes as the cluster file has devices, or plan anew",
+                hint=f"start {plan.world_size} processes, one per device that the plan uses, or plan anew",
             )
         digest = program_digest(plan)
         if not comm.agree(digest):
@@ -101,13 +101,14 @@ class HapModule(nn.Module):
             :meth:`hap.ir.plan.Plan.local_batch`.
         """
         batch = given(args, kwargs)
+        self._check_call(args, kwargs)
         state = self._state()
         tensors = []
         for role, target, tensor in self._order:
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
         self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
-        with matmul_precision(self._code.precision, self._device):
+        with _as_planned(self._code, self._device):
             loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
@@ -115,6 +116,23 @@ class HapModule(nn.Module):
                     state[target].copy_(new)
         self._ctx.step += 1
         return loss  # type: ignore[no-any-return]
+
+    def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ``PlanError`` if the plan computes something else than this call asks for."""
+        recipe, kind = self._plan.recipe, self._device.type
+        if recipe.batch is not None and (other := other_entries(recipe.batch, args, kwargs)):
+            raise PlanError(
+                f"the plan is for another batch: {', '.join(other[:4])}",
+                hint="plan anew with this batch, or leave these entries out",
+            )
+        if torch.is_autocast_enabled(kind):
+            active = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            if active != recipe.autocast:
+                planned = recipe.autocast or "no autocast"
+                raise PlanError(
+                    f"the module runs inside torch.autocast with {active}, the plan has {planned}",
+                    hint=f'plan with autocast = "{active}", or leave torch.autocast out',
+                )
 
     def without_dropout(self) -> None:
         """Disable dropout from now on, to compare with a run on one device."""
@@ -294,6 +312,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@contextlib.contextmanager
+def _as_planned(code: Runnable, device: torch.device) -> Iterator[None]:
+    """Run emitted code, which converts dtypes itself, with the plan's precision."""
+    with matmul_precision(code.precision, device), torch.autocast(device.type, enabled=False):
+        yield
+
+
 class _Step(torch.autograd.Function):
     """The emitted forward and backward as one autograd node.
 
@@ -311,18 +336,38 @@ class _Step(torch.autograd.Function):
         private = [id(x) not in known and id(x._base) not in known for x in saved]
         fn.save_for_backward(*(x for x, own in zip(saved, private, strict=True) if not own))
         fn.kept = [x if own else None for x, own in zip(saved, private, strict=True)]
-        fn.code, fn.rank_ctx = code, ctx
+        fn.code, fn.rank_ctx, fn.training = code, ctx, ctx.training
         fn.mark_non_differentiable(*ends[1:])
         return ends
 
     @staticmethod
     def backward(fn: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise PlanError(
+                "a planned module has no second derivatives, which create_graph=True asks for",
+                hint="compute them in the model's forward, and plan anew",
+            )
         others = iter(fn.saved_tensors)  # raises at a second run without retain_graph
         saved = [next(others) if x is None else x for x in fn.kept]
         saved.append(grads[0])
         if not torch_private.keeps_graph():
             fn.kept = []
-        with matmul_precision(fn.code.precision, grads[0].device):
-            results = fn.code.backward(fn.rank_ctx, saved)
+        ctx, now = fn.rank_ctx, fn.rank_ctx.training
+        ctx.training = fn.training  # of the forward, whatever ran since
+        try:
+            with _as_planned(fn.code, grads[0].device):
+                results = apart(fn.code.backward(ctx, saved))
+        finally:
+            ctx.training = now
         places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)
+
+
+def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients that share no memory: each may be scaled or added to in place."""
+    found, seen = [], set[tuple[int, int]]()
+    for x in gradients:
+        place = x.untyped_storage().data_ptr(), int(x.storage_offset())
+        found.append(x.clone() if x.numel() and place in seen else x)
+        seen.add(place)
+    return found

@@ -21,12 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hap.runtime.collectives import Comm, ProcessGroupComm
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class Lane(ABC):
     def wait(self, pending: Pending) -> Tensor:
         """Return a result that the operators after this call may read."""
         return pending.tensor()
+
+    def idle(self, wait: Callable[[], Result]) -> Result:
+        """Wait for something else than a collective of this lane, such as another stage."""
+        return wait()
 
 
 class InlineLane(Lane):

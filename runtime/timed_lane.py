@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hap.runtime.lanes import Lane, Pending
+from hap.runtime.lanes import Lane, Pending, Result
 
 
 class TimedStreamLane(Lane):
-    """Wraps a lane of a CUDA stream: how long the computing stream waits for collectives.
+    """Wraps a lane of a CUDA stream: how long the computing stream waits for others.
 
     The host does not see when collectives run, so only the stream's waits are timed, by events.
     """
@@ -35,12 +35,15 @@ class TimedStreamLane(Lane):
         return self._lane.issue(run, *args)
 
     def wait(self, pending: Pending) -> Tensor:
+        return self.idle(lambda: self._lane.wait(pending))
+
+    def idle(self, wait: Callable[[], Result]) -> Result:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        tensor = self._lane.wait(pending)
+        result = wait()
         end.record()
         self._waits.append((begin, end))
-        return tensor
+        return result
 
 
 class TimedLane(Lane):
@@ -71,7 +74,10 @@ class TimedLane(Lane):
         return self._lane.issue(timed, *args)
 
     def wait(self, pending: Pending) -> Tensor:
+        return self.idle(lambda: self._lane.wait(pending))
+
+    def idle(self, wait: Callable[[], Result]) -> Result:
         begun = time.perf_counter()
-        tensor = self._lane.wait(pending)
+        result = wait()
         self.waited_s += time.perf_counter() - begun
-        return tensor
+        return result

@@ -121,9 +121,7 @@ def test_the_last_turn_issues_reductions_before_it_ends(family: str) -> None:
     assert "wait" not in calls[first:]  # whoever reads the results waits
 
 
-def _calls(
-    task: StageTask, program: Program, shares: Shares, made: SegmentLayout
-) -> Sequence[str]:
+def _calls(task: StageTask, program: Program, shares: Shares, made: SegmentLayout) -> Sequence[str]:
     """Return the calls of the last turn in order: computing, reductions of sums, waits for them."""
     emitter = Emitter(
         graph=task.part, program=program, shares=shares, rank=0,

@@ -8,7 +8,7 @@ constants of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from hap.errors import ModelError
 
@@ -20,6 +20,9 @@ Form = Any
 
 LONE = "*"
 """The name of the tensor of a batch that is one tensor."""
+
+TENSOR: Final = object()
+"""Stands for a tensor."""
 
 
 _DEEPEST = 64
@@ -93,6 +96,35 @@ def _form(entry: Any, name: str) -> Form:
     if isinstance(entry, tuple | list):
         return {type(entry).__name__: list(forms.values())}
     return {"value": entry}
+
+
+def leaves(form: Form, name: str = "") -> dict[str, Any]:
+    """Return the entries of a form by name: constants, and :data:`TENSOR` for tensors."""
+    ((kind, content),) = form.items()
+    if kind == "tensor":
+        return {name or LONE: TENSOR}
+    if kind == "value":
+        return {name: content}
+    parts = content.items() if kind == "dict" else enumerate(content)
+    found: dict[str, Any] = {}
+    for key, part in parts:
+        found |= leaves(part, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return what a call's arguments have and a form has not, in words; ``None`` is as good as nothing."""
+    known, found = leaves(form), leaves(form_of(args)) | leaves(form_of(kwargs))
+    if known.keys() == {LONE} and len(args) == 1:
+        found = leaves(form_of(args[0]))
+    other = []
+    for name, value in found.items():
+        if name not in known:
+            other += [name] if value is not None else []
+        elif (value is TENSOR) != (known[name] is TENSOR) or value != known[name]:
+            shown = ("a tensor" if v is TENSOR else repr(v) for v in (value, known[name]))
+            other.append("{} ({}, planned: {})".format(name, *shown))
+    return other
 
 
 def rebuild(form: Form, tensors: Mapping[str, Any]) -> Batch:

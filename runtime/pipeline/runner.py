@@ -209,8 +209,8 @@ class _Step:
             self._run(StageSegment.END, self._env)
             gradients = self._end(coming[True].once) if wanted else []
             for sent in (*self._sending, *self._activations.values()):
-                _wait(sent)
-            return [self._loss(), *gradients]
+                self._wait(sent)
+            return [self._ctx.idle(self._loss), *gradients]
         finally:
             self._ctx.across, self._ctx.microbatch, self._ctx.total = across, None, total
 
@@ -220,18 +220,19 @@ class _Step:
         if turn.weights:
             self._run_turn(turn, part)
         else:
-            part.update(coming.take(number))
+            part.update(self._ctx.idle(lambda: coming.take(number)))
             if turn.backward and self._s._stage.recompute:
                 self._run(StageSegment.FORWARD, part, number, again=True)
             self._run_turn(turn, part)
-            _wait(self._activations.pop(number, []))  # they have arrived: their gradients are here
+            # They have arrived: their gradients are here.
+            self._wait(self._activations.pop(number, []))
             sent = []
             for b in self._crossing(turn.backward, once=False, sending=True, number=number):
                 sent += b.send(self._value(b.sends, part))
             if turn.backward:
                 self._sending.append(sent)
                 if len(self._sending) > AHEAD:
-                    _wait(self._sending.pop(0))
+                    self._wait(self._sending.pop(0))
             else:
                 self._activations[number] = sent
         if not turn.backward and self._s._stage.recompute:
@@ -285,12 +286,21 @@ class _Step:
         return Incoming(self._s._count, arrivals, after)
 
     def _arrived(self, arrivals: Arrivals) -> None:
-        self._env.update((value, arrival.wait()) for value, arrival in arrivals.items())
+        self._env.update((v, self._ctx.idle(arrival.wait)) for v, arrival in arrivals.items())
+
+    def _wait(self, sent: Sent) -> None:
+        for _, wait in sent:
+            self._ctx.idle(wait)
 
     def _send_once(self, *, backward: bool) -> None:
-        """Send the values that exist by now and were not sent before."""
-        for b in self._crossing(backward, once=True, sending=True):
-            if b.sends in self._env and b.transfer not in self._sent:
+        """Send the values that exist by now and were not sent before.
+
+        A stage receives them in one order. So those to one stage are sent once all of them exist.
+        """
+        crossing = self._crossing(backward, once=True, sending=True)
+        short = {b.transfer.dst for b in crossing if b.sends not in self._env}
+        for b in crossing:
+            if b.transfer.dst not in short and b.transfer not in self._sent:
                 self._sent.add(b.transfer)
                 self._sending.append(b.send(self._env[b.sends]))
 
@@ -385,13 +395,10 @@ class _Step:
         s = self._s
         ends = dict(zip(s._graph.outputs, s._stage.program.outputs, strict=True))
         own = {o.target: Value(o.tensor, p) for o, p in ends.items() if o.role == "gradient"}
-        found, seen = [], set[int]()
+        found = []
         for target in s._trained:
             if target in own:
-                gradient = self._env[own[target]].contiguous()
-                # Two parameters with one gradient: either may be scaled in place later.
-                found.append(gradient.clone() if gradient.data_ptr() in seen else gradient)
-                seen.add(gradient.data_ptr())
+                found.append(self._env[own[target]].contiguous())
             else:  # of another stage: this rank holds no rows of it
                 tensor = next(
                     i.tensor for i in s._plan.graph.role("parameter") if i.target == target
@@ -413,11 +420,6 @@ class _Step:
             mine = self._env[value].reshape(1)
         sizes = [int(r == last.ranks[0]) for r in range(s._comm.world_size)]
         return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
-
-
-def _wait(sent: Sent) -> None:
-    for _, wait in sent:
-        wait()
 
 
 def _dtype(graph: Any, tensor: str) -> torch.dtype:

@@ -101,7 +101,9 @@ def with_buckets(graph: Graph, program: Program, cost: CostModel, count: int) ->
     after: dict[int, list[Instruction]] = {}
     for first, end in program.bounds(graph):
         alike = [k for k in range(first, end) if k in beside and moved.reduces(k)]
-        for part in _parts(sorted(alike, key=moved.ready), count, lambda k: _nbytes(graph, steps[k])):
+        for part in _parts(
+            sorted(alike, key=moved.ready), count, lambda k: _nbytes(graph, steps[k])
+        ):
             sent = [s for k in part if isinstance(s := steps[k], Convert)]
             how = cost.convert_group(sent)[0].implementation
             found = after.setdefault(max(map(moved.ready, part)), [])

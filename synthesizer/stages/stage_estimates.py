@@ -175,7 +175,9 @@ class StageEstimates:
         found = {}
         for count in self.counts:
             costs = self._costs(count)
-            both = np.stack([costs.forward_bytes, costs.backward_bytes])[:, : len(self.places), None]
+            both = np.stack([costs.forward_bytes, costs.backward_bytes])[
+                :, : len(self.places), None
+            ]
             least_s, usual_s = (start + both * rate for start, rate in self._sending)
             once = Boundaries(
                 microbatches=count, forward_s=least_s[0], backward_s=least_s[1], round_s=least_s[0]
