@@ -85,7 +85,12 @@ def _spans(
     for stage, (each, end_s) in enumerate(zip(seconds, ends, strict=True)):
         found.append(span(COMPUTE, StageWork(stage, -1, "forward"), 0.0, each.before_s))
         found.append(span(COMPUTE, StageWork(stage, -1, "update"), end_s - each.rest_s, end_s))
+    begun = set[int]()
     for stage, turn, transfer, start_s, end_s in turns:
+        if not transfer and stage not in begun:  # weights of other stages, right before it
+            begun.add(stage)
+            work, took_s = StageWork(stage, -1, "forward"), seconds[stage].shared_s
+            found.append(span(COMPUTE, work, start_s - took_s, start_s))
         side = "backward" if turn.backward else "forward"
         if not transfer:
             work = StageWork(stage, turn.microbatch, side, weights=turn.weights)
@@ -110,7 +115,7 @@ def _usage(
     for ranks, each, times in zip(plan.groups, found, seconds, strict=True):
         compute[list(ranks)] = each.compute_s
         inside[list(ranks)] = each.communicate_s
-        hidden[list(ranks)] = times.after_s - times.rest_s
+        hidden[list(ranks)] = times.beside_s
     return Usage(
         compute_s=compute, waiting_s=np.maximum(outer.compute_s - compute - inside + hidden, 0.0),
         communicate_s=outer.communicate_s + inside, overlapped_s=outer.overlapped_s + hidden,

@@ -194,9 +194,10 @@ class _Step:
             coming = {False: self._incoming(backward=False)}
             if wanted:
                 coming[True] = self._incoming(backward=True)
-            self._arrived(before)
             self._run(StageSegment.ONCE, self._env)
             self._send_once(backward=False)
+            self._arrived(before)
+            self._run(StageSegment.SHARED, self._env)
             for number, part in enumerate(self._parts):
                 self._run(StageSegment.COUNT, part, number)
             self._finish_sums()

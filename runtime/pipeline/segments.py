@@ -27,20 +27,22 @@ class StageSegment(IntEnum):
     """The segments in the order of a step; :class:`hap.ir.microbatch.Phase` with two sides."""
 
     ONCE = 0
-    COUNT = 1
-    COUNTED = 2
-    FORWARD = 3
-    BACKWARD = 4
-    WEIGHTS = 5
+    SHARED = 1
+    """Of weights of other stages, once per step."""
+    COUNT = 2
+    COUNTED = 3
+    FORWARD = 4
+    BACKWARD = 5
+    WEIGHTS = 6
     """The part of a microbatch's backward that the stage delays."""
-    END = 6
+    END = 7
     """The loss, of the sums over the microbatches."""
-    RETURNED = 7
+    RETURNED = 8
     """Of sums that other stages get."""
-    GRADIENTS = 8
-    LAST = 9
+    GRADIENTS = 9
+    LAST = 10
     """Of sums whose terms other stages have summed."""
-    LAST_TURN = 10
+    LAST_TURN = 11
     """The last backward or weights of a step, with reductions of gradients beside it."""
 
 
@@ -114,8 +116,8 @@ def layout(
             continue
         if isinstance(step, Compute):
             segment = _segment(of_node[step.node], step.backward)
-            if segment >= StageSegment.END:
-                segment = max(segment, *(segment_of[v] for v in step.reads(graph)))
+            if segment is StageSegment.ONCE or segment >= StageSegment.END:
+                segment = max([segment, *(segment_of[v] for v in step.reads(graph))])
         elif k in returned and segment_of[step.reads(graph)[0]] in (
             *PER_PART,
             StageSegment.RETURNED,
@@ -136,7 +138,7 @@ def _of_input(role: str, arrival: str) -> StageSegment:
     if role == "received":
         return {
             EACH: StageSegment.FORWARD,
-            BEFORE: StageSegment.ONCE,
+            BEFORE: StageSegment.SHARED,
             SUMMED: StageSegment.GRADIENTS,
         }[arrival]
     return StageSegment.FORWARD if role in ("input", "tangent") else StageSegment.ONCE

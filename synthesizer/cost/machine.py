@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +29,9 @@ class Known:
 class Machine:
     """:meth:`hap.cluster.device.Device.seconds` for all ranks at once.
 
+    Args:
+        products: operations of a step's products by dtype, which decide :attr:`speed`.
+
     Attributes:
         interference: per rank, the part of a collective's time that simultaneous computing loses.
         drag: per rank, duration of a collective while the rank computes over its usual duration.
@@ -38,8 +42,9 @@ class Machine:
             another object.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, products: Mapping[str, float] | None = None) -> None:
         self.cluster = cluster
+        self._products = products or {"float32": 1.0}
         self.network = NetworkModel(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
         self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
@@ -77,8 +82,12 @@ class Machine:
 
     @cached_property
     def speed(self) -> PerRank:
-        """Relative speed of the ranks in float32 products; sums to 1."""
-        rates = np.array([d.rate("matmul", "float32") for d in self.cluster.devices])
+        """Relative speed of the ranks in the step's products; sums to 1."""
+        total = sum(self._products.values())
+        rates = np.array([
+            1 / sum(n / total / d.rate("matmul", dtype) for dtype, n in self._products.items())
+            for d in self.cluster.devices
+        ])  # fmt: skip
         speed: PerRank = rates / rates.sum()
         return speed
 

@@ -85,6 +85,16 @@ FUNCTIONS = {"aten.gelu_backward.default": 2}
 """Op -> operations per element, if not one: here the normal distribution and its density."""
 
 
+def product_operations(graph: Graph) -> dict[str, float]:
+    """Return the floating-point operations of a step's products by dtype; float32 if there are none."""
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        work = node_work(node, graph)
+        if node.op in FLOPS and work.flops:
+            found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
+    return found or {"float32": 1.0}
+
+
 def node_work(node: Node, graph: Graph) -> Work:
     """Return the work of the undivided operator; both figures are 0 if it runs no kernel."""
     call = Call(node=node, tensors=graph.tensors)

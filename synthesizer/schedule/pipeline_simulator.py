@@ -37,7 +37,9 @@ class StageSeconds:
         send_s: of its activations to the next stage; 0 for the last one.
         return_s: of their gradients from the next stage; 0 for the last one.
         before_s, after_s: once per step, before and after the microbatches.
-        hidden_s: part of ``after_s`` that passes beside the last turn.
+        shared_s: once per step, when weights of other stages have arrived.
+        early_s: part of ``after_s`` that needs no sums of other stages.
+        hidden_s: part of ``early_s`` that passes beside the last turn.
         weights_hidden_s: the same if gradients of weights are delayed.
         weights_s: part of ``backward_s`` that no other stage waits for.
         delay: of that part, see :func:`hap.ir.pipeline_order.turns`.
@@ -52,6 +54,8 @@ class StageSeconds:
     return_s: float = 0.0
     before_s: float = 0.0
     after_s: float = 0.0
+    shared_s: float = 0.0
+    early_s: float = 0.0
     hidden_s: float = 0.0
     weights_hidden_s: float = 0.0
     weights_s: float = 0.0
@@ -61,9 +65,14 @@ class StageSeconds:
     in_flight: int
 
     @property
+    def beside_s(self) -> float:
+        """Seconds of ``after_s`` that pass beside the last turn."""
+        return self.weights_hidden_s if self.delay else self.hidden_s
+
+    @property
     def rest_s(self) -> float:
-        """Seconds after the last turn."""
-        return self.after_s - (self.weights_hidden_s if self.delay else self.hidden_s)
+        """Seconds after the last turn, if no other stage's sums are awaited."""
+        return self.after_s - self.beside_s
 
     def turn_s(self, turn: Turn) -> float:
         """Return the seconds of a turn."""
@@ -110,7 +119,7 @@ def simulate_pipeline(
     todo = [list(turns(microbatches, s.in_flight, s.delay)) for s in stages]
     at = [0] * count
     free = [s.before_s for s in stages]
-    busy = [s.before_s + s.rest_s for s in stages]
+    busy = [s.before_s + s.shared_s + s.rest_s for s in stages]
     leaving, arriving = [0.0] * count, [0.0] * count  # when each stage's links are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
     weights = {  # (from, to) -> the weight has arrived
@@ -150,7 +159,8 @@ def simulate_pipeline(
         else:
             turn = todo[k][at[k]]
             if not at[k]:
-                free[k] = max([free[k], *(w for (_, to), w in weights.items() if to == k)])
+                arrived = [w for (_, to), w in weights.items() if to == k]
+                free[k] = max([free[k], *arrived]) + stage.shared_s
             came = there.get((k, turn), 0.0)
             if (k, turn) in there:
                 took = stage.return_s if turn.backward else stages[k - 1].send_s
@@ -173,7 +183,10 @@ def simulate_pipeline(
         for t in (t for t in stages[k].awaits if t.backward):
             begin = max(ready[t.src], leaving[t.src])
             ready[k] = max(ready[k], begin + t.seconds)
-    ends = tuple(r + s.rest_s for r, s in zip(ready, stages, strict=True))
+    ends = tuple(
+        max(r, f + s.early_s - s.beside_s) + s.after_s - s.early_s
+        for r, f, s in zip(ready, free, stages, strict=True)
+    )
     return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)
 
 

@@ -25,7 +25,7 @@ from hap.ir.graph import FREE, Graph, Node, Output
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Program
 from hap.synthesizer.cost.machine import Machine
-from hap.synthesizer.cost.operator_work import FLOPS
+from hap.synthesizer.cost.operator_work import FLOPS, product_operations
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
 
@@ -65,6 +65,10 @@ class Space:
         return {}
 
     @cached_property
+    def _products(self) -> Mapping[str, float]:
+        return product_operations(self.graph)
+
+    @cached_property
     def undivided(self) -> dict[bool, Program]:
         """Whether there is one device -> the program that splits nothing, once it is known."""
         return {}
@@ -72,7 +76,7 @@ class Space:
     def machine(self, cluster: Cluster) -> Machine:
         """Return the prices' machine of a cluster: one for all searches, which share its prices."""
         if cluster not in self._machines:
-            self._machines[cluster] = Machine(cluster)
+            self._machines[cluster] = Machine(cluster, self._products)
         return self._machines[cluster]
 
     @cached_property

@@ -26,6 +26,12 @@ WORTH = 0.99
 """Ratio of seconds of the last turn from which on more buckets are taken."""
 
 
+def early_s(graph: Graph, program: Program, cost: CostModel) -> float:
+    """Return the seconds of the reductions that may run beside the last turn."""
+    beside = beside_last(graph, program)
+    return _turn_s(graph, program, cost, beside, overlap=False) if beside else 0.0
+
+
 def hidden_s(graph: Graph, program: Program, cost: CostModel, *, delayed: bool = False) -> float:
     """Return the seconds of reductions that pass beside the last turn.
 
@@ -41,8 +47,7 @@ def hidden_s(graph: Graph, program: Program, cost: CostModel, *, delayed: bool =
     serial_s, overlapped_s = (
         _turn_s(graph, program, cost, turn, overlap=overlap) for overlap in (False, True)
     )
-    reduced_s = _turn_s(graph, program, cost, beside, overlap=False)
-    return min(reduced_s, max(0.0, serial_s - overlapped_s))
+    return min(early_s(graph, program, cost), max(0.0, serial_s - overlapped_s))
 
 
 def in_buckets(graph: Graph, program: Program, cost: CostModel) -> Program:

@@ -75,6 +75,8 @@ def segment_costs(
             if node.name in skip:
                 continue
             side = _side(phase_of[node.name], node.name in part.backward)
+            if is_sum(node) and microbatches == 1:
+                continue  # the only term is the sum
             own, begin = price.adding(node) if is_sum(node) else price.node(node)
             side = BACKWARD if is_sum(node) else side
             busy[side, at] += own

@@ -37,16 +37,19 @@ class Boundaries:
     round_s: Floats
 
     def links_s(self, first: int) -> Floats:
-        """Return the seconds of all transfers over the links of a stage from segment ``first`` on.
+        """Return the seconds of the transfers over the links of a stage from segment ``first`` on.
 
-        Dims are [place after the stage, group]; the last entry is of the last stage.
+        They count from the arrival of the first microbatch. Dims are [place after the stage, group]; the
+        last entry is of the last stage.
         """
         none = np.zeros_like(self.forward_s[:1])
         there, back = (np.vstack([s, none]) for s in (self.forward_s, self.backward_s))
-        sent, received = there[first:], back[first:]
+        count = self.microbatches
+        sent, received = count * there[first:], count * back[first:]
         if first:
-            sent, received = sent + back[first - 1], received + there[first - 1]
-        found: Floats = self.microbatches * np.maximum(sent, received)
+            sent = sent + count * back[first - 1]
+            received = received + (count - 1) * there[first - 1]
+        found: Floats = np.maximum(sent, received)
         return found
 
 

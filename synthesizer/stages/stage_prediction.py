@@ -14,7 +14,8 @@ def stage_bound(step_s: float, search: StageSearch) -> Bound:
     """Return a bound of the step over all pipelines, and all programs of one mesh axis without stages.
 
     In microbatches, a program's operators and collectives take at least as long as on the whole batch.
-    So the bound of one group holds for any number of them.
+    So the bound of one group holds for any number of them. A plan may leave out any devices, so no set of
+    them is skipped, unless one alike is not, or computing alone takes it as long as the bound.
 
     Args:
         step_s: of the plan.
@@ -22,7 +23,7 @@ def stage_bound(step_s: float, search: StageSearch) -> Bound:
     estimates, searches = search.estimates, 0
     bound_s = estimates.pipelines_s
     for least_s, ranks in estimates.one_groups():
-        if least_s >= bound_s:
+        if least_s >= bound_s:  # as are those of all sets that follow
             break
         if searches < RELAXED:
             relaxed = search.relaxed(ranks)
@@ -43,7 +44,7 @@ def predict_pipeline(
     step_s, ranks = made.times.step_s, dict[int, RankPrediction]()
     work = [float(f.compute_s.sum()) for f in made.figures]
     stored = sum(float(f.stored_bytes.sum()) for f in made.figures)
-    hidden = [s.after_s - s.rest_s for s in made.seconds]
+    hidden = [s.beside_s for s in made.seconds]
     for stage, each, hidden_s in zip(made.stages.stages, made.figures, hidden, strict=True):
         for place, rank in enumerate(stage.ranks):
             compute_s = float(each.compute_s[place])

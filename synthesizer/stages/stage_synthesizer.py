@@ -15,6 +15,7 @@ from hap.ir.microbatch import Phase, phases
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.operator_work import product_operations
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.stages.device_blocks import Ranks
@@ -83,7 +84,7 @@ class StageSynthesizer(Synthesizer):
     ) -> None:  # fmt: skip
         # The activations of the whole batch are never in memory at once.
         roomy = tuple(replace(d, memory_bytes=_ANY_BYTES) for d in cluster.devices)
-        machine = Machine(replace(cluster, devices=roomy))
+        machine = Machine(replace(cluster, devices=roomy), product_operations(task.whole))
         super().__init__(task.space, cluster, optimizer_states, allowed, machine=machine)
         self._crossing = SumsOverTime()
         self._task = task

@@ -22,9 +22,9 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
-from hap.synthesizer.stages.gradient_buckets import hidden_s
+from hap.synthesizer.stages.gradient_buckets import early_s, hidden_s
 
-_PHASES = ("before", "forward", "backward", "returned", "after")
+_PHASES = ("before", "shared", "forward", "backward", "returned", "after")
 
 
 class SumsOverTime:
@@ -42,7 +42,7 @@ class StageFigures:
     """Figures of a stage's program; vectors have an entry per rank of the stage.
 
     Attributes:
-        before_s, forward_s, backward_s, after_s, hidden_s, weights_hidden_s: as in
+        before_s, shared_s, forward_s, backward_s, after_s, early_s, hidden_s, weights_hidden_s: as in
             :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
             ``after_s``.
         returned_s: the part of ``after_s`` before sums for other stages can be sent.
@@ -58,9 +58,11 @@ class StageFigures:
     """
 
     before_s: float
+    shared_s: float
     forward_s: float
     backward_s: float
     after_s: float
+    early_s: float
     hidden_s: float
     weights_hidden_s: float
     returned_s: float
@@ -162,9 +164,9 @@ def figures(
     beside = min(AHEAD, microbatches - 1) * nbytes(crossing)
     times = {"forward": microbatches, "backward": microbatches}
     return StageFigures(
-        before_s=slowest["before"], forward_s=slowest["forward"],
+        before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
-        hidden_s=hidden_s(part, program, cost),
+        early_s=early_s(part, program, cost), hidden_s=hidden_s(part, program, cost),
         weights_hidden_s=hidden_s(part, program, cost, delayed=True),
         returned_s=slowest["returned"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
@@ -192,7 +194,7 @@ def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
 
 def _start(i: Input) -> str:
     if i.role == "received":
-        return {EACH: "forward", BEFORE: "before", SUMMED: "after"}[i.target]
+        return {EACH: "forward", BEFORE: "shared", SUMMED: "after"}[i.target]
     return "forward" if i.role in ("input", "tangent") else "before"
 
 
@@ -202,6 +204,8 @@ def _phase(
     side = "backward" if step.backward else "forward"
     if isinstance(step, Compute):
         phase = of_node[step.node]
+        if phase is Phase.ONCE and any(made.get(v) == "shared" for v in step.reads(part)):
+            return "shared"
         return {Phase.PART: side, Phase.COUNT: "forward", Phase.END: "after"}.get(phase, "before")
     source = made[Value(step.tensor, step.src)]
     return source if source == "after" or not step.backward else side

@@ -123,7 +123,8 @@ class StageTransfers:
             stages.append(
                 StageSeconds(
                     forward_s=each.forward_s, backward_s=each.backward_s, send_s=there,
-                    return_s=back, before_s=each.before_s, after_s=each.after_s,
+                    return_s=back, before_s=each.before_s, shared_s=each.shared_s,
+                    after_s=each.after_s, early_s=each.early_s,
                     hidden_s=each.hidden_s, weights_hidden_s=each.weights_hidden_s, awaits=awaits,
                     in_flight=each.in_flight, weights_s=each.weights_s, delay=each.delay,
                     interference=max(
