@@ -45,6 +45,18 @@ def cluster(nodes: str, *, intra: Link, inter: Link) -> Cluster:
 FAST, SLOW = Link(1e10, 1e-6), Link(1e9, 1e-5)
 
 
+def test_speed_is_that_of_the_products_dtypes() -> None:
+    world = cluster("ab", intra=FAST, inter=SLOW)
+    slow, fast = world.devices
+    half = replace(slow, flops_per_s={"float32": 3e12, "float16": 5e12})
+    here = replace(world, devices=(half, fast))
+    assert Machine(here).speed == pytest.approx([0.6, 0.4])
+    assert Machine(here, {"float16": 7.0}).speed == pytest.approx([1 / 3, 2 / 3])
+    # As many operations of either: 1/3 + 1/5 and 1/2 + 1/10 units of time.
+    mixed = Machine(here, {"float32": 1.0, "float16": 1.0}).speed
+    assert mixed[0] / mixed[1] == pytest.approx((1 / 2 + 1 / 10) / (1 / 3 + 1 / 5))
+
+
 # --- computing -----------------------------------------------------------------------------
 
 

@@ -11,7 +11,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import hap
 from hap.cluster.topology import Cluster
 from hap.ir.microbatch import is_sum
 from hap.ir.plan import Plan
@@ -133,6 +136,47 @@ def test_the_dynamic_program_finds_the_least_pipeline() -> None:
         assert min(c.least_s for c in chains) == pytest.approx(min(options), rel=1e-12)
         for chain in chains:
             assert search.of(chain.places, chain.groups) == pytest.approx(chain.least_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_links_bound_pipelines_of_transfers_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    blocks, segments, count = DeviceBlocks(unlike(4)), 4, int(rng.integers(1, 5))
+    places = segments - 1, len(blocks.vectors)
+    there, back = (rng.random(places) * (rng.random((places[0], 1)) < 0.7) for _ in range(2))
+    boundaries = Boundaries(
+        microbatches=count, forward_s=there, backward_s=back, round_s=there * rng.integers(0, 2)
+    )
+
+    def priced(first: int) -> GroupSeconds:
+        none = np.zeros((segments - first, places[1]))
+        return GroupSeconds(each_s=none, all_s=none)
+
+    search = ChainSearch(segments, blocks, priced, boundaries, segments)
+    for cuts in ((1,), (0, 2), (0, 1, 2)):
+        groups = rng.integers(1, places[1], len(cuts) + 1)
+        taken = [
+            [max(s[c, groups[k]], s[c, groups[k + 1]]) for k, c in enumerate(cuts)]
+            for s in (there, back)
+        ]
+        stages = [
+            StageSeconds(forward_s=0.0, backward_s=0.0, send_s=float(a), return_s=float(b), in_flight=count)
+            for a, b in zip([*taken[0], 0.0], [*taken[1], 0.0], strict=True)
+        ]  # fmt: skip
+        step_s = simulate_pipeline(stages, count).step_s
+        assert search.of(cuts, groups.tolist()) <= step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_the_bound_of_one_device_is_not_above_its_plan(rows: int) -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    cluster = "nodes:\n - {name: a, gpus: 1, type: V100-16}\n"
+    plan = hap.plan(
+        model, torch.zeros(rows, 512), cluster, loss=lambda out, batch: out.square().mean(),
+        options=PlanOptions(stages=True),
+    )  # fmt: skip
+    assert all(b.step_s <= plan.prediction.step_s * (1 + 1e-9) for b in plan.prediction.bounds)
+    assert len(plan.prediction.bounds) == 3
 
 
 def test_groups_have_devices_of_several_kinds_and_leave_some_out() -> None:

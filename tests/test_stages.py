@@ -22,7 +22,7 @@ from hap.ir.microbatch_sizes import _in_proportion, size_of
 from hap.ir.pipeline_order import Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.stage_messages import messages
-from hap.ir.stages import cut_stages
+from hap.ir.stages import crossing, cut_stages
 from hap.runtime.collectives import Waiting
 from hap.runtime.emulate import EmulatedComm, run_ranks
 from hap.runtime.hap_module import HapModule
@@ -399,6 +399,30 @@ def test_a_weight_of_two_stages_crosses_beside_computing() -> None:
     # The sum of the weight's gradients leaves at 8, after the activations' gradient.
     assert ends((OnceTransfer(1, 4.0, backward=True),), weight) == (12.0, 7.0)
     assert ends((OnceTransfer(1, 0.5, backward=True),), weight) == (9.0, 7.0)
+
+
+def test_what_waits_for_other_stages_and_what_does_not() -> None:
+    def ends(early_s: float, hidden_s: float, shared_s: float) -> tuple[float, ...]:
+        first, second = (
+            StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, after_s=3.0, early_s=early_s,
+                         hidden_s=hidden_s, awaits=(OnceTransfer(1, 4.0, backward=True),)),
+            StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, shared_s=shared_s,
+                         awaits=(OnceTransfer(0, 2.0, backward=False),)),
+        )  # fmt: skip
+        return simulate_pipeline([first, second], 1).end_s
+
+    # The weight arrives at 2. The sum leaves at 4 and arrives at 8; turns of the first stage end at 5.
+    assert ends(0.0, 0.0, 0.0) == (11.0, 4.0)
+    assert ends(2.0, 0.0, 0.0) == (9.0, 4.0)
+    assert ends(2.0, 1.5, 0.0) == (9.0, 4.0)
+    assert ends(0.0, 0.0, 1.0) == (12.0, 5.0)
+
+
+@pytest.mark.parametrize("products", ["float32", "tf32"])
+def test_stages_keep_the_precision_of_products(products: str) -> None:
+    graph = replace(divided(benchmark_case("vit", "tiny")).part(2), products=products)
+    graphs, _ = cut_stages(graph, tuple(crossing(graph))[5:6])
+    assert {g.products for g in graphs} == {products}
 
 
 def test_too_few_microbatches_in_flight_are_no_deadlock_of_the_simulator() -> None:
