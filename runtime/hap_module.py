@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,12 +103,12 @@ class HapModule(nn.Module):
             :meth:`hap.ir.plan.Plan.local_batch`.
         """
         batch = given(args, kwargs)
-        self._check_call(args, kwargs)
         state = self._state()
         tensors = []
         for role, target, tensor in self._order:
             value = self._entry(batch, target, tensor) if role == "input" else state[target]
             tensors.append(value)
+        self._check_call(args, kwargs)
         self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
         with _as_planned(self._code, self._device):
             loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
@@ -365,9 +367,16 @@ class _Step(torch.autograd.Function):
 
 def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients that share no memory: each may be scaled or added to in place."""
-    found, seen = [], set[tuple[int, int]]()
+    found = []
+    taken = defaultdict[int, list[tuple[int, int]]](list)
     for x in gradients:
-        place = x.untyped_storage().data_ptr(), int(x.storage_offset())
-        found.append(x.clone() if x.numel() and place in seen else x)
-        seen.add(place)
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        begin = int(x.storage_offset()) * x.element_size()
+        own = begin, begin + (last + 1) * x.element_size()
+        others = taken[x.untyped_storage().data_ptr()]  # apart, in order
+        at = bisect.bisect(others, own)
+        shared = any(a < own[1] and own[0] < b for a, b in others[max(at - 1, 0) : at + 1])
+        found.append(x.clone() if shared and x.numel() else x)
+        if x.numel() and not shared:
+            others.insert(at, own)
     return found

@@ -35,7 +35,11 @@ def uneven_count(case: Case) -> int:
 
 
 def random_staged_plan(
-    case: Case, groups: tuple[int, ...], seed: int, microbatches: int = 0
+    case: Case,
+    groups: tuple[int, ...],
+    seed: int,
+    microbatches: int = 0,
+    cuts: tuple[str, ...] = (),
 ) -> Plan:
     """Return a random valid plan with a stage for each number of ranks in ``groups``.
 
@@ -43,6 +47,7 @@ def random_staged_plan(
 
     Args:
         microbatches: their number; 0: a random one.
+        cuts: the last tensor of each stage but the last; empty: random ones.
     """
     rng, world = random.Random(f"{groups}/{seed}"), sum(groups)
     buckets = random.Random(seed)
@@ -52,7 +57,8 @@ def random_staged_plan(
     assert shares is not None
     micro = time.part(microbatches)
     places = list(crossing(micro))
-    cuts = tuple(places[k] for k in sorted(rng.sample(range(len(places)), len(groups) - 1)))
+    drawn = sorted(rng.sample(range(len(places)), len(groups) - 1))
+    cuts = cuts or tuple(places[k] for k in drawn)
     graphs, _ = cut_stages(micro, cuts)
     dealt = rng.sample(range(world), world)
     stages, more, delay = [], rng.choice((1, 2)), rng.choice((0, 1, 2, 9))

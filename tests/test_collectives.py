@@ -7,11 +7,12 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.launch import spawn
+from hap.runtime.launch import rank_device, spawn
 
 WORLD = 3
 SPLITS = [(2, 2, 2), (5, 0, 1), (0, 0, 6), (1, 3, 2)]
@@ -284,3 +285,21 @@ def test_an_error_of_one_rank_ends_the_others() -> None:
 def test_the_emulator_refuses_shards_of_another_size() -> None:
     with pytest.raises(AssertionError):
         run_ranks(2, lambda comm: comm.all_gather(torch.ones(2), 0, (1, 3), "padded"))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_ranks_of_a_group_without_nccl_are_on_the_cpu(backend: str) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert rank_device() == torch.device("cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_are_on_cuda_if_any_backend_of_the_group_is_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert rank_device() == torch.device("cuda", 1)

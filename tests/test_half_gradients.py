@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import hap
 from hap.api import model_file_of, plan_file
+from hap.capture.tracing import capture
 from hap.errors import InputError, PlanError
 from hap.gradient_roundings import EXACT
+from hap.ir.graph import Graph
 from hap.ir.half_gradients import ROUNDINGS, with_half_gradients
 from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm, LocalComm
@@ -148,6 +150,62 @@ def test_with_feedback_nothing_is_lost_in_the_long_run() -> None:
     assert (total - 50 * x.double()).abs().max() <= step  # one rounding, not fifty
     assert (50 * x.bfloat16().double() - 50 * x.double()).abs().max() > 5 * step
     assert torch.equal(context.rounded_with_feedback(x, torch.bfloat16, "b"), x.bfloat16())
+
+
+class Steep(nn.Module):
+    """A loss that overflows in float16 at the first scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).tanh()).float()
+        return y.square().mean() * 100
+
+
+def test_feedback_outlasts_an_overflow_and_changes_of_the_scale() -> None:
+    torch.manual_seed(0)
+    model, batch = Steep(), (torch.randn(8, 8),)
+    graph = capture(model, batch, autocast="float16")
+
+    def losses(graph: Graph) -> list[float]:
+        case = make_case(model, batch, graph=graph)
+        plan = random_plan(case, 2, 1)
+
+        def act(comm: Comm) -> list[float]:
+            module, own = HapModule(plan, model, comm, CPU), plan.local_batch(batch, comm.rank)
+            optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+            scaler = hap.GradScaler(module, init_scale=2.0**24, growth_interval=10)
+            found = []
+            for _ in range(60):
+                optimizer.zero_grad()
+                loss = module(*own)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                found.append(loss.item())
+            return found
+
+        return run_ranks(2, act)[0]
+
+    fed, plain = losses(with_half_gradients(graph, "bf16-gradients-with-feedback")), losses(graph)
+    assert fed[1] == fed[0], "the first step overflows"
+    assert fed[-1] < 0.5 * fed[0]
+    assert fed[-1] == pytest.approx(plain[-1], rel=0.01)
+
+
+def test_what_is_lost_is_added_at_the_scale_of_the_step() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    context, total = Context(LocalComm()), torch.zeros(1000, dtype=torch.float64)
+    for context.step in range(50):
+        scale = 2.0 ** (context.step % 7)
+        context.loss_scale = lambda scale=scale: scale
+        given = x * scale if context.step % 10 else x * torch.inf  # skipped
+        rounded = context.rounded_with_feedback(given, torch.bfloat16, "a").double() / scale
+        total += rounded if context.step % 10 else 0
+    step = torch.finfo(torch.bfloat16).eps * x.abs().max()
+    assert (total - 45 * x.double()).abs().max() <= step
 
 
 def test_what_cannot_be_rounded_is_said(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,7 @@ from hap.ir.program import Convert, Instruction, Program
 from hap.plan_simulation import plan_costs
 from hap.runtime.hap_module import emit
 from hap.runtime.lanes import InlineLane, Lane, ThreadLane
+from hap.runtime.timed_lane import TimedLane
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import Timeline, simulate
@@ -292,3 +294,15 @@ def test_the_thread_ends_with_its_lane() -> None:
     gc.collect()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_waiting_for_another_stage_is_timed() -> None:
+    lane = TimedLane(InlineLane())
+    lane.idle(lambda: time.sleep(0.01))
+    assert lane.idle(lambda: "arrived") == "arrived"
+    assert lane.waited_s >= 0.01
+    before = lane.waited_s
+    assert lane.wait(lane.issue(lambda: torch.ones(2))).tolist() == [1.0, 1.0]
+    assert lane.waited_s > before and len(lane.collectives) == 1
+    lane.clear()
+    assert lane.waited_s == 0

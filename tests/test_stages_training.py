@@ -15,9 +15,11 @@ from hap.capture.tracing import capture
 from hap.errors import HapError
 from hap.ir.batch import call
 from hap.ir.plan import Plan
+from hap.run_log import RankFigures
 from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
+from hap.runtime.run_logger import RunLogger
 from hap.runtime.shards import gather
 from hap.synthesizer.stages.stage_estimates import Sketch
 from hap.synthesizer.stages.stage_search import StageSearch
@@ -166,3 +168,24 @@ def test_one_row_has_no_microbatches() -> None:
     case = make_case(Faint(), (torch.randn(1, 6),))
     with pytest.raises(HapError, match="no common batch dim"):
         StageSearch(case.space, two_machines(2), 2)
+
+
+def test_waiting_for_another_stage_is_no_computing() -> None:
+    """Neither stage has collectives: each waits for what the other sends."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    case = make_case(model, torch.randn(8, 16), lambda out, x: out.square().mean())
+    plan, seconds = random_staged_plan(case, (1, 1), 0, 4, ("tanh",)), 100.0
+
+    def act(comm: Comm) -> list[RankFigures]:
+        module = HapModule(plan, case.model, comm, CPU)
+        log, batch = RunLogger("", module), plan.local_batch(case.batch, comm.rank)
+        found = []
+        for step in range(2):
+            call(module, batch).backward()
+            found += log.step(step + 1, 0.0, seconds)
+        return found
+
+    for figures in (figures for rank in run_ranks(2, act) for figures in rank):
+        assert figures.waiting_s and figures.computing_s
+        assert figures.computing_s + figures.waiting_s == pytest.approx(seconds)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hap
+from hap.api import plan_file
 from hap.capture.model_file import load_model_file
-from hap.errors import ModelError
+from hap.errors import ModelError, PlanError
 from hap.ir.plan import Plan
 from hap.optim import Lamb
 from hap.runtime.launch import spawn
-from hap.training import Trainer
+from hap.training import Trainer, _underflows
 from tests.random_plans import Case, make_case, two_machines, verdict
 from tests.test_two_axes import random_mesh_plan
 
@@ -127,3 +128,116 @@ def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
     found = verdict(case, random_mesh_plan(case, *shape, seed))
     wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
     assert found.ok, (found.first_bad, wrong[:4])
+
+
+HALF = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8, dtype=torch.{stored})
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.{computed}, enabled="{stored}" == "float32"):
+            y = self.layer(x.to(self.layer.weight.dtype))
+        return y.float().square().mean()
+
+
+def model():
+    return Net()
+
+
+def batch():
+    return (torch.randn(8, 8),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "scaled"),
+    [
+        ("float32", "float16", True),
+        ("float16", "float16", False),
+        ("float32", "bfloat16", False),
+        ("bfloat16", "bfloat16", False),
+    ],
+)
+def test_gradients_are_scaled_where_float16_underflows(
+    tmp_path: Path, stored: str, computed: str, scaled: bool
+) -> None:
+    """Autocast is in the forward, so the recipe does not tell."""
+    (tmp_path / "model.py").write_text(HALF.format(stored=stored, computed=computed))
+    plan = plan_file(str(tmp_path / "model.py"), two_machines(1))
+    assert not plan.recipe.autocast
+    assert _underflows(plan) is scaled
+    assert Trainer(plan)._scaler.is_enabled() is scaled
+
+
+SETTINGS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.layer.bias.no_decay = True
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def model():
+    return Net()
+
+
+def batch():
+    return (torch.randn(8, 8),)
+
+
+def optimizer(params):
+    plain, decayed = [], []
+    for p in params:
+        (plain if getattr(p, "no_decay", False) else decayed).append(p)
+    return torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": decayed}])
+
+
+autocast = "bfloat16"
+float32_matmul_precision = "high"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("optim.AdamW", "optim.SGD", r"`optimizer` .* SGD \(0 .* the plan AdamW \(2 states"),
+        ("optim.AdamW([", "optim.AdamW(amsgrad=True, params=[", r"AdamW \(3 .* AdamW \(2 states"),
+        ('"bfloat16"', "None", "`autocast` of the model file is None, that of the plan bfloat16"),
+        ('"high"', '"highest"', "`float32_matmul_precision` .* is highest, that of the plan high"),
+    ],
+)
+def test_settings_of_the_file_are_those_of_the_plan(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SETTINGS)
+    plan = plan_file(str(path), two_machines(1))
+    groups = Trainer(plan)._optimizer.param_groups
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.0), (1, 0.01)]
+    path.write_text(SETTINGS.replace(old, new))
+    with pytest.raises(PlanError, match=message) as error:
+        Trainer(plan)
+    assert "plan anew" in error.value.hint
+    Trainer(plan, check=False)
+
+
+def test_an_optimizer_that_shards_mislead_is_refused_after_planning(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SETTINGS)
+    plan = plan_file(str(path), two_machines(1))
+    path.write_text(SETTINGS.replace("optim.AdamW", "optim.Adafactor"))
+    with pytest.raises(ModelError, match="Adafactor looks across a parameter"):
+        Trainer(plan)

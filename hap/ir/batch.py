@@ -115,8 +115,8 @@ def leaves(form: Form, name: str = "") -> dict[str, Any]:
 def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Return what a call's arguments have and a form has not, in words; ``None`` is as good as nothing."""
     known, found = leaves(form), leaves(form_of(args)) | leaves(form_of(kwargs))
-    if known.keys() == {LONE} and len(args) == 1:
-        found = leaves(form_of(args[0]))
+    if known.keys() == {LONE} and "0" in found:
+        found[LONE] = found.pop("0")
     other = []
     for name, value in found.items():
         if name not in known:
@@ -155,4 +155,5 @@ def call(function: Callable[..., Any], batch: Batch) -> Any:
 def given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of a call's arguments by name; a lone positional one is ``*`` and ``0``."""
     found = flatten(args) | flatten(kwargs)
-    return found | {LONE: args[0]} if len(args) == 1 and is_tensor(args[0]) else found
+    lone = [x for x in args if x is not None]
+    return found | {LONE: args[0]} if len(lone) == 1 and is_tensor(args[0]) else found

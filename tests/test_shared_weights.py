@@ -1,0 +1,59 @@
+"""Weights of several stages: their gradients are sums that stages pass on, some later than others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hap.ir.plan import Plan
+from tests.random_plans import Case, benchmark_case, make_case, verdict
+from tests.random_stages import random_staged_plan
+from tests.test_verify import story
+
+
+class Passed(nn.Module):
+    """Two weights, of which the stages between the sigmoids use one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(8, 8) / 3)
+        self.w2 = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ((x @ self.w1).tanh() @ self.w2).sigmoid()
+        y = ((y @ self.w2).tanh() @ self.w1).sigmoid()
+        return (y @ self.w1).tanh().square().mean()
+
+
+def sums(plan: Plan, src: int, dst: int) -> list[bool]:
+    """Return, for each sum that a stage passes to another, whether it adds to a received one."""
+    graphs, transfers = plan.cut
+    once = [t for t in transfers if t.backward and t.once]
+    late = {t.tensor for t in once if t.dst == src}
+    for node in graphs[src].nodes:
+        if late.intersection(node.inputs):
+            late.update(o for o in node.outputs if o)
+    return [t.tensor in late for t in once if (t.src, t.dst) == (src, dst)]
+
+
+def passed() -> Case:
+    torch.manual_seed(0)
+    return make_case(Passed(), (torch.randn(8, 8),))
+
+
+@pytest.mark.parametrize("groups", [(1, 1, 1), (2, 1, 2)])
+def test_a_late_sum_before_an_early_one(groups: tuple[int, ...]) -> None:
+    case = passed()
+    plan = random_staged_plan(case, groups, 0, 4, ("sigmoid", "sigmoid_1"))
+    assert sums(plan, 1, 0) == [True, False]
+    found = verdict(case, plan)
+    assert found.ok, story(found)
+
+
+def test_a_late_sum_before_an_early_one_in_t5() -> None:
+    case = benchmark_case("t5", "tiny")
+    plan = random_staged_plan(case, (1, 1, 1), 0, 2, ("t_4", "view_36"))
+    assert sums(plan, 1, 0) == [True, False]
+    found = verdict(case, plan)
+    assert found.ok, story(found)
