@@ -25,10 +25,10 @@ def pipeline_hint(plan: Plan, cluster: Cluster) -> str:
     try:
         states = plan.optimizer.states
         search = StageSearch(build_space(plan.graph), cluster, states, quick=True)
-    except HapError:  # the step has no microbatches, or too entangled a graph
+        fits = (s.estimate_s for s in search.estimates.sketches(limit_s) if not s.lacking)
+        estimate_s = min(fits, default=limit_s)
+    except HapError:  # the step has no microbatches, too entangled a graph, or too many kinds
         return ""
-    fits = (s.estimate_s for s in search.estimates.sketches(limit_s) if not s.lacking)
-    estimate_s = min(fits, default=limit_s)
     if estimate_s >= limit_s:
         return ""
     return (

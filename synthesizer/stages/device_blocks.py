@@ -1,14 +1,15 @@
 """Groups of devices for pipeline stages, as counts of blocks: alike devices are interchangeable.
 
-A block is a fixed number of devices of one kind: one device where the cluster is small, several or
-all of a kind where it is large. A *group* is a vector of counts, one per kind.
+A block is some devices of one kind: one device where the cluster is small; several of one machine, or
+one or more machines, where it is large. A *group* is a vector of counts of blocks, one per kind.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.cluster.topology import Cluster
+from hap.errors import HapError
 
 Ranks = tuple[int, ...]
 Ints = npt.NDArray[np.int64]
@@ -23,17 +25,24 @@ Ints = npt.NDArray[np.int64]
 MOST_PAIRS = 2000
 """Most pairs of a set of devices and a group in it; more blocks would make the search slow."""
 
+MOST_KINDS = int(math.log(MOST_PAIRS, 3))
+"""Most kinds of devices: a kind in one block is left out, left to other groups, or taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Devices with equal figures in blocks of ``size``; ``ranks`` machine by machine."""
+    """Devices with equal figures, in blocks that may differ in size: machines may not divide evenly."""
 
-    ranks: Ranks
-    size: int
+    parts: tuple[Ranks, ...]
+    """The ranks of each block, in the order in which groups take them."""
 
     @property
     def blocks(self) -> int:
-        return len(self.ranks) // self.size
+        return len(self.parts)
+
+    @property
+    def ranks(self) -> Ranks:
+        return tuple(itertools.chain(*self.parts))
 
 
 class DeviceBlocks:
@@ -48,6 +57,9 @@ class DeviceBlocks:
             and that of all devices is last.
         whole, taken, rest: the pairs of a set of devices and a nonempty group in it, by index into
             ``vectors``, with what the group leaves; sorted by ``whole``.
+
+    Raises:
+        HapError: there are more kinds than the search is made for.
     """
 
     def __init__(self, cluster: Cluster, keep: frozenset[int] = frozenset()) -> None:
@@ -69,8 +81,10 @@ class DeviceBlocks:
 
     @cached_property
     def devices(self) -> Ints:
-        """Devices of each kind in each group, shape [groups, kinds]."""
-        found: Ints = self.vectors * np.array([kind.size for kind in self.kinds])
+        """Most devices of each kind in each group, shape [groups, kinds]; equal blocks have as many."""
+        sizes = [sorted(map(len, kind.parts), reverse=True) for kind in self.kinds]
+        most = [np.cumsum([0, *own])[n] for own, n in zip(sizes, self.vectors.T, strict=True)]
+        found: Ints = np.stack(most, axis=1)
         return found
 
     def ranks(self, groups: Sequence[int]) -> tuple[Ranks, ...]:
@@ -79,10 +93,8 @@ class DeviceBlocks:
         found = []
         for group in groups:
             own: list[int] = []
-            for k, (kind, count) in enumerate(
-                zip(self.kinds, self.devices[group].tolist(), strict=True)
-            ):
-                own += kind.ranks[used[k] : used[k] + count]
+            for k, count in enumerate(self.vectors[group].tolist()):
+                own += itertools.chain(*self.kinds[k].parts[used[k] : used[k] + count])
                 used[k] += count
             found.append(tuple(sorted(own)))
         return tuple(found)
@@ -90,28 +102,69 @@ class DeviceBlocks:
 
 def _kinds(cluster: Cluster, keep: frozenset[int]) -> tuple[Kind, ...]:
     """Return the kinds in blocks that are as small as the number of pairs allows."""
-    node = [device.node for device in cluster.devices]
-    place = {name: k for k, name in enumerate(cluster.nodes)}
-    kinds = [sorted(ranks, key=lambda r: (r not in keep, place[node[r]], r))
-             for ranks in cluster.types()]  # fmt: skip
-    steps = []  # sizes of blocks of each kind: divisors of its machines, then all of it
-    for ranks in kinds:
-        inside = [len(list(each)) for _, each in itertools.groupby(ranks, key=lambda r: node[r])]
-        common = math.gcd(*inside)
-        sizes = [s for s in range(1, common + 1) if common % s == 0]
-        steps.append([*sizes, *([len(ranks)] if len(ranks) != sizes[-1] else [])])
-    sizes = [0] * len(kinds)
+    machines = []  # of each kind: its ranks on each machine, those to keep first
+    for ranks in cluster.types():
+        inside: dict[str, list[int]] = {node: [] for node in cluster.nodes}
+        for rank in ranks:
+            inside[cluster.devices[rank].node].append(rank)
+        own = [sorted(each, key=lambda r: r not in keep) for each in inside.values() if each]
+        machines.append(sorted(own, key=lambda each: each[0] not in keep))
+    steps = [_steps(each) for each in machines]
+    at = [0] * len(steps)
 
     def pairs() -> int:
-        counts = [len(r) // s[at] for r, s, at in zip(kinds, steps, sizes, strict=True)]
+        counts = [own[k] for own, k in zip(steps, at, strict=True)]
         return math.prod((n + 1) * (n + 2) // 2 for n in counts)
 
     while pairs() > MOST_PAIRS:
-        open_ = [k for k, at in enumerate(sizes) if at + 1 < len(steps[k])]
+        open_ = [k for k, own in enumerate(steps) if at[k] + 1 < len(own)]
         if not open_:
-            break
-        largest = max(open_, key=lambda k: (len(kinds[k]) // steps[k][sizes[k]], -k))
-        sizes[largest] += 1
+            raise HapError(
+                f"the cluster has {len(steps)} kinds of devices, and stages are searched for at most "
+                f"{MOST_KINDS}: plan for a cluster file without the slowest kinds"
+            )
+        largest = max(open_, key=lambda k: (steps[k][at[k]], -k))
+        at[largest] += 1
+    parts = [_parts(each, own[k]) for each, own, k in zip(machines, steps, at, strict=True)]
+    # Kept devices come first, then larger blocks: a lone group has the most of its blocks.
     return tuple(
-        Kind(tuple(ranks), s[at]) for ranks, s, at in zip(kinds, steps, sizes, strict=True)
+        Kind(tuple(sorted(each, key=lambda p: (keep.isdisjoint(p), -len(p))))) for each in parts
     )
+
+
+def _steps(machines: Sequence[Sequence[int]]) -> list[int]:
+    """Return the numbers of blocks that a kind may have, the most first.
+
+    Blocks are equal parts of machines, each in one; or 1, 2, 3, ... machines, up to all of them.
+    """
+    common, total = math.gcd(*map(len, machines)), sum(map(len, machines))
+    inside = {total // size for size in range(1, common + 1) if common % size == 0}
+    whole = {-(-len(machines) // size) for size in range(1, len(machines) + 1)}
+    return sorted(inside | whole, reverse=True)
+
+
+def _parts(machines: Sequence[Sequence[int]], blocks: int) -> Iterator[Ranks]:
+    """Yield so many blocks: of whole machines, as even as they allow, or equal parts of a machine."""
+    if blocks > len(machines):
+        size = sum(map(len, machines)) // blocks
+        for each in machines:
+            yield from (tuple(each[k : k + size]) for k in range(0, len(each), size))
+        return
+    ends = [len(machines) * k // blocks for k in range(blocks + 1)]
+    for start, end in itertools.pairwise(ends):
+        yield tuple(itertools.chain(*machines[start:end]))
+
+
+def shape(cluster: Cluster, ranks: Ranks, kind: Mapping[int, tuple[int, str]]) -> object:
+    """Return the same for sets of as many devices of each kind on alike machines: their costs are equal.
+
+    Args:
+        kind: of each rank, with its machine.
+    """
+    if cluster.among:  # collectives were measured for devices by name
+        return ranks
+    inside: dict[str, list[tuple[int, int]]] = {}
+    for (k, node), count in Counter(map(kind.__getitem__, ranks)).items():
+        inside.setdefault(node, []).append((k, count))
+    machines = ((cluster.intra[node], *sorted(own)) for node, own in inside.items())
+    return frozenset(Counter(machines).items())

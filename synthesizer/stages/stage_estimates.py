@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ from hap.errors import PlanError
 from hap.ir.graph import Graph
 from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.machine import Machine
-from hap.synthesizer.cost.operator_work import node_work
+from hap.synthesizer.cost.operator_work import node_work, product_operations
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
     StageSeconds,
     simulate_pipeline,
 )
-from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks
+from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks, shape
 from hap.synthesizer.stages.flights import in_flight
 from hap.synthesizer.stages.segment_costs import (
     BACKWARD,
@@ -105,7 +106,8 @@ class StageEstimates:
         self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
-        self._firsts, self._speed = firsts, Machine(cluster).speed[firsts]
+        machine = Machine(cluster, product_operations(over_time.graph))
+        self._firsts, self._speed = firsts, machine.speed[firsts]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -127,14 +129,30 @@ class StageEstimates:
             default=np.inf,
         )
 
-    def one_groups(self) -> list[tuple[float, Ranks]]:
-        """Return seconds below which no program without stages is, per set of devices, and the set.
+    def one_groups(self) -> Iterator[tuple[float, Ranks]]:
+        """Yield seconds below which no program without stages is, per set of devices, and the set.
 
-        They hold for any number of microbatches, and count computing alone.
+        All sets are covered, whatever the blocks, but of alike ones one comes. The seconds do not fall:
+        they count computing alone, which takes no less without a device. They hold for any number of
+        microbatches.
         """
-        costs = self._costs(1)
-        least = optimistic(costs, self._speed, self.blocks.devices)(0).all_s[-1]
-        return sorted((float(least[k]), self.blocks.ranks([k])[0]) for k in range(1, len(least)))
+        costs, cluster, known = self._costs(1), self._cluster, set[object]()
+        kinds = cluster.types()
+        kind = {r: (k, cluster.devices[r].node) for k, ranks in enumerate(kinds) for r in ranks}
+        queue, fewer = list[tuple[float, Ranks]](), [tuple(range(cluster.world_size))]
+        while queue or fewer:
+            if fewer:
+                each = [np.bincount([kind[r][0] for r in s], minlength=len(kinds)) for s in fewer]
+                least = optimistic(costs, self._speed, np.array(each))(0).all_s[-1]
+                for k, ranks in enumerate(fewer):
+                    heapq.heappush(queue, (float(least[k]), ranks))
+            least_s, ranks = heapq.heappop(queue)
+            yield least_s, ranks
+            last = {kind[r]: r for r in ranks}.values()
+            without = [tuple(r for r in ranks if r != out) for out in last if len(ranks) > 1]
+            new = {shape(cluster, s, kind): s for s in without}
+            fewer = [s for key, s in new.items() if key not in known]
+            known |= new.keys()
 
     def least_s(self, count: int, places: Sequence[int], groups: Sequence[int]) -> float:
         """Return seconds below which no pipeline of these cuts and groups is, given by index."""
@@ -143,9 +161,12 @@ class StageEstimates:
     @property
     def covers(self) -> str:
         """What :attr:`pipelines_s` is a bound of, for people."""
-        sizes = sorted({kind.size for kind in self.blocks.kinds})
+        kinds = self.blocks.kinds
+        sizes = sorted({len(part) for kind in kinds for part in kind.parts})
+        uneven = any(len({*map(len, kind.parts)}) > 1 for kind in kinds)
+        some = f"any of {sum(kind.blocks for kind in kinds)} blocks" if uneven else "any blocks"
         shown = " or ".join(map(str, sizes))
-        blocks = "any devices" if sizes == [1] else f"any blocks of {shown} alike devices"
+        blocks = "any devices" if sizes == [1] else f"{some} of {shown} alike devices"
         counts = ", ".join(map(str, self.counts))
         return (
             f"2 to {MOST_STAGES} stages of {blocks} with any programs, {len(self.places)} cuts, "
@@ -178,7 +199,9 @@ class StageEstimates:
             both = np.stack([costs.forward_bytes, costs.backward_bytes])[
                 :, : len(self.places), None
             ]
-            least_s, usual_s = (start + both * rate for start, rate in self._sending)
+            least_s, usual_s = (
+                np.where(both > 0, start + both * rate, 0.0) for start, rate in self._sending
+            )
             once = Boundaries(
                 microbatches=count, forward_s=least_s[0], backward_s=least_s[1], round_s=least_s[0]
             )

@@ -14,8 +14,8 @@ def stage_bound(step_s: float, search: StageSearch) -> Bound:
     """Return a bound of the step over all pipelines, and all programs of one mesh axis without stages.
 
     In microbatches, a program's operators and collectives take at least as long as on the whole batch.
-    So the bound of one group holds for any number of them. A plan may leave out any devices, so no set of
-    them is skipped, unless one alike is not, or computing alone takes it as long as the bound.
+    So the bound of one group holds for any number of them. A plan may leave out any devices, so all sets
+    of them count: each with collectives, or, after some searches, with the least seconds of computing.
 
     Args:
         step_s: of the plan.
