@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from hap.api import compile, with_weights
 from hap.capture.model_file import ModelFile, model_file_of
-from hap.capture.user_optimizer import default_optimizer, make_optimizer
+from hap.capture.user_optimizer import copy_attributes, default_optimizer, examine, make_optimizer
+from hap.errors import PlanError
 from hap.ir.batch import Batch, call
-from hap.ir.plan import Plan
+from hap.ir.plan import OptimizerKind, Plan
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.emergency import EmergencySave
@@ -33,10 +34,12 @@ class Trainer:
     Create it on every rank, inside a process group, or under torchrun or srun.
 
     Args:
-        backend, check: as in :func:`hap.compile`.
+        backend: as in :func:`hap.compile`.
+        check: as there; also compare the file's optimizer and precisions with the plan's.
 
     Raises:
         PlanError: the model file or the world size differs from the plan's.
+        ModelError: the optimizer does not train the shards as it would the whole parameters.
     """
 
     def __init__(
@@ -51,10 +54,14 @@ class Trainer:
         self.batch_size = plan.batch_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         model = with_weights(self._file.model(), self._file)
+        make = self._file.optimizer or default_optimizer
+        if check:
+            _check_settings(plan, self._file, examine(make, model))
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend, check=check
         )
-        make = self._file.optimizer or default_optimizer
+        for name, parameter in model.named_parameters():
+            copy_attributes(parameter, self.module.get_parameter(name))
         self._optimizer = make_optimizer(make, self.module)
         self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=_underflows(plan))
@@ -102,6 +109,26 @@ class Trainer:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.item()  # type: ignore[no-any-return]
+
+
+def _check_settings(plan: Plan, file: ModelFile, optimizer: OptimizerKind) -> None:
+    """Raise ``PlanError`` if the model file has other settings than the plan."""
+    recipe = plan.recipe
+    for name, planned, now in (
+        ("optimizer", str(plan.optimizer), str(optimizer)),
+        ("autocast", recipe.autocast, file.autocast),
+        (
+            "float32_matmul_precision",
+            recipe.float32_matmul_precision,
+            file.float32_matmul_precision,
+        ),
+    ):
+        if now != planned:
+            raise PlanError(
+                f"`{name}` of the model file is {now or 'None'}, that of the plan {planned or 'None'}",
+                where=file.path,
+                hint="plan anew, or go back to the file that the plan was made for",
+            )
 
 
 def _underflows(plan: Plan) -> bool:

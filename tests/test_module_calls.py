@@ -139,7 +139,7 @@ def test_a_batch_with_other_entries_is_refused(other: dict[str, Any], said: str)
 def test_a_batch_of_one_tensor_is_known() -> None:
     module = module_for(IDS)
     assert module(IDS).item() == module(IDS, mask=None).item() > 0
-    with pytest.raises(PlanError, match="another batch|the batch is missing"):
+    with pytest.raises(PlanError, match=r"another batch|the batch is missing"):
         module(IDS, MASK)
     with pytest.raises(PlanError, match="another batch: mask"):
         module(IDS, mask=MASK)

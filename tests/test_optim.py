@@ -234,21 +234,113 @@ def normalised(params: Any) -> O.Optimizer:
     return Normalised(params, lr=0.1)
 
 
+def normalised_over_channels(params: Any) -> O.Optimizer:
+    class Normalised(O.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.dim() == 4:
+                    p.grad.div_(p.grad.norm(dim=1, keepdim=True))
+            super().step()
+
+    return Normalised(params, lr=0.1)
+
+
+def clipped(params: Any) -> O.Optimizer:
+    """Clip a norm that exceeds those of the small parameters' usual gradients."""
+    params = list(params)
+    optimizer = O.SGD(params, lr=0.1)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(params, 100.0)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def warmed_up(optimizer: O.Optimizer) -> O.Optimizer:
+    """Raise the rate from zero, after each step."""
+    scheduler = O.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 1000))
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def matrices(params: Any) -> list[Tensor]:
+    return [p for p in params if p.dim() == 2]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda params: O.Adafactor(params, lr=1e-2), "Adafactor looks across a parameter"),
         (normalised, "Normalised looks across a parameter"),
-        (lambda params: O.Muon([p for p in params if p.dim() == 2], lr=1e-2), "Muon looks across"),
+        (normalised_over_channels, "Normalised looks across a parameter"),
+        (lambda params: O.Muon(matrices(params), lr=1e-2), "Muon looks across"),
+        (lambda params: O.Muon(matrices(params), lr=1e-6), "Muon looks across"),
+        (lambda params: warmed_up(O.Muon(matrices(params), lr=1e-2)), "Muon looks across"),
+        (clipped, "SGD looks across"),
+        (lambda params: O.SGD(Net().parameters(), lr=0.1), "trains 7 tensors that are not in params"),
+        (lambda params: O.SGD(params, lr=0.0), "SGD changes no parameter"),
         (lambda params: O.LBFGS(params), "steps? without a closure|closure"),
         (lambda params: O.SparseAdam(list(params)), "fails on small parameters"),
         (lambda params: [], "fails on small parameters|no"),
     ],
-    ids=["Adafactor", "own", "Muon", "LBFGS", "SparseAdam", "no optimizer"],
-)
+    ids=["Adafactor", "own", "over channels", "Muon", "small Muon", "warm Muon", "clipped", "of others",
+         "no rate", "LBFGS", "SparseAdam", "no optimizer"],
+)  # fmt: skip
 def test_an_optimizer_that_shards_would_mislead_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        examine(make, Net())
+        examine(make, nn.ModuleList([Net(), nn.Conv2d(2, 2, 2)]))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_an_optimizer_of_other_tensors_is_refused_on_shards() -> None:
+    """A model that is global is not what is trained."""
+    with pytest.raises(ModelError, match="not in params, the first of shape") as error:
+        make_optimizer(lambda params: O.SGD([*params, torch.ones(3)], lr=0.1), Net())
+    assert "from params alone" in error.value.hint
+
+
+ELEMENTWISE: list[tuple[type[Any], dict[str, Any]]] = [
+    (O.Adadelta, {}), (O.Adagrad, {"lr_decay": 0.1}), (O.Adagrad, {"fused": True}),
+    (O.Adam, {"amsgrad": True, "weight_decay": 0.3}), (O.Adam, {"foreach": True}),
+    (O.AdamW, {"fused": True, "amsgrad": True}), (O.Adamax, {}), (O.ASGD, {}),
+    (O.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}), (O.RAdam, {}),
+    (O.RMSprop, {"centered": True, "momentum": 0.9}), (O.Rprop, {}),
+    (O.SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}), (O.SGD, {"fused": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1.0])
+@pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
+def test_elementwise_optimizers_are_accepted(
+    kind: type[Any], options: dict[str, Any], rate: float
+) -> None:
+    model = nn.ModuleList([Net(), nn.Conv2d(2, 2, 2), nn.PReLU()])
+    model.scale = nn.Parameter(torch.ones(()))
+
+    def make(params: Any) -> O.Optimizer:
+        params = list(params)
+        groups = [{"params": params[:3], "lr": 2 * rate}, {"params": params[3:]}]
+        return warmed_up(kind(groups, lr=rate, **options))
+
+    assert examine(make, model).name == kind.__name__
+
+
+def test_parameters_that_are_left_out_are_named() -> None:
+    with pytest.warns(UserWarning, match="SGD does not train hidden.bias, norm.weight, norm.bias"):
+        examine(lambda params: O.SGD(matrices(params), lr=0.1), Net())
+
+
+def test_the_small_parameters_have_the_attributes_of_the_real_ones() -> None:
+    model, seen = Net(), []
+    model.norm.weight.no_decay = True  # type: ignore[assignment]
+
+    def make(named_parameters: Any) -> O.Optimizer:
+        seen.append([n for n, p in named_parameters if getattr(p, "no_decay", False)])
+        return O.SGD([p for _, p in named_parameters], lr=0.1)
+
+    examine(make, model)
+    assert seen[0] == seen[-1] == ["norm.weight"]
 
 
 # --- clipping, accumulation ----------------------------------------------------------------

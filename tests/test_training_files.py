@@ -225,13 +225,19 @@ def test_settings_of_the_file_are_those_of_the_plan(
     path = tmp_path / "model.py"
     path.write_text(SETTINGS)
     plan = plan_file(str(path), two_machines(1))
-    groups = Trainer(plan)._optimizer.param_groups
-    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.0), (1, 0.01)]
+    Trainer(plan)
     path.write_text(SETTINGS.replace(old, new))
     with pytest.raises(PlanError, match=message) as error:
         Trainer(plan)
     assert "plan anew" in error.value.hint
     Trainer(plan, check=False)
+
+
+def test_shards_have_the_attributes_of_the_models_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SETTINGS)
+    groups = Trainer(plan_file(str(path), two_machines(1)))._optimizer.param_groups
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(1, 0.0), (1, 0.01)]
 
 
 def test_an_optimizer_that_shards_mislead_is_refused_after_planning(tmp_path: Path) -> None:

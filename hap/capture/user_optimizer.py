@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 NAMED = "named_parameters"
 
+SCALES = (1.0, 1e-4, 1e4, 1.0)
+"""Sizes of the gradients in the steps that examine an optimizer: clipping acts on some alone, and
+the rate of a warm-up may be zero at first."""
+
 
 def default_optimizer(params: Any) -> torch.optim.Optimizer:
     """Return the default optimizer, for a model file without ``optimizer``."""
@@ -24,7 +29,11 @@ def default_optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def make_optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """Call the user's function on the trained parameters of a module, whole or in shards."""
+    """Call the user's function on the trained parameters of a module, whole or in shards.
+
+    Raises:
+        ModelError: the optimizer trains other tensors than these parameters.
+    """
     return _call(make, {n: p for n, p in module.named_parameters() if p.requires_grad})
 
 
@@ -33,29 +42,51 @@ def _call(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> torch.opti
         wanted = list(inspect.signature(make).parameters)
     except (TypeError, ValueError):  # a builtin without a signature
         wanted = []
-    return make(list(params.items()) if wanted[:1] == [NAMED] else list(params.values()))
+    optimizer = make(list(params.items()) if wanted[:1] == [NAMED] else list(params.values()))
+    given = set(map(id, params.values()))
+    others = [p for p in _tensors(optimizer) if id(p) not in given]
+    if others:
+        raise ModelError(
+            f"optimizer(params) trains {len(others)} tensors that are not in params, the first of "
+            f"shape {tuple(others[0].shape)}",
+            hint="make the optimizer from params alone: they are the shards that a rank trains",
+        )
+    return optimizer
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer trains."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
+    """Set the plain attributes of one parameter, such as a user's ``no_decay``, on another."""
+    for name, value in vars(source).items():
+        if isinstance(value, bool | int | float | str | tuple | list | dict):
+            setattr(to, name, value)
 
 
 def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKind:
     """Take real steps on small parameters, and count the tensors of the optimizer's state.
 
-    The parameters have the names and numbers of dims of the module's trained ones; without a
-    module there is one of two dims. Parameters cut in two must train like the whole ones.
+    The parameters have the names, numbers of dims and attributes of the module's trained ones;
+    without a module there is one of two dims. Parameters cut in two must train like the whole ones.
+    A warning names parameters that the optimizer leaves out.
 
     Raises:
-        ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that reads
-            whole parameters, which shards do not provide.
+        ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that trains
+            other tensors or none, or that reads whole parameters, which shards do not provide.
     """
-    shapes: dict[str, tuple[int, ...]] = {"weight": (4, 6)}
-    if module is not None:
-        dims = {n: p.dim() for n, p in module.named_parameters() if p.requires_grad}
-        shapes = {n: (4, 6, 3, 2, 2)[:d] if d < 6 else (2,) * d for n, d in dims.items()} or shapes
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad} if module else {}
+    models = trained or {"weight": nn.Parameter(torch.zeros(1, 1))}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of states that are made from a shape
     try:
-        optimizer, whole = _trained(make, shapes)
+        optimizer, params, whole = _trained(make, models)
         alike = all(
-            _joins([_trained(make, shapes, dim, part)[1] for part in (slice(1), slice(1, None))],
+            _joins([_trained(make, models, dim, part)[2] for part in (slice(1), slice(1, None))],
                    dim, whole)
-            for dim in (0, -1)
+            for dim in range(max(p.dim() for p in models.values()))
         )  # fmt: skip
     except HapError:
         raise
@@ -64,49 +95,75 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
             f"optimizer(params) fails on small parameters: {type(error).__name__}: {error}",
             hint="return a torch.optim optimizer that steps without a closure",
         ) from error
+    finally:
+        torch.set_default_dtype(before)
     name = type(optimizer).__name__
     if not getattr(optimizer, "whole_norms", False) and not alike:
         raise ModelError(
             f"{name} looks across a parameter: shards don't train like the whole",
             hint="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...), or Lamb or Lars "
-            "of hap.optim, which ask all ranks",
+            "of hap.optim, which ask all ranks; clip gradients by value, or not in the optimizer",
         )
+    if not any(values.diff(dim=0).any() for values in whole.values()):
+        raise ModelError(
+            f"{name} changes no parameter in its first {len(SCALES)} steps: whether shards train "
+            "like the whole is unknown",
+            hint="begin with a learning rate above zero",
+        )
+    kept = set(map(id, _tensors(optimizer)))
+    left = [n for n, p in params.items() if id(p) not in kept]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        warnings.warn(f"{name} does not train {', '.join(left[:3])}{more}", stacklevel=2)
     states = 0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            kept = optimizer.state.get(p, {}).values()
-            found = sum(isinstance(t, torch.Tensor) and t.shape == p.shape != () for t in kept)
-            states = max(states, found)
+    for p in _tensors(optimizer):
+        state = optimizer.state.get(p, {}).values()
+        found = sum(isinstance(t, torch.Tensor) and t.shape == p.shape != () for t in state)
+        states = max(states, found)
     return OptimizerKind(name=name, states=states)
 
 
 def _trained(
-    make: MakeOptimizer, shapes: Mapping[str, tuple[int, ...]], dim: int = 0,
+    make: MakeOptimizer, models: Mapping[str, nn.Parameter], dim: int = 0,
     part: slice = slice(None),
-) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor]]:  # fmt: skip
-    """Take two steps on the part of every parameter along one dim."""
+) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter], dict[str, torch.Tensor]]:  # fmt: skip
+    """Train the part of every small parameter along one dim, or along its last if it has fewer.
+
+    Returns:
+        The optimizer, its parameters, and their values before, between and after the steps.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
-        whole = torch.randn(shape, generator=generator)
-        return whole.transpose(0, dim)[part].transpose(0, dim).clone() if shape else whole
+    def drawn(dims: int) -> torch.Tensor:
+        shape = (4, 6, 3, 2, 2)[:dims] if dims < 6 else (2,) * dims
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        cut = min(dim, dims - 1)
+        return whole.transpose(0, cut)[part].transpose(0, cut).clone() if shape else whole
 
-    drawings = {name: [drawn(shape) for _ in range(3)] for name, shape in shapes.items()}
-    params = {name: nn.Parameter(value) for name, (value, *_) in drawings.items()}
+    params = {name: nn.Parameter(drawn(model.dim())) for name, model in models.items()}
+    for name, model in models.items():
+        copy_attributes(model, params[name])
     optimizer = _call(make, params)
-    for step in (1, 2):
+    values = {name: [p.detach().clone()] for name, p in params.items()}
+    for scale in SCALES:
         for name, parameter in params.items():
-            parameter.grad = drawings[name][step]
+            parameter.grad = scale * drawn(models[name].dim())
         optimizer.step()
-    return optimizer, {name: p.detach() for name, p in params.items()}
+        for name, parameter in params.items():
+            values[name].append(parameter.detach().clone())
+    return optimizer, params, {name: torch.stack(steps) for name, steps in values.items()}
 
 
 def _joins(
     parts: Sequence[Mapping[str, torch.Tensor]], dim: int, whole: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether the parts along ``dim`` form the whole."""
-    return all(
-        torch.allclose(torch.cat([p[n] for p in parts], dim) if t.dim() else parts[0][n], t,
-                       rtol=1e-4, atol=1e-6)
-        for n, t in whole.items()
-    )  # fmt: skip
+    """Return whether the updates of the parts along ``dim`` form those of the whole."""
+    for name, values in whole.items():
+        cut = min(dim + 1, values.dim() - 1)
+        joined = torch.cat([p[name] for p in parts], cut) if cut else parts[0][name]
+        updates = values.diff(dim=0).flatten(1) if cut else values.diff(dim=0)[:, None]
+        errors = (joined.diff(dim=0).view_as(updates) - updates).abs().amax(1)
+        rounding = 16 * torch.finfo(values.dtype).eps * values.abs().max()
+        if not (errors <= 1e-6 * updates.abs().amax(1) + rounding).all():
+            return False
+    return True
