@@ -55,11 +55,12 @@ def cuts(units: int) -> list[Shares]:
 
 
 class Sample(NamedTuple):
-    """``op(*args, **kwargs)`` with real tensors."""
+    """``op(*args, **kwargs)`` with real tensors, whose floating-point values are about ``scale``."""
 
     op: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    scale: float = 1.0
 
     def __str__(self) -> str:
         def show(arg: Any) -> str:
@@ -135,8 +136,8 @@ class WorkSpentError(Exception):
 class Case:
     """A sample that runs without errors, with its graph and its true values by tensor name.
 
-    ``tolerance``: relative and absolute tolerance of the comparison. ``work_left``: remaining
-    work of :meth:`attempt`, in runs of small tensors.
+    ``tolerance``: tolerance of the comparison, relative to each element and to the largest one.
+    ``work_left``: remaining work of :meth:`attempt`, in runs of small tensors.
     """
 
     work_left = math.inf
@@ -147,6 +148,8 @@ class Case:
         (self.node,) = self.graph.nodes
         self.given = sample.tensors
         self.whole = {f"o{k}": t for k, t in enumerate(sample.run()) if t is not None}
+        floor = min(sample.scale, 1.0)
+        self._sizes = {name: max(_largest(t), floor) for name, t in self.whole.items()}
 
     def rows(self) -> list[Row]:
         return rows_of(self.node, self.graph)
@@ -178,7 +181,7 @@ class Case:
         """Return an input's values on every rank: views of the whole, not made contiguous."""
         x = self.given[name]
         if p == P:
-            return terms(x, len(shares))
+            return terms(x, len(shares), self.sample.scale)
         if p == R:
             return [x] * len(shares)
         sizes = [s * (x.shape[p.dim] // units) for s in shares]
@@ -199,24 +202,24 @@ class Case:
             ):
                 return False
             shapes = {(*t.shape[: p.dim], *t.shape[p.dim + 1 :]) for t in parts}
-            return len(shapes) == 1 and self._same(torch.cat(parts, p.dim), whole)
+            return len(shapes) == 1 and self._same(out, torch.cat(parts, p.dim))
         if p == P:
             same = {t.shape for t in parts} == {whole.shape}
-            return (
-                same and whole.dtype != torch.bool and self._same(sum(parts[1:], parts[0]), whole)
-            )
+            return same and whole.dtype != torch.bool and self._same(out, sum(parts[1:], parts[0]))
         if p == L:
             same = {t.shape for t in parts} == {whole.shape}
             floats = whole.is_floating_point() and same
-            return floats and self._same(torch.stack(parts).logsumexp(0), whole)
-        return all(self._same(part, whole) for part in parts)
+            return floats and self._same(out, torch.stack(parts).logsumexp(0))
+        return all(self._same(out, part) for part in parts)
 
-    def _same(self, a: Tensor, b: Tensor) -> bool:
-        if a.shape != b.shape or a.dtype != b.dtype:
+    def _same(self, out: str, made: Tensor) -> bool:
+        whole = self.whole[out]
+        if made.shape != whole.shape or made.dtype != whole.dtype:
             return False
         if self.sample.op in UNDEFINED:
             return True
-        return torch.allclose(a, b, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
+        atol = self.tolerance * self._sizes[out]
+        return torch.allclose(made, whole, rtol=self.tolerance, atol=atol, equal_nan=True)
 
     def attempt(self, row: Row, shares: Shares) -> Local | None:
         """Return :meth:`run`, or ``None`` if the operator refuses the shapes.
@@ -244,11 +247,20 @@ class Case:
         return ""
 
 
-def terms(x: Tensor, count: int) -> list[Tensor]:
-    """Return random tensors of the type of ``x`` that sum to it."""
+def _largest(x: Tensor) -> float:
+    """Return the magnitude of the largest finite element, 0 if there is none."""
+    if not x.is_floating_point():
+        return 0.0
+    return float(x.abs().where(x.isfinite(), 0.0).max()) if x.numel() else 0.0
+
+
+def terms(x: Tensor, count: int, scale: float = 1.0) -> list[Tensor]:
+    """Return random tensors of the type of ``x`` that sum to it, with values about ``scale``."""
     random = torch.Generator().manual_seed(count)
     if x.is_floating_point():
-        found = [torch.randn(x.shape, dtype=x.dtype, generator=random) for _ in range(count - 1)]
+        found = [
+            scale * torch.randn(x.shape, dtype=x.dtype, generator=random) for _ in range(count - 1)
+        ]
     else:
         found = [
             torch.randint(-9, 9, x.shape, generator=random).to(x.dtype) for _ in range(count - 1)

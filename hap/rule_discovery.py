@@ -2,7 +2,7 @@
 
 A call runs on small random tensors, whole and in parts: every tensor replicated, cut along
 each of its dims, or a sum of terms. Its rows are the placements in which the parts form the
-whole, for all samples of the call, including other sizes and other values.
+whole, for all samples of the call, including other sizes and values of other magnitudes.
 Behaviour that no sample shows, such as a branch on values never drawn, stays unknown.
 """
 
@@ -37,6 +37,12 @@ PRECISION = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 _PRIMES = ((5, 3, 7, 11, 13, 17, 19, 23), (7, 11, 5, 3, 19, 13, 23, 17))
 _VALUES = 2
 """Number of random values per choice of sizes."""
+
+_SCALES = (1e-3, 1e3)
+"""Magnitudes of further values, below and above the thresholds of most operators."""
+
+_THRESHOLDS = 4
+"""Limit of the arguments whose magnitudes are tried as thresholds."""
 
 
 class NoSampleError(UnsupportedOpError):
@@ -159,7 +165,8 @@ def samples_of(call: Call) -> tuple[list[Sample], float]:
     resolved(op, call.node.source)
     error: Exception | None = None
     for dtype, tolerance in PRECISION:
-        samples = []
+        samples: list[Sample] = []
+        scaled: list[Sample] = []
         for sizes in _sizes(call):
             try:
                 made = [_sample(call, sizes, dtype, seed) for seed in range(_VALUES)]
@@ -172,17 +179,56 @@ def samples_of(call: Call) -> tuple[list[Sample], float]:
             if shown[0] != shown[1]:
                 raise _unfit(op, call.node.source, "the shapes of its results depend on the data")
             if all(_kind(sample) == _widened(kind(call), dtype) for sample in made):
+                scaled = scaled or _scaled(call, sizes, dtype, made[0])
                 samples += made
             if len(samples) >= 2 * _VALUES:
                 break
         if samples:
-            return samples, tolerance
+            return [*samples, *scaled], tolerance
     raise NoSampleError(
         f"operator {op} runs on no sample of its call: {error}",
         where=call.node.source,
         hint="it must run on the CPU, on tensors of any size; or write its rule in the model "
         "file: see docs/rules.md",
     )
+
+
+def _scaled(
+    call: Call, sizes: Mapping[int, int], dtype: torch.dtype, plain: Sample
+) -> list[Sample]:
+    """Return samples of other magnitudes, without those at which the operator fails or overflows.
+
+    ``plain``: the sample of the same sizes and random numbers at scale 1.
+    """
+    where, found = call.node.source, []
+    shown = _steady(plain, where)
+    for scale in _scales(call):
+        sample = _sample(call, sizes, dtype, 0, scale)
+        try:
+            steady = _steady(sample, where)
+        except UnsupportedOpError:
+            raise
+        except Exception:
+            continue  # any error by which a kernel refuses values
+        if steady != shown:
+            raise _unfit(call.node.op, where, "the shapes of its results depend on the data")
+        if _overflows(sample) <= _overflows(plain):
+            found.append(sample)
+    return found
+
+
+def _scales(call: Call) -> list[float]:
+    """Return magnitudes other than 1: fixed ones, and some around the numbers among the arguments."""
+    numbers = list(_numbers(_values(call)))
+    numbers.sort(key=lambda number: isinstance(number, int))  # sizes and dims are no thresholds
+    sizes = list(dict.fromkeys(abs(float(n)) for n in numbers if n))[:_THRESHOLDS]
+    near = [factor * size for size in sizes for factor in (0.1, 10.0)]
+    return [s for s in dict.fromkeys((*_SCALES, *near)) if 0 < s < math.inf and s != 1]
+
+
+def _overflows(sample: Sample) -> int:
+    """Return the number of infinite and undefined elements of a sample's results."""
+    return sum(int((~t.isfinite()).sum()) for t in sample.run() if t is not None)
 
 
 def _kind(sample: Sample) -> str:
@@ -201,7 +247,7 @@ def _widened(kind: str, dtype: torch.dtype) -> str:
 def _sizes(call: Call) -> Iterator[dict[int, int]]:
     """Yield sizes of dims -> small sizes that differ where they differ; at last the call's own."""
     given = list(dict.fromkeys(s for t in call.ins for s in t.shape if s > 1))
-    plain = [abs(a) for a in _integers((call.node.args, tuple(call.node.kwargs))) if abs(a) > 1]
+    plain = [abs(a) for a in _numbers(_values(call)) if isinstance(a, int) and abs(a) > 1]
     common = [math.gcd(s, math.lcm(*plain)) if plain else 1 for s in given]
     fixed = {0: 0, 1: 1}
     for primes in _PRIMES:
@@ -213,15 +259,21 @@ def _sizes(call: Call) -> Iterator[dict[int, int]]:
         yield fixed | {s: s for s in given}
 
 
-def _integers(value: Any) -> Iterator[int]:
+def _values(call: Call) -> tuple[Any, ...]:
+    return *call.node.args, *(value for _, value in call.node.kwargs)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
     if isinstance(value, tuple) and not isinstance(value, Ref | Dtype):
         for inner in value:
-            yield from _integers(inner)
-    elif isinstance(value, int) and not isinstance(value, bool):
+            yield from _numbers(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield value
 
 
-def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int) -> Sample:
+def _sample(
+    call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int, scale: float = 1.0
+) -> Sample:
     random = torch.Generator().manual_seed(seed)
     cut = [sizes[s] for t in call.ins if "float" in t.dtype for s in t.shape if s > 1]
     high = min(cut, default=3)
@@ -230,7 +282,7 @@ def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int)
     def tensor(t: Described) -> torch.Tensor:
         shape = [sizes[s] for s in t.shape]
         if "float" in t.dtype:
-            return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
+            return (scale * torch.randn(shape, dtype=torch.float64, generator=random)).to(dtype)
         numbers = torch.randint(2 if t.dtype == "bool" else high, shape, generator=random)
         return numbers.to(getattr(torch, t.dtype))
 
@@ -249,7 +301,7 @@ def _sample(call: Call, sizes: Mapping[int, int], dtype: torch.dtype, seed: int)
         return value
 
     args = tuple(arg(a) for a in call.node.args)
-    return Sample(call.node.op, args, {name: arg(a) for name, a in call.node.kwargs})
+    return Sample(call.node.op, args, {name: arg(a) for name, a in call.node.kwargs}, scale)
 
 
 def resolved(op: str, where: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hap.capture.attention import scaled_dot_product_attention
 from hap.capture.attention_kernels import KERNELS
 from hap.capture.tracing import capture
 from hap.errors import UnsupportedOpError
@@ -177,6 +178,28 @@ def test_a_kernel_that_drops_weights_itself_is_refused_by_name(kernel: str) -> N
     model = Net(nn.Identity(), lambda net, x: CALLS[kernel](split(x), 0.2))
     with pytest.raises(UnsupportedOpError, match=r"aten\._scaled_dot_product_.*random numbers"):
         with_rules(capture(model, (X,)), {})
+
+
+@pytest.mark.parametrize("mask", ["boolean", "added", "trained"])
+@pytest.mark.parametrize("width", [WIDTH // HEADS, 3], ids=["kernel", "math"])
+def test_rows_that_are_wholly_masked_give_zeros(width: int, mask: str) -> None:
+    """So are their gradients; with a trained mask, attention is decomposed."""
+    seen = ~PADDED[:, None, :, None] & ~PADDED[:, None, None, :]
+    bias = torch.zeros(LENGTH, LENGTH, requires_grad=mask == "trained")
+    x = X.clone().requires_grad_()
+
+    def run(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        q = split(x)
+        added = (
+            seen if mask == "boolean" else bias.expand(seen.shape).masked_fill(~seen, -torch.inf)
+        )
+        out = function(q, q.sin(), q[..., :width].cos(), attn_mask=added)
+        return out, *torch.autograd.grad(out.square().sum(), x)
+
+    wanted = run(F.scaled_dot_product_attention)
+    assert not wanted[0].transpose(1, 2)[PADDED].any()
+    for mine, theirs in zip(run(scaled_dot_product_attention), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_the_kernels_have_the_arguments_of_their_operators() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from hap.capture import decompositions, tensor_constants
+from hap.capture import decompositions, local_counts, tensor_constants
 from hap.capture.tracing import capture
 from hap.errors import ModelError
 from hap.ir.graph import Dtype
@@ -48,6 +48,35 @@ def test_weight_norm(dim: int) -> None:
     same(aten._weight_norm_interface.default, v, g, dim)
     _, norm = aten._weight_norm_interface(v, g, dim)
     same(aten._weight_norm_interface_backward.default, f(4, 3, 5), v, g, norm, dim)
+
+
+class Means(nn.Module):
+    """Means of numbers whose sums are beyond float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + 900
+        return (
+            (y.mean() + y.float().mean(1, dtype=y.dtype) - y.mean(0).mean()).float().square().sum()
+        )
+
+
+@pytest.mark.parametrize(("dtype", "middle"), [(torch.float16, 900), (torch.bfloat16, 0)])
+def test_means_of_halves_are_summed_in_float32(dtype: torch.dtype, middle: float) -> None:
+    torch.manual_seed(0)
+    x = middle + torch.randn(48, 96).to(dtype)
+    for dims in ([], [0], [0, 1]):
+        made = local_counts.DECOMPOSITIONS[aten.mean.dim](x, dims)
+        torch.testing.assert_close(made, x.mean(dims), rtol=0, atol=0)
+    wide = local_counts.DECOMPOSITIONS[aten.mean.default](x.float(), dtype=dtype)
+    torch.testing.assert_close(wide, x.mean(), rtol=0, atol=0)
+    case = make_case(Means().to(dtype), torch.randn(48, 4).to(dtype))
+    for world in (2, 3):
+        found = verdict(case, random_plan(case, world, seed=1))
+        assert found.ok, found.first_bad
 
 
 @pytest.mark.parametrize("repeats", [[2, 3], [1, 1], [4, 1, 3]])

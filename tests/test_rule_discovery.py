@@ -77,6 +77,23 @@ def positive(x: Tensor) -> Tensor:
     return x[x > 0]
 
 
+@torch.library.custom_op("fuzzed::clamped", mutates_args=())
+def clamped(x: Tensor) -> Tensor:
+    return x.clamp(-50.0, 50.0)
+
+
+@torch.library.custom_op("fuzzed::exploding", mutates_args=())
+def exploding(x: Tensor, power: float) -> Tensor:
+    if x.abs().max() < 0.01:
+        raise RuntimeError("this kernel takes no small numbers")
+    return x.exp() * power
+
+
+@torch.library.custom_op("fuzzed::positive_above", mutates_args=())
+def positive_above(x: Tensor) -> Tensor:
+    return x[x > 0] if x.abs().max() > 100 else x.clone()
+
+
 _calls: Iterator[int] = iter(range(10**9))
 
 
@@ -146,6 +163,24 @@ def test_sample_calls_rediscover_their_rows() -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "rest", "rows"),
+    [
+        ("fuzzed.clamped.default", (), {"{R} -> {R}", "{S0} -> {S0}", "{S1} -> {S1}"}),
+        ("aten.renorm.default", (2, 0, 60.0), {"{R} -> {R}", "{S0} -> {S0}"}),
+        ("aten.renorm.default", (2, 0, 1e5), {"{R} -> {R}", "{S0} -> {S0}"}),
+        ("fuzzed.exploding.default", (1e5,), {"{R} -> {R}", "{S0} -> {S0}", "{S1} -> {S1}"}),
+    ],
+)  # fmt: skip
+def test_rows_hold_on_both_sides_of_thresholds(
+    op: str, rest: tuple[float, ...], rows: set[str]
+) -> None:
+    """Of the magnitudes that are tried, those at which an operator fails or overflows say nothing."""
+    tensors = {t: Described(name=t, shape=(8, 6), dtype="float32") for t in "xy"}
+    node = Node(name="n", op=op, args=(Ref("x"), *rest), outputs=("y",))
+    assert {str(row) for row in discovered(Call(node=node, tensors=tensors)).rows} == rows
+
+
+@pytest.mark.parametrize(
     ("op", "reason"),
     [
         ("aten.nonzero.default", "shapes of its results depend on the data"),
@@ -154,6 +189,7 @@ def test_sample_calls_rediscover_their_rows() -> None:
         ("aten.item.default", "depend"),
         ("fuzzed.noise.default", "random numbers"),
         ("fuzzed.positive.default", "shapes of its results depend on the data"),
+        ("fuzzed.positive_above.default", "shapes of its results depend on the data"),
         ("fuzzed.counted.default", "keeps a state"),
         ("fuzzed.halved.default", "writes into its inputs"),
         ("fuzzed.secretly_halved.default", "writes into its inputs"),

@@ -43,6 +43,7 @@ def attention(
         return _fresh(out), lse[..., : q.shape[-2]].contiguous()
     scores = _scores(q, k, mask, causal, scale)
     lse = scores.logsumexp(-1)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)  # weights of 0 where all of a row is masked
     return _fresh(torch.exp(scores - lse.unsqueeze(-1)) @ v), lse.to(_lse_dtype(q))
 
 
@@ -183,7 +184,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
-    return torch.matmul(F.dropout(scores.softmax(-1), dropout_p), value)
+    # A mask may hide whole rows, whose weights are 0.
+    weights = scores.softmax(-1) if attn_mask is None else aten._safe_softmax(scores, -1)
+    return torch.matmul(F.dropout(weights, dropout_p), value)
 
 
 def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,12 +17,19 @@ from hap.capture.decompositions import DECOMPOSED
 
 aten = torch.ops.aten
 
+HALVES = (torch.float16, torch.bfloat16)
+"""Types whose sums may overflow or lose digits where their means do not."""
+
 
 def _mean(x: TorchTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     count = 1
     for d in dims:
         count *= x.shape[d]
+    made = dtype or x.dtype
+    if made in HALVES:
+        total = torch.sum(x, list(dims), keepdim, dtype=torch.float32)
+        return (total / count).to(made)
     return torch.sum(x, list(dims), keepdim, dtype=dtype) / count
 
 
