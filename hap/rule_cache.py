@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from hap.files import write_whole
+from hap.synthesizer.rules.textual_rules import read
 
-VERSION = 1
+VERSION = 2
 """Version of the discovery; increased when a change alters its results."""
 
 _TORCH = ("aten.", "prims.")
@@ -62,12 +63,12 @@ class RuleCache:
 
     def _read(self, op: str) -> dict[str, list[str]]:
         try:
-            text = (folder() / f"{op}.json").read_text()
+            text = (folder() / f"{op}.json").read_bytes()
         except OSError:
             return {}
         try:
             found = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # not UTF-8, or no JSON
             found = None
         if not isinstance(found, dict) or not all(_is_rule(lines) for lines in found.values()):
             self._progress(f"the kept rows of {op} are damaged: discovering them again")
@@ -76,4 +77,10 @@ class RuleCache:
 
 
 def _is_rule(lines: object) -> bool:
-    return isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        return False
+    try:
+        read(lines)
+    except ValueError:
+        return False
+    return True

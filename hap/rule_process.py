@@ -8,6 +8,7 @@ as on Windows, nothing is discovered: a spawned process would run the user's pro
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,6 +53,9 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
             process.kill()
     except EOFError:
         pass  # the process ended without an answer
+    except BaseException:  # planning is stopped
+        process.kill()
+        raise
     finally:
         process.join()
         receiver.close()
@@ -72,6 +76,7 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
 
 
 def _discover(call: Call, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills this
     torch.set_num_threads(1)  # a fork lacks its parent's threads
     answer: tuple[str, Any]
     try:

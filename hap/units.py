@@ -7,6 +7,7 @@ Decimal prefixes are powers of 1000, binary ones (``Ki``, ``Mi``, ``Gi``) powers
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Final
@@ -64,7 +65,7 @@ def parse(text: object, dimension: str) -> float:
         Bytes, bytes per second, floating point operations per second, or seconds.
 
     Raises:
-        ValueError: No number, no unit, or a unit of another dimension; the message has a remedy.
+        ValueError: No number, too large a one, no unit, or a unit of another dimension; the message has a remedy.
     """
     example = _EXAMPLE[dimension]
     match = _QUANTITY.fullmatch(str(text))
@@ -77,7 +78,13 @@ def parse(text: object, dimension: str) -> float:
     scale = unit_scales(dimension).get(unit)
     if scale is None:
         raise ValueError(f"{unit!r} is not a unit of {dimension}: write for example {example}")
-    return float(number * scale)
+    try:
+        value = float(number * scale)
+    except ArithmeticError:  # beyond the exponents of Decimal
+        value = math.inf
+    if math.isinf(value):
+        raise ValueError(f"{text!r} is too large a number: write for example {example}")
+    return value
 
 
 def unit_scales(dimension: str) -> dict[str, Decimal]:

@@ -18,6 +18,8 @@ from hap.runtime.collectives import Comm, Sizes, Waiting, part_of
 
 T = TypeVar("T")
 
+_GRACE_S = 1.0
+
 
 class EmulatedWorld:
     """Shared state of the ranks: a slot each, and a barrier between writing and reading."""
@@ -136,11 +138,19 @@ def run_ranks(world_size: int, target: Callable[[Comm], T]) -> list[T]:
             errors.append((rank, error))
             world.abort()
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [
+        threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: ranks end at their next collective, or with the process
+        world.abort()
+        for thread in threads:
+            thread.join(_GRACE_S / world_size)
+        raise
     if errors:
         rank, error = errors[0]
         error.add_note(f"on rank {rank}")

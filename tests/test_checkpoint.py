@@ -23,6 +23,7 @@ import hap
 from hap.errors import CheckpointError, HapError, InputError
 from hap.runtime.batch_sampler import RankBatchSampler
 from hap.runtime.checkpoints.checkpoint_folder import INDEX, CheckpointFolder
+from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.checkpoints.checkpoint_values import (
     decode,
     encode,
@@ -469,3 +470,15 @@ def test_masks_and_noise_go_on_by_the_same_plan(tmp_path: Path) -> None:
     second = made(seed=6)
     hap.load(*second, tmp_path)
     assert train(*second) == after != before
+
+
+@pytest.mark.parametrize("folder", ["/proc/absent/x", "file", "file/x", "new/x"])
+def test_a_folder_that_cannot_be_made_is_told_before_training(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = Checkpoints(folder=str(tmp_path / folder))
+    if folder == "new/x":
+        asked.check()
+    else:
+        with pytest.raises(CheckpointError, match="cannot be saved there"):
+            asked.check()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 import hap
-from hap.errors import InputError
+from hap.errors import CheckpointError, InputError
 from hap.runtime.checkpoints import checkpoint_weights
 from hap.runtime.checkpoints.checkpoint_weights import export, import_
 from hap.runtime.launch import spawn
@@ -132,6 +132,9 @@ def test_what_cannot_be_imported_or_exported(tmp_path: Path) -> None:
     refused("no state_dict that can be read safely", tmp_path / "module.pt")
     torch.save({"a": 3}, tmp_path / "number.pt")
     refused("not names and tensors alone", tmp_path / "number.pt")
+    for number, content in enumerate([b"\x80\x02.", b"\x80\x02G."]):  # IndexError, struct.error
+        (tmp_path / f"{number}.pt").write_bytes(content)
+        refused("no state_dict that can be read safely", tmp_path / f"{number}.pt")
     torch.save({"a": torch.ones(2)}, tmp_path / "fine.pt")
     import_(str(tmp_path / "fine.pt"), str(tmp_path / "start"))
     with pytest.raises(InputError, match="there are checkpoints already"):
@@ -140,4 +143,22 @@ def test_what_cannot_be_imported_or_exported(tmp_path: Path) -> None:
         export(str(tmp_path / "start"), str(tmp_path))
     with pytest.raises(InputError, match="no such folder"):
         export(str(tmp_path / "absent"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunks": [[[-1], [2], "F"]]}, {"chunks": [[[-1], [1], "F"]], "shape": [1]}, {"chunks": [[[1], [2], "F"]]},
+     {"shape": [2, 1]}, {"shape": [-2], "chunks": [[[0], [-2], "F"]]}],
+)  # fmt: skip
+def test_chunks_beyond_their_tensor_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "fine.pt")
+    import_(str(tmp_path / "fine.pt"), str(tmp_path / "ck"))
+    path = tmp_path / "ck" / "step-0" / "checkpoint.json"
+    index = json.loads(path.read_text())
+    ((name, entry),) = index["tensors"].items()
+    index["tensors"][name] = entry | changes
+    path.write_text(json.dumps(index).replace('"F"', json.dumps(entry["chunks"][0][2])))
+    with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged \(ValueError"):
+        export(str(tmp_path / "ck"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

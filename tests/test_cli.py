@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from hap.cli.answers import answered
 from hap.cli.commands import main
+from hap.cli.terminal import emit
 from hap.ir.plan import FORMAT, Plan
 from tests.small_plan import small_plan
 
@@ -211,6 +219,82 @@ def test_verbose_shows_the_traceback_and_the_same_error() -> None:
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "error: absent.json: no such plan file\n  hint: hap plan makes one\n" in result.stderr
+
+
+BUG = (
+    "error: {}:{}: this is a bug of hap or of the model: KeyError: 'x'\n  hint: if the model runs "
+)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_an_error_that_nobody_expects_is_told_as_a_bug(
+    asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setenv("HAP_TRACEBACK", asked)
+    with pytest.raises(SystemExit) as ended:
+        answered(fail)(verbose=False)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert BUG.format(__file__, fail.__code__.co_firstlineno + 1) in told
+    assert ("Traceback" in told) == bool(asked)
+
+
+@pytest.mark.parametrize(
+    "error", [click.UsageError("wrong"), click.exceptions.Exit(3), click.Abort(), SystemExit(4)]
+)
+def test_other_ends_of_a_command_are_left_to_click(error: BaseException) -> None:
+    def end() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        answered(end)(verbose=False)
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_command_ends_quietly_when_nobody_reads_it(
+    lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended:
+            answered(lambda: print("line\n" * lines))(verbose=False)
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_other_broken_pipes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with (
+        tempfile.TemporaryFile("w") as out,
+        contextlib.redirect_stdout(out),
+        pytest.raises(SystemExit, match="2"),
+    ):
+        answered(fail)(verbose=False)
+    assert "Broken pipe" in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    answered(lambda: emit("text"))(verbose=False)
+
+
+def test_numbers_beyond_their_range(folder: Path) -> None:
+    for seed in (str(2**64), str(-(2**63) - 1)):
+        result = hap("verify", "small.json", "--seed", seed)
+        assert result.exit_code == 2 and "64 bits" in result.stderr
+    result = hap("plan", "model.py", "--cluster", "cluster.yaml", "--time-limit", "nan")
+    assert result.exit_code == 2 and "nan is no time" in result.stderr
+
+
+def test_a_name_that_is_no_text() -> None:
+    assert "plan_file is no text in UTF-8" in refused(2, "show", "\udcff.json")
 
 
 def test_show(folder: Path) -> None:

@@ -417,6 +417,21 @@ BAD = {
         "brackets|quotes",
     ),
     "yaml key twice": (NODE + "    gpus: 3\n", 4, "duplicate key", "this line"),
+    "yaml control character": ("name: x\nnodes: \x07\n", 2, "#x0007", "control character"),
+    "yaml date that is none": ("name: 2026-13-45\n" + NODE, 1, "timestamp", "quotes"),
+    "yaml tag of an int": ("nodes:\n  - {gpus: !!int abc, type: V100}\n", 2, "int", "quotes"),
+    "yaml int of 5000 digits": (NODE + f"    count: {'9' * 5000}\n", 4, "int", "quotes"),
+    "yaml hex of 5000 digits": (NODE + f"    count: 0x{'f' * 5000}\n", 4, "too large", "quotes"),
+    "too large for a float": (NODE + f"    drag: {'9' * 400}\n", 4, "too large", "quotes"),
+    "too large for bytes": (NODE + "    memory: 1e400 GiB\n", 4, "too large", "16 GiB"),
+    "hostfile: many slots": ("a slots=100000 type=T4\n\n", 1, "100,000 devices", "fewer"),
+    "hostfile: many slots together": (
+        "a slots=9000 type=T4\nb slots=9000 type=T4\n",
+        2,
+        "18,000 devices",
+        "fewer",
+    ),
+    "hostfile: slots of 5000 digits": (f"a slots={'9' * 5000} type=T4\n\n", 1, "slots", "slots=8"),
     "hostfile: unknown gpu": ("a slots=2 type=V100\nb slots=2 type=V10\n", 2, "V10", "V100"),
     "hostfile: no type": ("a slots=2\nb slots=2\n", 1, "no type", "type="),
     "hostfile: unknown key": ("a slots=2 type=T4\nb slot=2 type=T4\n", 2, "slot=2", "slots"),
@@ -448,6 +463,7 @@ def test_complaints_name_the_line_and_the_remedy(case: str) -> None:
         ("no/such/file.yaml", "no such file"),
         ("local:x", "not a number of ranks"),
         ("local:0", "not a number of ranks"),
+        (f"local:{'9' * 5000}", "not a number of ranks"),
         ("a slots=0 type=T4\n", "no GPUs"),
         ("a slots=2 type=T4\nb slots=2 type=T4\n", "no link between"),
     ],
@@ -456,6 +472,16 @@ def test_complaints_about_the_whole(given: str, what: str) -> None:
     with pytest.raises(ClusterError, match=what) as caught:
         load_cluster(given)
     assert caught.value.hint
+
+
+def test_a_node_may_merge_another() -> None:
+    text = (
+        "links: {between: 1 GB/s}\nnodes:\n  - &a {name: a, gpus: 2, type: V100, memory: 9 GiB}\n"
+        "  - <<: *a\n    name: b\n"
+    )
+    first, _, merged, _ = load_cluster(text).devices
+    assert (merged.node, merged.memory_bytes) == ("b", first.memory_bytes)
+    assert merged.source["memory_bytes"] == "<text>:4"  # of the node: the line is another's
 
 
 def test_a_file_is_named_in_its_complaints(tmp_path: Path) -> None:

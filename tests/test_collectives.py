@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from functools import cache
 
@@ -280,6 +283,24 @@ def test_an_error_of_one_rank_ends_the_others() -> None:
 
     with pytest.raises(ArithmeticError, match="rank 1 is lost"):
         run_ranks(3, run)
+
+
+def test_ctrl_c_releases_ranks_that_wait_and_leaves_the_others_behind() -> None:
+    busy = threading.Event()
+
+    def run(comm: Comm) -> Tensor:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            busy.wait(5)
+        return comm.all_reduce(torch.ones(2), "one shot")
+
+    others = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(2, run)
+    left = set(threading.enumerate()) - others
+    busy.set()
+    assert len(left) == 1
+    assert all(thread.daemon for thread in left)
 
 
 def test_the_emulator_refuses_shards_of_another_size() -> None:

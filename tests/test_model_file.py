@@ -13,7 +13,7 @@ from torch import nn
 
 from hap.capture import torch_private
 from hap.capture.model_file import load_model_file, model_file_of
-from hap.errors import ModelError, PlanError, Terminated
+from hap.errors import ModelError, PlanError, PlanningStopped, Terminated
 from tests.small_plan import small_plan
 
 GOOD = """\
@@ -109,6 +109,7 @@ def test_a_model_file_travels_to_other_processes_as_its_name(write: Write) -> No
         ("def model(): pass\n", "", "", "no function `batch`"),
         (GOOD + "optimizer = 'Adam'\n", "", "", "`optimizer` is 'Adam', not a function"),
         (GOOD + "seed = 'x'\n", "", "", "`seed` is 'x', not an int"),
+        (GOOD + "seed = 2**80\n", "", "", "`seed` has more than 64 bits"),
     ],
 )
 def test_mistakes_while_loading(write: Write, text: str, spec: str, line: str, what: str) -> None:
@@ -119,10 +120,26 @@ def test_mistakes_while_loading(write: Write, text: str, spec: str, line: str, w
     assert what in caught.value.what
 
 
-def test_a_signal_in_its_midst_is_no_mistake_of_the_file(write: Write) -> None:
-    path = write("from hap.errors import Terminated\nraise Terminated(143)\n")
-    with pytest.raises(Terminated, match="143"):
+@pytest.mark.parametrize("stop", [Terminated, PlanningStopped])
+def test_a_signal_in_its_midst_is_no_mistake_of_the_file(
+    write: Write, stop: type[BaseException]
+) -> None:
+    path = write(f"from hap.errors import {stop.__name__}\nraise {stop.__name__}(143)\n")
+    with pytest.raises(stop, match="143"):
         load_model_file(path)
+
+
+def test_a_folder_that_the_file_changes_to_is_its_own(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("5")
+    write(f"import os\nos.chdir('data')\n{GOOD}".replace("(4,", "(int(open('rows').read()),"))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # loaded again, as in verify
+        file = load_model_file("model.py")
+        assert file.batch().shape == (5, 3)
+        assert Path.cwd() == tmp_path
 
 
 def test_a_misspelt_function_is_met_with_the_near_ones(write: Write) -> None:

@@ -126,6 +126,12 @@ DAMAGE: dict[str, tuple[str, Any, str]] = {
     "a lost instruction": ("program.instructions.0", ["compute", "s0", ["S0"], ["P"], False], "damaged"),
     "outputs missing": ("program.outputs", ["R"], "damaged"),
     "a number for a name": ("shares.batch", 3, "damaged"),
+    "states that are text": ("optimizer", {"name": "SGD", "states": "x"}, "states of the optimizer"),
+    "states that are a list": ("optimizer", {"name": "SGD", "states": [1]}, "states of the optimizer"),
+    "a path that is a number": ("source.path", 3, "path of the source"),
+    "a tensor that is missing": ("recipe", {"batch": {"tuple": [{"tensor": "9"}]}}, "tensor '9'"),
+    "a batch of no kind": ("recipe", {"batch": {"set": []}}, "kind 'set'"),
+    "a batch that is a list": ("recipe", {"batch": [1]}, "the batch has"),
 }  # fmt: skip
 
 
@@ -140,6 +146,15 @@ def test_a_tampered_plan_is_refused(tmp_path: Path, damage: str) -> None:
         Plan.load(path)
     assert error.value.where == str(path)
     assert error.value.hint
+
+
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    data = saved(path)
+    change(data, "prediction.step_s", "infinite")
+    path.write_text(json.dumps(data).replace('"infinite"', "1e999"))
+    with pytest.raises(PlanError, match="1e999 is no figure"):
+        Plan.load(path)
 
 
 @pytest.mark.parametrize("shares", [(-1, 7, 1, 1), (9, -3, 1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 import hap
 from hap import rule_process, rule_sources
 from hap.cli.plan_screen import plan_screen
+from hap.cli.stoppable import stoppable
 from hap.cli.terminal import console
-from hap.errors import UnsupportedOpError
+from hap.errors import PlanningStopped, UnsupportedOpError
 from hap.ir.graph import Graph, Input, Node, Output, Ref
 from hap.ir.graph import Tensor as Described
 from hap.ir.placement import R
@@ -250,11 +252,30 @@ def test_discovered_rows_are_kept_and_damaged_files_are_not_believed(
         patched.setattr(rule_sources, "discovered_apart", never)
         again = hap.plan(Odd("discovered"), BATCH, two_machines(2), progress=said.append)
     assert again.to_json() == first.to_json()
+    rows = (folder() / "aten.cummax.default.json").read_bytes()
     for name in kept:
         (folder() / name).write_text("{")
     anew = hap.plan(Odd("discovered"), BATCH, two_machines(2), progress=said.append)
     assert anew.to_json() == first.to_json()
     assert any("aten.cummax.default are damaged" in text for text in said)
+    assert (folder() / "aten.cummax.default.json").read_bytes() == rows
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff", b"[]", b"[" * 100_000, b'{"kind": 3}', b'{"kind": ["a line of nothing"]}']
+)  # fmt: skip
+def test_rows_that_cannot_be_read_are_written_anew(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder().mkdir(parents=True)
+    (folder() / "aten.mm.default.json").write_bytes(content)
+    said: list[str] = []
+    cache = RuleCache(said.append)
+    assert cache.get("aten.mm.default", "kind") is None
+    assert len(said) == 1 and "damaged" in said[0]
+    cache.put("aten.mm.default", "kind", ("origin replicated",))
+    assert RuleCache(said.append).get("aten.mm.default", "kind") == ("origin replicated",)
 
 
 def test_rules_of_other_libraries_are_not_kept(
@@ -316,6 +337,17 @@ def test_an_operator_that_crashes_or_hangs_in_parts_is_replicated(
     node = Node(name="n", op=f"{op}.default", args=(Ref("x"),), outputs=("y",))
     with pytest.raises(NoSampleError, match=says):
         rule_process.discovered_apart(Call(node=node, tensors={"x": x, "y": made}))
+
+
+def test_a_stop_ends_the_process_of_an_operator_that_hangs() -> None:
+    x = Described(name="x", shape=(6, 4), dtype="float32")
+    made = Described(name="y", shape=(6, 4), dtype="float32")
+    node = Node(name="n", op="sourced.hangs.default", args=(Ref("x"),), outputs=("y",))
+    start = time.perf_counter()
+    with pytest.raises(PlanningStopped), stoppable(0.5):
+        rule_process.discovered_apart(Call(node=node, tensors={"x": x, "y": made}))
+    assert time.perf_counter() - start < 15
+    assert not multiprocessing.active_children()
 
 
 def test_without_forks_an_operator_is_replicated_and_the_reason_is_said(

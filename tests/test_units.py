@@ -48,6 +48,8 @@ def test_reads_what_people_write(text: str, dimension: str, value: float) -> Non
         ("fast", "bytes/s", "not a quantity"),
         ("1.2.3 GB/s", "bytes/s", "not a quantity"),
         (None, "seconds", "not a quantity"),
+        ("1e400 GiB", "bytes", "too large a number"),  # no float
+        ("1e999999 GiB", "bytes", "too large a number"),  # no product of decimals
         ("30 GB/s", "seconds", "not a unit of seconds"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from benchmarks.time_limit import TooLongError, limited
+from hap.cli.answers import UNEXPECTED
 from hap.cli.commands import main
 
 MODEL = """
@@ -118,6 +119,8 @@ def _judge(case: Case, code: int, message: str) -> str:
     """Return the reason why an answer is wrong, or an empty text."""
     if "Traceback" in message:
         return "a traceback"
+    if UNEXPECTED in message:
+        return "an error that nobody expected"
     if code not in case.exits:
         return f"exit {code}, not {' or '.join(map(str, case.exits))}"
     lines = [x for x in message.splitlines() if x.lower().startswith(("error", "usage"))]

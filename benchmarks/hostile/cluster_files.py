@@ -27,6 +27,11 @@ TEXTS: dict[str, str | bytes] = {
     "deep": "[" * 5000 + "]" * 5000, "binary": bytes(range(256)) * 4, "a key twice": CLUSTER + "name: again\n",
     "an unknown key": CLUSTER + "colour: red\n", "no nodes": "name: x\nlinks: {between: 1 GB/s}\n",
     "nodes of one name": CLUSTER.replace("name: b", "name: a"), "utf-16": CLUSTER.encode("utf-16"),
+    "a control character": CLUSTER.replace("lab", '"\x07"'), "a date that is none": CLUSTER.replace("lab", "2026-13-45"),
+    "a tag of an int": CLUSTER.replace("gpus: 2", "gpus: !!int abc"), "5000 digits": CLUSTER.replace("gpus: 2", f"gpus: {'9' * 5000}"),
+    "5000 hexadecimal digits": CLUSTER.replace("gpus: 2", f"gpus: 0x{'f' * 5000}"), "400 digits": CLUSTER.replace("memory: 8 GiB", f"price_per_hour: {'9' * 400}"),
+    "more bytes than a float": CLUSTER.replace("8 GiB", "1e400 GiB"), "more bytes than a decimal": CLUSTER.replace("8 GiB", "1e999999 GiB"),
+    "a merge that lacks a figure": CLUSTER + "- &d {name: d, gpus: 1, type: P100}\n- {<<: *d, name: e, memory: 3}\n",
     "a device of no type": CLUSTER.replace("type: A100", "type: Z999"),
 }  # fmt: skip
 

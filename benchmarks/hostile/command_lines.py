@@ -29,6 +29,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "an engine of no name": ("plan", "model.py", "--cluster", "cluster.yaml", "--engine", "magic"),
     "a negative proof": ("plan", "model.py", "--cluster", "cluster.yaml", "--prove", "-1"),
     "a recompute of no name": ("plan", "model.py", "--cluster", "cluster.yaml", "--recompute", "all"),
+    "no time": ("plan", "model.py", "--cluster", "cluster.yaml", "--time-limit", "nan"),
+    "a seed out of range": ("verify", "plan.json", "--seed", "1" + "0" * 20), "a name that is no text": ("show", "\udcff.json"),
     "an unknown option": ("plan", "model.py", "--cluster", "cluster.yaml", "--fast"),
     "an unknown command": ("fly",), "a plan that is missing": ("show", "none.json"),
     "a plan that is a folder": ("show", "folder"), "a plan that is a model": ("show", "model.py"),

@@ -53,12 +53,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "restarts without checkpoints": ("--max-restarts", "2"), "negative restarts": ("--max-restarts", "-1"),
     "every 0 steps": ("--checkpoint", "ck", "--every", "0"), "keep none": ("--checkpoint", "ck", "--keep", "0"),
     "checkpoints in a file": ("--checkpoint", "model.py"), "checkpoints under a file": ("--checkpoint", "model.py/x"),
-    "checkpoints nowhere": ("--checkpoint", ""), "more ranks than devices": ("--nproc", "99"), "a backend of no name": ("--backend", "magic"),
+    "checkpoints in proc": ("--checkpoint", "/proc/absent/x"), "checkpoints nowhere": ("--checkpoint", ""), "more ranks than devices": ("--nproc", "99"), "a backend of no name": ("--backend", "magic"),
 }  # fmt: skip
 """Name -> options of ``run``."""
 
 HOSTFILES = {
     "no slots": "a slots=0\n", "text as slots": "a slots=x\n", "negative slots": "a slots=-1\n", "too many slots": "a slots=999999999999\n",
+    "a billion slots": "a slots=1000000000 type=V100\n", "5000 digits of slots": f"a slots={'9' * 5000} type=V100\n",
     "a remark alone": "# hi\n", "a long name": "a" * 100_000 + " slots=2\n",
 }  # fmt: skip
 
@@ -137,6 +138,7 @@ def _weights(case: Any) -> Iterator[Case]:
         "nothing": b"", "text": b"hello", "code": saved({"a": _Evil()}), "a list": saved([zeros]), "a tensor": saved(zeros),
         "numbers": saved({"a": 3}), "keys that are no text": saved({1: zeros}), "sparse tensors": saved({"a": torch.eye(3).to_sparse()}),
         "tensors without data": saved({"a": torch.zeros(2, device="meta")}), "half a file": saved({"a": zeros})[:200],
+        "a pickle of nothing": b"\x80\x02.", "a pickle of half a float": b"\x80\x02G.",
     }.items():  # fmt: skip
         yield case(
             f"import of {name}", "import", "w__pt".replace("__", "."), "--to", "out", w__pt=content

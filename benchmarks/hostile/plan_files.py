@@ -30,7 +30,10 @@ def cases(plan: Path, count: int, seed: int = 0) -> Iterator[Case]:
     for name, content in {
         "empty": "", "a number": "3", "a list": "[]", "half": text[: len(text) // 2], "deep": "[" * 100_000,
         "binary": bytes(range(256)) * 4, "not a number": json.dumps({**data, "prediction": {**data["prediction"], "step_s": math.nan}}), "utf-16": text.encode("utf-16"),
-        "two": text + text, "a later format": json.dumps({**data, "format": 99}), "no format": "{}",
+        "two": text + text, "1e999": json.dumps({**data, "prediction": {**data["prediction"], "step_s": "@"}}).replace('"@"', "1e999"),
+        "states of text": json.dumps({**data, "optimizer": {"name": "SGD", "states": "x"}}), "a path of a number": json.dumps({**data, "source": {"path": 3}}),
+        "a batch of a missing tensor": json.dumps({**data, "recipe": {"batch": {"tensor": "9"}}}),
+        "a later format": json.dumps({**data, "format": 99}), "no format": "{}",
     }.items():  # fmt: skip
         for command in COMMANDS[:2]:
             yield _case(f"file: {name}", command, content)

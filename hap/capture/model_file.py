@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from hap.capture import torch_private
 from hap.capture.tracing import AUTOCAST
 from hap.capture.user_optimizer import MakeOptimizer
 from hap.cluster.work import PRECISIONS
-from hap.errors import HapError, ModelError, PlanError, Terminated
+from hap.errors import HapError, ModelError, PlanError, PlanningStopped, Terminated
 from hap.ir.batch import flatten
 from hap.ir.plan import Plan
 
@@ -96,6 +97,8 @@ def load_model_file(spec: str) -> ModelFile:
     seed = find("seed") or 0
     if not isinstance(seed, int):
         raise ModelError(f"`seed` is {seed!r}, not an int", where=path)
+    if not -(2**63) <= seed < 2**64:
+        raise ModelError("`seed` has more than 64 bits", where=path, hint="use a smaller number")
 
     rules = find("rules") or {}
     if not isinstance(rules, dict) or not all(_is_rule(r) for r in rules.items()):
@@ -177,6 +180,7 @@ def _split(spec: str) -> tuple[str, str]:
 
 def _execute(path: str) -> ModuleType:
     file = Path(path.replace("\0", " ")).resolve()
+    _LEFT_IN.pop(str(file), None)  # it begins where hap was started
     if not file.is_file():
         raise ModelError("no such file", where=path, hint="give a Python file: model.py")
     name = f"hap_model_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
@@ -259,17 +263,17 @@ def _has_tensors(batch: Any) -> bool:
 @contextlib.contextmanager
 def _user_code(path: str, what: str) -> Iterator[None]:
     """Run the file's code like ``python path``, with its folder first on ``sys.path``."""
-    folder = str(Path(path).resolve().parent)
+    file = Path(path).resolve()
+    folder = str(file.parent)
     sys.path.insert(0, folder)
     try:
-        yield
-    except (HapError, Terminated):
+        with _current_folder(str(file)):
+            yield
+    except (HapError, Terminated, PlanningStopped, KeyboardInterrupt):
         raise
     except torch_private.data_dependent_errors():
         raise  # under fake tensors: the caller builds for real instead
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         summary = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ModelError(
             f"{what} raised {summary}",
@@ -279,6 +283,30 @@ def _user_code(path: str, what: str) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):  # the code may have removed it itself
             sys.path.remove(folder)
+
+
+_LEFT_IN: dict[str, str] = {}
+"""Model file -> the current folder that its code changed to, for its next functions."""
+
+
+@contextlib.contextmanager
+def _current_folder(file: str) -> Iterator[None]:
+    """Run the file's code in the folder that it changed to, if it did; come back from there."""
+    try:
+        before = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        yield
+        return
+    inside = _LEFT_IN.get(file, before)
+    try:
+        if inside != before:
+            os.chdir(inside)
+        yield
+    finally:
+        after = os.getcwd()
+        if after != before:
+            _LEFT_IN[file] = after
+            os.chdir(before)
 
 
 def _line(error: BaseException, path: str) -> str:

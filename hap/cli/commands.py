@@ -22,7 +22,7 @@ import click
 import hap
 from hap import cli
 from hap.cli import explain_command, init_command, report_command, what_if_command
-from hap.cli.answers import answered
+from hap.cli.answers import Seconds, Seed, answered
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
@@ -109,7 +109,7 @@ def _command(
     "--stages", is_flag=True, help="Also plan pipelines of stages, and take one if it is faster."
 )
 @click.option(
-    "--time-limit", type=click.FloatRange(min=0, min_open=True, max=1e6), metavar="SECONDS",
+    "--time-limit", type=Seconds(), metavar="SECONDS",
     help="End the search after this time, with the best plan so far; Ctrl-C does so at once.",
 )  # fmt: skip
 def plan(
@@ -163,7 +163,7 @@ _backend = click.option(
     show_default=True,
     help="Precision of the comparison; float64 distinguishes rounding from errors.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of parameters and data.")
+@click.option("--seed", type=Seed(), default=0, help="Of parameters and data.", show_default=True)
 @_backend
 @click.option(
     "--device",

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.reader import ReaderError
 
 from hap.cluster.catalogue import find, nearest
 from hap.cluster.device import Device
@@ -28,6 +30,8 @@ from hap.units import parse
 
 _FIGURES: Final = (*BY_KEY, *RETIRED, "source")
 _BETWEEN_LATENCY_S: Final = 30e-6
+
+_MOST_BITS: Final = 1000  # of a whole number: larger ones are no floats, and slow to print
 
 LEAST_RATE: Final = 1e3
 """Lowest rate in bytes or operations per second; a lower one is a mistake in the unit."""
@@ -64,11 +68,33 @@ def _read(path: Path) -> str:
         ) from error
 
 
+class _Constructor(RoundTripConstructor):
+    """Names the line of a value that is none of its kind, such as the date ``2026-13-45``."""
+
+    def construct_non_recursive_object(self, node: Any, tag: str | None = None) -> Any:
+        try:
+            found = super().construct_non_recursive_object(node, tag)
+            if isinstance(found, int) and found.bit_length() > _MOST_BITS:
+                raise ValueError("the number is too large")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            what = f"the {node.tag.rpartition(':')[2]} here cannot be read: {error}"
+            raise ConstructorError(None, None, what, node.start_mark) from error
+        return found
+
+
 def _read_yaml(text: str, file: str, name: str) -> Cluster:
+    yaml = YAML()  # the round-trip loader keeps line numbers
+    yaml.Constructor = _Constructor
     try:
-        data = YAML().load(text)  # the round-trip loader keeps line numbers
+        data = yaml.load(text)
     except RecursionError:
         raise ClusterError("the yaml is nested too deep", where=file, hint="flatten it") from None
+    except ReaderError as error:
+        raise ClusterError(
+            f"not valid yaml: the character #x{error.character:04x} is not allowed",
+            where=f"{file}:{text.count(chr(10), 0, error.position) + 1}",
+            hint="remove this control character",
+        ) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ClusterError(
@@ -325,9 +351,10 @@ class _Section:
                 )
 
     def where(self, key: str) -> str:
-        """Return ``file:line`` of a key."""
+        """Return ``file:line`` of a key; of the mapping for a key that it lacks or merges (``<<``)."""
         lines = getattr(self.data, "lc", None)
-        return f"{self.file}:{lines.key(key)[0] + 1}" if lines and key in self.data else self.place
+        written = lines and key in (lines.data or ())
+        return f"{self.file}:{lines.key(key)[0] + 1}" if lines and written else self.place
 
     def get(self, key: str, default: object) -> object:
         value = self.data.get(key)

@@ -23,6 +23,7 @@ from hap.units import parse
 
 _HOST = re.compile(r"[^\s:=#\[\]{}]+(\s+\w+=\S+)+")
 _DIRECTIVE = re.compile(r"#\s*hap:\s*(.*)")
+_MOST_DIGITS = 12  # of a number of devices
 _DEFAULT_LATENCY_S = {"between": 30e-6, "inside": 10e-6}
 
 
@@ -58,10 +59,9 @@ def read_hostfile(text: str, file: str, name: str) -> Cluster:
             )
         settings = dict(_pairs(words, where, ("slots", "type")))
         pattern, own[host] = _gpu(settings, where)
-        devices += [
-            replace(pattern, name=f"{host}:{index}", node=host)
-            for index in range(_slots(settings, where))
-        ]
+        slots = _slots(settings, where)
+        check_size(len(devices) + slots, where)
+        devices += [replace(pattern, name=f"{host}:{index}", node=host) for index in range(slots)]
     if not devices:
         raise ClusterError(
             "the hostfile has no GPUs", where=file, hint="write: worker0 slots=8 type=A100-40"
@@ -107,11 +107,15 @@ def _gpu(settings: dict[str, str], where: str) -> tuple[Device, Link]:
 
 def _slots(settings: dict[str, str], where: str) -> int:
     text = settings.get("slots", "1")
-    if not text.isdecimal():
+    if not _is_count(text):
         raise ClusterError(
             f"slots is {text!r}", where=where, hint="write a whole number, as slots=8"
         )
     return int(text)
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _link(key: str, text: str, where: str) -> Link:
@@ -140,7 +144,7 @@ def local_cluster(text: str) -> Cluster:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     _, colon, count = text.partition(":")
-    if colon and not (count.isdecimal() and int(count)):
+    if colon and not (_is_count(count) and int(count)):
         raise ClusterError(f"{text!r} is not a number of ranks", hint="write local, or local:4")
     ranks = int(count) if colon else cores
     check_size(ranks, text)

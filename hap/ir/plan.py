@@ -24,7 +24,7 @@ from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
 from hap.ir.plain_data import read_text
-from hap.ir.plan_checks import check_programs, check_recipe_names
+from hap.ir.plan_checks import check_form, check_programs, check_recipe_names
 from hap.ir.prediction import (
     Alternative,
     Bound,
@@ -362,7 +362,11 @@ class Plan:
         where = str(path)
         infinite: list[str] = []
         try:
-            data = json.loads(read_whole(path), parse_constant=plan_json.noted(infinite))
+            data = json.loads(
+                read_whole(path),
+                parse_constant=plan_json.noted(infinite),
+                parse_float=plan_json.finite,
+            )
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except OSError as error:
@@ -395,14 +399,7 @@ class Plan:
             raise PlanError(
                 error.what, where=error.where or where, hint=error.hint or "plan anew"
             ) from None
-        except (
-            KeyError,
-            ValueError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-        ) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise PlanError(
                 f"the plan file is damaged ({type(error).__name__}: {error})",
                 where=where, hint="plan anew",
@@ -417,8 +414,9 @@ class Plan:
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
         p, kind = data["prediction"], data["optimizer"]
-        recipe = Recipe(**data.get("recipe", {}))
+        recipe = plan_json.unpacked(Recipe, data.get("recipe", {}), "the recipe")
         check_recipe_names(recipe.float32_matmul_precision, recipe.gradients)
+        check_form(recipe.batch, graph)
         prediction = Prediction(
             step_s=p["step_s"],
             communicate_s=p["communicate_s"],
@@ -429,10 +427,12 @@ class Plan:
             bounds=tuple(Bound(**b) for b in p.get("bounds", ())),
         )
         plan = Plan(
-            source=Source(**data["source"]),
+            source=plan_json.unpacked(Source, data["source"], "the source"),
             graph=replace(graph, products=recipe.products),
             cluster=cluster,
-            optimizer=OptimizerKind.of(kind) if isinstance(kind, str) else OptimizerKind(**kind),
+            optimizer=OptimizerKind.of(kind)
+            if isinstance(kind, str)
+            else plan_json.unpacked(OptimizerKind, kind, "the optimizer"),
             program=Program.from_json(data["program"]),
             shares=plan_json.read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),

@@ -9,11 +9,13 @@ from hap.cluster.topology import Cluster
 from hap.cluster.work import PRECISIONS
 from hap.errors import PlanError
 from hap.ir.axes import Shares
+from hap.ir.batch import Form
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import Inside, divide
 from hap.ir.microbatch_sizes import even_parts, sized_stages
 from hap.ir.placement import conversion
+from hap.ir.plain_data import read_list, read_map
 from hap.ir.program import Convert, Program
 from hap.ir.stages import PipelineStages
 
@@ -105,6 +107,26 @@ def _check_units(
 def _whole(value: object) -> bool:
     """Is this a whole number, 0 or more?"""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_form(form: Form, graph: Graph) -> None:
+    """Raise ``ValueError`` unless a batch of this form can be built of the graph's inputs."""
+    known = {i.target for i in graph.role("input")}
+
+    def check(part: object) -> None:
+        ((kind, content),) = read_map(part, "the batch").items()
+        if kind == "tensor" and content not in known:
+            raise ValueError(f"the batch has the tensor {content!r}, the graph has not")
+        if kind == "dict":
+            content = [*read_map(content, "the batch").values()]
+        if kind in ("dict", "tuple", "list"):
+            for entry in read_list(content, "the batch"):
+                check(entry)
+        elif kind not in ("tensor", "value"):
+            raise ValueError(f"the batch has a part of the kind {kind!r}")
+
+    if form is not None:  # as in plans of older versions
+        check(form)
 
 
 def check_recipe_names(precision: object, rounding: object) -> None:

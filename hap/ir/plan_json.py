@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hap.ir.axes import Shares
 from hap.ir.mesh import Inside
 from hap.ir.plain_data import read_count, read_flag, read_list, read_map, read_text
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage
+
+T = TypeVar("T")
 
 
 def packed(record: Any) -> Any:
@@ -21,6 +24,24 @@ def packed(record: Any) -> Any:
         return record
     kept = ((f, getattr(record, f.name)) for f in fields(record))
     return {f.name: packed(value) for f, value in kept if value != f.default}
+
+
+def unpacked(kind: type[T], data: Any, where: str) -> T:
+    """Return a dataclass of texts, counts and other fields: the inverse of :func:`packed`."""
+    found = kind(**read_map(data, where))
+    for field in fields(kind):  # type: ignore[arg-type]
+        read = {"str": read_text, "int": read_count}.get(str(field.type))
+        if read is not None:
+            read(getattr(found, field.name), f"{field.name} of {where}")
+    return found
+
+
+def finite(text: str) -> float:
+    """Parse a number of JSON; one that no float can hold, as 1e999, is refused."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is no figure")
+    return value
 
 
 def noted(found: list[str]) -> Callable[[str], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,10 @@ class Checkpoints:
 
         Raises:
             InputError: the run would mix with the checkpoints of another one.
-            CheckpointError: the checkpoint to resume from is absent or incomplete.
+            CheckpointError: the checkpoint to resume from is absent or incomplete, or no file can be
+                written in the folder.
         """
+        self._check_writable()
         steps = CheckpointFolder(self.folder).steps()
         if self.resume == "no" and steps:
             raise InputError(
@@ -59,6 +62,19 @@ class Checkpoints:
         found = self._found()
         if found is not None:
             CheckpointFolder(self.folder).check_newest(read_index(found[0])["step"])
+
+    def _check_writable(self) -> None:
+        """Write a temporary file in the folder, or in the one that it would be made in."""
+        folder = Path(self.folder)
+        try:
+            there = next(place for place in (folder, *folder.parents) if place.exists())
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be saved there: {error.strerror or error}", where=self.folder,
+                hint="give a folder that can be written",
+            ) from None  # fmt: skip
 
     def options(self) -> list[str]:
         """Return the options of ``hap run`` that give these checkpoints."""

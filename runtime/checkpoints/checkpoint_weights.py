@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -160,8 +159,8 @@ def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
     """Read a file of ``torch.save`` without running anything that is pickled in it."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
+    except Exception as error:  # the unpickler raises many kinds for a damaged file
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InputError(
             f"this file holds no state_dict that can be read safely: {first}", where=str(path),
             hint="save model.state_dict() alone with torch.save, or use safetensors",
@@ -181,13 +180,19 @@ def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
 
 def _whole(path: Path, name: str, entries: Mapping[str, Any]) -> torch.Tensor:
     entry = entries[name]
-    whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    for offsets, sizes, file in entry["chunks"]:
-        with opened(path / file) as chunks:
-            part = whole
-            for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-                part = part.narrow(dim, start, size)
-            part.copy_(chunks.get_tensor(name))
+    try:
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for offsets, sizes, file in entry["chunks"]:
+            with opened(path / file) as chunks:
+                part = whole
+                for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    if start < 0:
+                        raise ValueError(f"a chunk of {name} begins at {start}")
+                    part = part.narrow(dim, start, size)
+                part.copy_(chunks.get_tensor(name))
+    except (RuntimeError, OverflowError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"the shape or a chunk of {name} is wrong: {first}") from error
     return whole
 
 
