@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hap.api import compile, with_weights
 from hap.capture.model_file import ModelFile, model_file_of
-from hap.capture.user_optimizer import copy_attributes, default_optimizer, examine, make_optimizer
+from hap.capture.user_optimizer import default_optimizer, examine, make_optimizer
 from hap.errors import PlanError
 from hap.ir.batch import Batch, call
 from hap.ir.plan import OptimizerKind, Plan
@@ -60,8 +60,6 @@ class Trainer:
         self.module = compile(
             model, plan, loss=self._file.loss, seed=self._file.seed, backend=backend, check=check
         )
-        for name, parameter in model.named_parameters():
-            copy_attributes(parameter, self.module.get_parameter(name))
         self._optimizer = make_optimizer(make, self.module)
         self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=_underflows(plan))

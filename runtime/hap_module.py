@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hap import optim
 from hap.capture import torch_private
+from hap.capture.checks import check_names
 from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given, other_entries
@@ -46,6 +47,7 @@ class HapModule(nn.Module):
 
     Raises:
         PlanError: the world size is not the plan's, or the ranks hold different programs.
+        ModelError: the model names a tensor like an attribute of this class.
         InputError: the backend is unknown, or a tool that it needs is not installed.
     """
 
@@ -65,6 +67,7 @@ class HapModule(nn.Module):
             raise PlanError(
                 "the ranks hold different programs", hint="give every rank the same plan file"
             )
+        check_names(model)
         self._plan, self._comm, self._device, self._digest = plan, comm, device, digest
         self._comms = along_axes(plan, comm)
         self._code = replace(
@@ -87,6 +90,7 @@ class HapModule(nn.Module):
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
             mine = nn.Parameter(shard, parameter.requires_grad)
+            vars(mine).update(vars(parameter))  # an optimizer may read the user's attributes
             optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
             self._put(name, mine)
         for name, buffer in _tensors(model).items():

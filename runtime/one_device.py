@@ -46,7 +46,7 @@ def observe_reference(
     Raises:
         UnlikeDrawsError: the module does not draw the numbers of ``replay``.
     """
-    twin = copy.deepcopy(model).to(device)
+    twin = copied(model).to(device)
     batch = each(batch, lambda name, entry: entry.to(device))
     widen = next(twin.parameters()).dtype == torch.float64
     step = Step(twin, batch, loss, "" if widen else autocast)
@@ -65,20 +65,36 @@ def observe_reference(
     return seen
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy whose parameters have the attributes that the user gave them."""
+    twin = copy.deepcopy(model)
+    for mine, given in zip(twin.parameters(), model.parameters(), strict=True):
+        vars(mine).update(vars(given))
+    return twin
+
+
 @contextlib.contextmanager
 def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     """Fix all random numbers and, if ``widen``, replace every float dtype that code names by float64.
 
     Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
     those casts would dominate the error, and the reference would be less exact than the plan.
+    Tensors that the module does not own, such as globals, are converted where they are used.
     """
     aten = torch.ops.aten
 
     class Reference(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+            aliased = any(argument.alias_info for argument in func._schema.arguments)
+
             def wide(x: Any) -> Any:
-                narrow = widen and isinstance(x, torch.dtype) and x.is_floating_point
-                return torch.float64 if narrow else x
+                if widen and isinstance(x, torch.dtype):
+                    return torch.float64 if x.is_floating_point else x
+                if not widen or aliased:  # a view of a copy, or a write into it, would be lost
+                    return x
+                if isinstance(x, list | tuple):
+                    return [wide(part) for part in x]
+                return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
             if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
                 return args[0].double()  # a dispatch mode does not see the dtype of torch.tensor

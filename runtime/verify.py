@@ -15,7 +15,6 @@ the ranks drew. Every tensor is compared by itself:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap.capture.tracing import Loss
+from hap.capture.tracing import Loss, raised_at
 from hap.capture.user_optimizer import MakeOptimizer
-from hap.errors import HapError, VerifyError
+from hap.errors import HapError, ModelError, VerifyError
 from hap.ir.batch import Batch, call, each
 from hap.ir.plan import Plan
 from hap.runtime.collectives import Comm
@@ -38,6 +37,7 @@ from hap.runtime.one_device import (
     STEPS,
     VANISHES,
     Observed,
+    copied,
     observe,
     observe_reference,
     rounding,
@@ -159,14 +159,27 @@ def _references(
     """Return the module's results in float64 and, if the ranks' precision is lower, in theirs."""
 
     def run(model: nn.Module, batch: Batch) -> Observed:
-        return observe_reference(
-            model, batch, loss, observer.optimizer, observer.device,
-            autocast=observer.plan.recipe.autocast, replay=None if drawn is None else Replay(drawn),
-        )  # fmt: skip
+        replay = None if drawn is None else Replay(drawn)
+        try:
+            return observe_reference(
+                model, batch, loss, observer.optimizer, observer.device,
+                autocast=observer.plan.recipe.autocast, replay=replay,
+            )  # fmt: skip
+        except (HapError, UnlikeDrawsError):
+            raise
+        except Exception as error:
+            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+            text = str(error).partition("\n")[0]
+            raise ModelError(
+                f"the model fails on one device in {dtype}: {type(error).__name__}: {text}",
+                where=raised_at(error),
+                hint="the parameters, the buffers and the batch are converted to this dtype: keep "
+                "other tensors of the model and of the loss in buffers",
+            ) from error
 
     if observer.widen:
         return run(observer.model, observer.batch), None
-    exact = run(copy.deepcopy(observer.model).double(), _cast(observer.batch, widen=True))
+    exact = run(copied(observer.model).double(), _cast(observer.batch, widen=True))
     return exact, run(observer.model, observer.batch)
 
 
@@ -300,7 +313,7 @@ def _error(
 
 def prepared(model: nn.Module, widen: bool) -> nn.Module:
     """Return a copy with noise on every parameter, since a bias of zeros hides a wrong sum."""
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
         for parameter in twin.parameters():

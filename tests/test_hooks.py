@@ -229,3 +229,13 @@ def test_a_buffer_that_is_made_anew_in_the_forward_is_not_compared() -> None:
     assert seen.ok, seen.first_bad
     assert "places" not in {row.tensor for row in seen.rows}
     assert {"out.weight", "out.bias"} <= {row.tensor for row in seen.rows}
+
+
+def test_a_hook_that_the_forward_registers_on_a_parameter_is_refused() -> None:
+    class Registers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.register_hook(lambda g: g * 10)
+            return super().forward(x)
+
+    with pytest.raises(ModelError, match=r"the parameter 'weight' has a hook \(register_hook\)"):
+        capture(Registers(12, 8), BATCH, loss)

@@ -15,6 +15,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+from hap import cli
+
 ROOT = Path(__file__).parents[1]
 HOMES = {"profiler", "synthesizer", "runtime"}
 
@@ -185,3 +187,8 @@ def test_the_function_plan_is_no_module() -> None:
     assert not {m for m in FILES if m in ("hap.plan", "hap.compile", "hap.verify")}
     loaded = _loaded_by("from hap.ir.plan import Plan\nimport hap\nassert hap.Plan is Plan")
     assert "hap.ir.plan" in loaded
+
+
+def test_an_unknown_name_of_the_commands_is_no_attribute() -> None:
+    assert not hasattr(cli, "torch")
+    assert cli.versions

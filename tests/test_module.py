@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hap.errors import PlanError
+from hap.capture.checks import RESERVED
+from hap.capture.tracing import capture
+from hap.errors import ModelError, PlanError
 from hap.ir.placement import S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert
@@ -23,7 +25,7 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule, clip_grad_norm_
 from hap.runtime.lanes import ThreadLane
 from hap.runtime.stopwatch import REST, WAIT, Stopwatch, watched
-from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
+from tests.random_plans import Case, benchmark_case, call, make_case, random_plan, verdict
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -402,3 +404,38 @@ def test_a_watched_step_is_the_same_and_every_operator_has_its_seconds(in_turn: 
         assert min(watch.wall_s.values()) >= 0
         assert len(watch.collectives) == len(watches[0].collectives) > 0
         assert all(begun <= ended for begun, ended in watch.collectives)
+
+
+def test_the_users_attributes_of_parameters_reach_the_optimizer() -> None:
+    case = make_case(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), torch.randn(8, 8), mean)
+    case.model[0].weight.no_decay = True  # type: ignore[index]
+    seen: list[list[bool]] = []
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        seen.append([getattr(p, "no_decay", False) for p in params])
+        return torch.optim.SGD(params, lr=0.1)
+
+    verdict(replace(case, optimizer=optimizer), random_plan(case, 2, 1), dtype="float32")
+    assert len(seen) == 4, "two ranks, and the reference in two precisions"
+    assert all(flags == [True, False, False, False] for flags in seen)
+
+
+def mean(output: Tensor, batch: Tensor) -> Tensor:
+    return output.mean()
+
+
+def test_the_reserved_names_are_the_modules_attributes() -> None:
+    case = make_case(nn.Linear(8, 1), torch.randn(8, 8), mean)
+    (own,) = on_ranks(case, random_plan(case, 1, 1), lambda module, batch: set(dir(module)))
+    assert own - set(dir(nn.Linear(8, 1))) == RESERVED
+
+
+@pytest.mark.parametrize("name", ["_order", "_state", "in_turn"])
+def test_a_tensor_named_like_an_attribute_of_the_module_is_refused(name: str) -> None:
+    case = make_case(nn.Linear(8, 1), torch.randn(8, 8), mean)
+    plan = random_plan(case, 1, 1)
+    case.model.register_buffer(name, torch.ones(1))
+    with pytest.raises(ModelError, match=f"the tensor '{name}'"):
+        capture(case.model, case.batch, mean)
+    with pytest.raises(ModelError, match=f"the tensor '{name}'"):
+        HapModule(plan, case.model, LocalComm(), CPU)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.api import without_data
+from hap.capture import tensor_constants, torch_private
 from hap.capture.tracing import capture
 from hap.errors import HapError, ModelError
 from hap.rule_sources import with_rules
@@ -187,3 +190,151 @@ def test_a_number_of_results_that_depends_on_the_sizes_gives_no_row() -> None:
     graph = with_rules(capture(Net(forward), torch.randn(20, 8)), {})
     (lines,) = (rule for name, rule in graph.rules.items() if "split_copy" in name)
     assert "S0 -> S0" not in "".join(lines)
+
+
+class Pair(nn.Module):
+    """Two weights, which ``tie`` may put into the same memory."""
+
+    def __init__(self, tie: Callable[[Pair], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        tie(self)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.b(self.a(x))).square().mean()
+
+
+def by_data(net: Pair) -> None:
+    net.b.weight.data = net.a.weight.data
+
+
+def by_slices(net: Pair) -> None:
+    whole = torch.randn(8, 16)
+    net.a.weight, net.b.weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
+
+
+def by_overlap(net: Pair) -> None:
+    whole = torch.randn(8, 16)
+    net.a.weight, net.b.weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 7:15])
+
+
+def by_name(net: Pair) -> None:
+    net.b.weight = net.a.weight
+
+
+def frozen(net: Pair) -> None:
+    by_data(net.requires_grad_(False))
+
+
+MADE: list[Any] = [contextlib.nullcontext, torch_private.building_without_data,
+                   lambda: torch.device("meta")]  # fmt: skip
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("tie", [by_data, by_overlap])
+def test_two_parameters_in_the_same_memory_are_refused_by_name(
+    tie: Callable[[Pair], Any], made: Callable[[], Any]
+) -> None:
+    with made():
+        net = Pair(tie)
+    with pytest.raises(ModelError, match=r"'a.weight' and 'b.weight' are two tensors in the same"):
+        capture(net, torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("tie", [lambda net: None, by_slices, by_name, frozen])
+def test_parameters_in_memory_of_their_own_and_tied_ones_are_captured(
+    tie: Callable[[Pair], Any], made: Callable[[], Any]
+) -> None:
+    with made():
+        net = Pair(tie)
+    assert capture(net, torch.randn(8, 8)).role("parameter")
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Dropout(0.5), r"its module 'part' runs dropout"),
+        (nn.BatchNorm1d(8), r"its module 'part' runs batch norm"),
+        (nn.BatchNorm1d(8, track_running_stats=False), r"its module 'part' runs batch norm"),
+        (nn.Dropout(0.0), ""),
+    ],
+)
+def test_a_part_that_trains_in_a_model_that_does_not_is_refused(
+    layer: nn.Module, words: str
+) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.part(net.linear(x)).square().mean()  # type: ignore[operator]
+
+    net = Net(forward, part=layer)
+    capture(net, torch.randn(8, 8))
+    net.eval()
+    layer.train()
+    if not words:
+        capture(net, torch.randn(8, 8))
+        return
+    with pytest.raises(ModelError, match=words):
+        capture(net, torch.randn(8, 8))
+    layer.eval()
+    if layer.state_dict() or isinstance(layer, nn.Dropout):
+        capture(net.train(), torch.randn(8, 8))
+
+
+class Weighted(nn.Module):
+    """A loss with a constant."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.arange(8.0))
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, output: Tensor, batch: Tensor) -> Tensor:
+        return (self.scale * self.w * output).square().mean()
+
+
+def test_a_loss_that_is_a_module_holds_constants() -> None:
+    torch.manual_seed(0)
+    case = make_case(Net(lambda net, x: net.linear(x)), torch.randn(8, 8), Weighted())
+    assert {i.target for i in case.graph.role("buffer")} == set()
+    assert verdict(case, random_plan(case, 2, 1)).ok
+    with pytest.raises(ModelError, match="the loss has the parameter 'scale'"):
+        capture(case.model, case.batch, Weighted(trained=True))
+
+
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), [torch.ones(2, requires_grad=True) * 2]], ids=["lock", "computed"]
+)
+def test_an_attribute_that_can_not_be_copied_is_named(value: Any) -> None:
+    net = Net(lambda net, x: net.linear(x).mean(), part=nn.Linear(8, 8))
+    net.part.kept = value
+    with pytest.raises(
+        ModelError, match=r"the attribute 'part\.kept' of the model can't be copied"
+    ):
+        capture(net, torch.randn(8, 8))
+
+
+def test_tensors_without_data_in_a_list_are_refused_by_name() -> None:
+    net = Net(lambda net, x: (net.linear(x) @ net.mats[0]).mean())
+    with torch_private.fake_mode():
+        net.mats = [torch.randn(8, 8)]
+    with pytest.raises(ModelError, match=r"(.|\n)*keep the tensors 'mats' by register_buffer"):
+        capture(net, torch.randn(8, 8))
+
+
+def test_a_global_that_the_forward_writes_into_is_refused() -> None:
+    steps = torch.ones(8)
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        steps.mul_(2)
+        return (net.linear(x) * steps).mean()
+
+    with pytest.raises(ModelError, match=r"(.|\n)*that the forward writes into by register_buffer"):
+        capture(Net(forward), torch.randn(8, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_numbers_beyond_the_range_of_a_dtype_are_infinite(dtype: torch.dtype) -> None:
+    for data in (1e39, [-1e39, 1.0]):
+        assert torch.equal(tensor_constants.tensor(data, dtype=dtype).isinf(),
+                           torch.tensor(data, dtype=torch.float64).abs() > 1)  # fmt: skip

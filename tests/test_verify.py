@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hap.errors import ModelError
 from hap.ir.placement import L, P, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Value
@@ -506,3 +508,28 @@ def gradients(case: Case, plan: Plan) -> dict[str, Tensor]:
         parts = [seen[name] for seen in ranks]
         whole[name] = torch.cat(parts, placement.dim) if placement.sharded else parts[0]
     return whole
+
+
+SCALES, SQUARE = torch.arange(1.0, 9.0), torch.diag(torch.arange(2.0, 10.0))
+
+
+def scaled_loss(output: Tensor, batch: Tensor) -> Tensor:
+    return F.cross_entropy(0.1 * SCALES + output @ SQUARE, batch.argmax(1), weight=SCALES)
+
+
+def test_globals_are_as_precise_as_the_module() -> None:
+    torch.manual_seed(0)
+    case = make_case(nn.Linear(8, 8), torch.randn(8, 8), scaled_loss)
+    for dtype in ("float64", "float32"):
+        seen = verdict(case, random_plan(case, 2, 1), dtype=dtype)
+        assert seen.ok, story(seen)
+
+
+def test_a_model_that_fails_on_one_device_is_told_in_one_paragraph() -> None:
+    case = make_case(nn.Linear(8, 8), torch.randn(8, 8), scaled_loss)
+
+    def fails(output: Tensor, batch: Tensor) -> Tensor:
+        raise ValueError("no float64")
+
+    with pytest.raises(ModelError, match="fails on one device in float64: ValueError: no float64"):
+        verdict(replace(case, loss=fails), random_plan(case, 2, 1))

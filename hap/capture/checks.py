@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Mapping
 
 import torch
@@ -9,6 +10,18 @@ from torch import Tensor, nn
 
 from hap.capture import torch_private
 from hap.errors import ModelError
+from hap.ir.graph import Graph
+
+RESERVED = frozenset({
+    "_check_call", "_code", "_comm", "_comms", "_copies", "_ctx", "_cut", "_device", "_digest",
+    "_entry", "_inputs", "_order", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
+    "_state", "full_state_dict", "grad_norm", "in_turn", "load_full_state_dict", "record_draws",
+    "without_dropout",
+})  # fmt: skip
+"""Attributes of :class:`hap.runtime.hap_module.HapModule`, whose tensors are named as the model's."""
+
+BY_MODE = {"aten.native_dropout.default", "hap.by_mode.default", "hap.in_training.default"}
+"""Operators whose result depends on whether the planned module trains."""
 
 
 def check_module(module: nn.Module) -> None:
@@ -55,27 +68,111 @@ def check_parameters(module: nn.Module) -> None:
         )
 
 
+def check_loss_parameters(loss: object) -> None:
+    """Raise ``ModelError`` for a loss that is a module with parameters to train."""
+    trained = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    for name in (n for n, p in trained if p.requires_grad):
+        raise ModelError(
+            f"the loss has the parameter {name!r}, but only the model's parameters are trained",
+            hint="move it into the model, whose forward may return the loss; if it is a constant, "
+            "set its requires_grad to False",
+        )
+
+
+def check_names(module: nn.Module) -> None:
+    """Raise ``ModelError`` for a tensor whose name the planned module uses itself."""
+    for name in state_of(module) | dict(module.named_parameters()):
+        if (first := name.partition(".")[0]) in RESERVED:
+            raise ModelError(
+                f"the model holds the tensor {name!r}, but {first!r} is an attribute of the module "
+                "that hap.compile returns",
+                hint=f"rename {first!r} in the model",
+            )
+
+
+def check_shared_memory(module: nn.Module, changed: Container[str], used: Container[str]) -> None:
+    """Raise ``ModelError`` for two tensors in the same memory, of which a step changes one.
+
+    One tensor under two names is a tied one, which is no fault.
+
+    Args:
+        changed: the parameters and buffers that a step changes.
+        used: the tensors that a step reads, or that a state dict holds.
+    """
+    found: dict[int, tuple[object, list[tuple[str, Tensor]]]] = {}  # storage -> its tensors
+    first: dict[int, str] = {}
+    for name, tensor in _tensors(module):
+        if first.setdefault(id(tensor), name) != name or not tensor.numel():
+            continue
+        if name not in used or tensor.layout != torch.strided:
+            continue
+        storage = tensor.untyped_storage()  # is one object for all its tensors, also without data
+        _, others = found.setdefault(id(storage), (storage, []))
+        for other, held in others:
+            if (name in changed or other in changed) and _overlap(tensor, held):
+                raise ModelError(
+                    f"{other!r} and {name!r} are two tensors in the same memory, so that a step "
+                    "that changes one would not change the other",
+                    hint="tie them as one tensor (self.b.weight = self.a.weight, without .data), "
+                    "or give each its own memory by clone()",
+                )
+        others.append((name, tensor))
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters, buffers, and tensors that are plain attributes, by dotted name."""
+    return [
+        (f"{path}.{key}" if path else key, value)
+        for path, sub in module.named_modules(remove_duplicate=False)
+        for key, value in (*sub._parameters.items(), *sub._buffers.items(), *vars(sub).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    ends = [_end(one), _end(other)]
+    if ends[0] <= other.storage_offset() or ends[1] <= one.storage_offset():
+        return False
+    if one.dtype != other.dtype:
+        return True
+    marked = torch.zeros(max(ends), dtype=torch.bool)
+    marked.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marked.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the place behind a tensor's last element in its storage, in elements."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1
+
+
+def check_mode(graph: Graph, training: bool) -> None:
+    """Raise ``ModelError`` if a part of a model in ``eval()`` trains.
+
+    The planned module has one mode, and these operators ask for it. A part in ``eval()`` of a
+    model that trains is captured without them.
+    """
+    for node in () if training else graph.nodes:
+        if node.op in BY_MODE and node.args[1:2] != (0.0,):
+            where = f"its module {node.module!r}" if node.module else "its forward"
+            what = "dropout" if "dropout" in node.op else "batch norm"
+            raise ModelError(
+                f"the model is in eval(), but {where} runs {what} as in training",
+                where=node.source,
+                hint="call train() on the model, and eval() on the parts that must not train",
+            )
+
+
 def check_hooks(module: nn.Module) -> None:
     """Raise ``ModelError`` for hooks that the captured graph can't hold.
 
     Forward hooks, forward pre-hooks, parametrizations, and hooks on tensors inside the forward are
     traced with the forward.
     """
-    for name, parameter in module.named_parameters():
-        if kind := torch_private.parameter_hook(parameter):
-            raise ModelError(
-                f"the parameter {name!r} has a hook ({kind}), which the captured step would not run",
-                hint="change the gradient in the forward, by a hook on a tensor computed from the "
-                "parameter or a parametrization; or call hap.compile without the hook, and "
-                "register it on the parameters of the module that it returns",
-            )
+    check_gradient_hooks(module)
     for path, sub in module.named_modules():
         where = f"the module {path!r} ({type(sub).__name__})" if path else "the model itself"
-        if kind := torch_private.backward_hook(sub):
-            raise ModelError(
-                f"{where} has a backward hook ({kind}), which the captured step would not run",
-                hint="register a forward hook that calls register_hook on the module's output",
-            )
         old = torch_private.old_reparametrization(sub)
         made = [k for k, v in vars(sub).items() if isinstance(v, Tensor) and v.grad_fn is not None]
         if old or made:
@@ -92,6 +189,25 @@ def check_hooks(module: nn.Module) -> None:
         )
 
 
+def check_gradient_hooks(module: nn.Module) -> None:
+    """Raise ``ModelError`` for hooks of the backward on a parameter or a module."""
+    for name, parameter in module.named_parameters():
+        if kind := torch_private.parameter_hook(parameter):
+            raise ModelError(
+                f"the parameter {name!r} has a hook ({kind}), which the captured step would not run",
+                hint="change the gradient in the forward, by a hook on a tensor computed from the "
+                "parameter or a parametrization; or call hap.compile without the hook, and "
+                "register it on the parameters of the module that it returns",
+            )
+    for path, sub in module.named_modules():
+        where = f"the module {path!r} ({type(sub).__name__})" if path else "the model itself"
+        if kind := torch_private.backward_hook(sub):
+            raise ModelError(
+                f"{where} has a backward hook ({kind}), which the captured step would not run",
+                hint="register a forward hook that calls register_hook on the module's output",
+            )
+
+
 def state_of(module: nn.Module) -> dict[str, int]:
     """The identities of all buffers, and of tensors that are plain attributes, by dotted name."""
     return {
@@ -100,6 +216,36 @@ def state_of(module: nn.Module) -> dict[str, int]:
         for key, value in (*sub._buffers.items(), *vars(sub).items())
         if isinstance(value, Tensor)
     }
+
+
+def not_copied(module: nn.Module, memo: Mapping[int, object], error: Exception) -> ModelError:
+    """Return the error that names the attribute of a module that can't be copied."""
+    name = ""
+    for path, sub in module.named_modules():
+        for key, value in vars(sub).items():
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                name = f"{path}.{key}" if path else key  # of the innermost module: it comes last
+    what = f"the attribute {name!r} of the model" if name else "the model or its loss"
+    text = str(error).partition("\n")[0]
+    return ModelError(
+        f"{what} can't be copied: {type(error).__name__}: {text}",
+        hint="keep it outside of the module, in a global; compute a tensor that depends on parameters "
+        "in the forward, or detach() it",
+    )
+
+
+def listed_tensors(module: nn.Module) -> list[str]:
+    """The attributes of modules that are lists, tuples or dicts of constants, by dotted name."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, sub in module.named_modules()
+        for key, value in vars(sub).items()
+        if key not in ("_parameters", "_buffers") and isinstance(value, list | tuple | dict)
+        and any(isinstance(v, Tensor) and not isinstance(v, nn.Parameter)
+                for v in (value.values() if isinstance(value, dict) else value))
+    ]  # fmt: skip
 
 
 def numbers_of(module: nn.Module) -> dict[str, object]:

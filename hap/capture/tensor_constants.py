@@ -7,6 +7,7 @@ precision 0.1 is not float32's 0.1.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,10 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """Return the number rounded to the requested dtype."""
     code = {torch.float32: "f", torch.float16: "e"}.get(dtype, "d")
-    rounded: float = struct.unpack(code, struct.pack(code, number))[0]
+    try:
+        rounded: float = struct.unpack(code, struct.pack(code, number))[0]
+    except OverflowError:  # beyond the dtype's range
+        return math.copysign(math.inf, number)
     return rounded
 
 

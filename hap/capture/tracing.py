@@ -24,18 +24,25 @@ from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, 
 from hap.capture.checks import (
     changed_number,
     check_batch,
+    check_gradient_hooks,
     check_hooks,
     check_loss,
+    check_loss_parameters,
+    check_mode,
     check_module,
+    check_names,
     check_parameters,
+    check_shared_memory,
     check_state,
+    listed_tensors,
+    not_copied,
     numbers_of,
     state_of,
 )
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.cluster.work import PRECISIONS
-from hap.errors import InputError, ModelError
+from hap.errors import HapError, InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
@@ -55,7 +62,7 @@ class Step(nn.Module):
         self.module = module
         self._names = tuple(flatten(batch))
         self._form = form_of(batch)
-        self._loss = loss
+        self._loss = (loss,)  # a module in a tuple is no part of this one
         self._autocast = getattr(torch, autocast) if autocast else None
 
     def forward(self, *tensors: TorchTensor) -> TorchTensor:
@@ -67,8 +74,9 @@ class Step(nn.Module):
     def _run(self, *tensors: TorchTensor) -> TorchTensor:
         batch = rebuild(self._form, dict(zip(self._names, tensors, strict=True)))
         output = call(self.module, batch)
-        if self._loss is not None:
-            output = self._loss(output, batch)
+        (loss,) = self._loss
+        if loss is not None:
+            output = loss(output, batch)
         if isinstance(output, tuple | list) and not hasattr(output, "loss"):
             output = output[0]
         if not isinstance(output, TorchTensor):
@@ -98,7 +106,9 @@ def capture(
     check_recipe(autocast, recompute)
     check_module(module)
     check_parameters(module)
+    check_names(module)
     check_hooks(module)
+    check_loss_parameters(loss)
     check_batch(flatten(batch))
     mode = torch_private.fake_mode()
     whole = Step(module, batch, loss, autocast)
@@ -109,8 +119,9 @@ def capture(
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
             numbers = numbers_of(given)
-            check_loss(lambda: step(*tensors), _raised_at, skip)
+            check_loss(lambda: step(*tensors), raised_at, skip)
             counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
+        check_gradient_hooks(step.module)  # those that the forward registers
         after = state_of(step.module)
         check_state(before, after, module.state_dict(keep_vars=True))
         try:
@@ -118,7 +129,7 @@ def capture(
             if counter:
                 _check_same(step, tensors, traced, counter)
             _name_logical(traced)
-            joint = _differentiated(traced, tensors)
+            joint = _differentiated(traced, tensors, step.module)
         except torch_private.GraphBreak as error:
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
@@ -135,6 +146,12 @@ def capture(
     check_state(
         before, after, {i.target for i in graph.role("buffer") if graph.consumers[i.tensor]}
     )
+    check_shared_memory(
+        module,
+        {o.target for o in graph.outputs},
+        {i.target for i in graph.inputs} | module.state_dict(keep_vars=True).keys(),
+    )
+    check_mode(graph, module.training)
     if recompute:  # a checkpoint inside of a block adds nothing
         own = chosen(graph, recompute)
         last = max((region.number for region in own.values()), default=-1)
@@ -153,8 +170,8 @@ def _check_same(step: Step, tensors: Any, traced: fx.GraphModule, counter: str) 
         )
 
 
-def _differentiated(traced: fx.GraphModule, tensors: Any) -> torch_private.Joint:
-    """Return the forward with its backward.
+def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:
+    """Return the forward of a module with its backward.
 
     Raises:
         ModelError: an operator has no derivative, for example.
@@ -171,6 +188,16 @@ def _differentiated(traced: fx.GraphModule, tensors: Any) -> torch_private.Joint
                 f"the step can't be differentiated: {str(error).partition(chr(10))[0]}",
                 where=next((line for line in reversed(lines) if line), ""),
                 hint="detach the tensor there, or compute it with operators that have a derivative",
+            ) from error
+        except HapError:
+            raise
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            held = ", ".join(map(repr, listed_tensors(module))) or "that the forward writes into"
+            raise ModelError(
+                f"torch can't differentiate the step: {type(error).__name__}: {text}",
+                hint=f"keep the tensors {held} by register_buffer, each by its own name; "
+                "hap plan -v shows the traceback",
             ) from error
 
 
@@ -234,7 +261,12 @@ def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step
         for value in vars(sub).values():
             if isinstance(value, TorchTensor):
                 memo.setdefault(id(value), fake(value))
-    twin = copy.deepcopy(step, memo)
+    try:
+        with warnings.catch_warnings():  # torch warns of tensors without data in lists
+            warnings.simplefilter("ignore")
+            twin = copy.deepcopy(step, dict(memo))
+    except Exception as error:
+        raise not_copied(step.module, memo, error) from error
     for sub in twin.modules():  # a tensor kept as a plain attribute becomes a buffer
         for key, value in list(vars(sub).items()):
             if isinstance(value, TorchTensor):
@@ -359,9 +391,9 @@ def _first_names(step: Step) -> dict[str, str]:
     return {f"module.{name}": first.setdefault(id(t), name) for name, t in named}
 
 
-def _raised_at(error: Exception) -> str:
+def raised_at(error: Exception) -> str:
     """The innermost line outside torch and this package that an error came through."""
-    own = str(Path(__file__).parent)
+    own = f"{Path(__file__).parents[1]}/"
     frames = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
