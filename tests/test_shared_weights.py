@@ -57,3 +57,14 @@ def test_a_late_sum_before_an_early_one_in_t5() -> None:
     assert sums(plan, 1, 0) == [True, False]
     found = verdict(case, plan)
     assert found.ok, story(found)
+
+
+def test_a_stage_passes_on_what_it_makes_of_a_received_weight() -> None:
+    """The middle stage transposes the embedding's weight for the head."""
+    case = benchmark_case("gpt2", "tiny")
+    plan = random_staged_plan(case, (1, 2, 1), 3)
+    graphs, transfers = plan.cut
+    weights = {(t.src, t.dst): t.tensor for t in transfers if t.once and not t.backward}
+    assert graphs[1].producer[weights[1, 2]].inputs == (weights[0, 1],)
+    found = verdict(case, plan)
+    assert found.ok, story(found)

@@ -418,6 +418,19 @@ def test_what_waits_for_other_stages_and_what_does_not() -> None:
     assert ends(0.0, 0.0, 1.0) == (12.0, 5.0)
 
 
+def test_what_is_made_of_a_received_weight_leaves_after_it() -> None:
+    def once(src: int) -> tuple[OnceTransfer, ...]:
+        return (OnceTransfer(src, 4.0, backward=False),)
+
+    stages = [
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1),
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, shared_s=2.0, awaits=once(0)),
+        StageSeconds(forward_s=1.0, backward_s=1.0, in_flight=1, shared_s=1.0, awaits=once(1)),
+    ]
+    # At the second stage from 4 to 6, at the last one at 10, whose turns are from 11 to 13.
+    assert simulate_pipeline(stages, 1).end_s == (15.0, 14.0, 13.0)
+
+
 @pytest.mark.parametrize("products", ["float32", "tf32"])
 def test_stages_keep_the_precision_of_products(products: str) -> None:
     graph = replace(divided(benchmark_case("vit", "tiny")).part(2), products=products)

@@ -198,6 +198,7 @@ class _Step:
             self._send_once(backward=False)
             self._arrived(before)
             self._run(StageSegment.SHARED, self._env)
+            self._send_once(backward=False)  # what is made of other stages' weights
             for number, part in enumerate(self._parts):
                 self._run(StageSegment.COUNT, part, number)
             self._finish_sums()

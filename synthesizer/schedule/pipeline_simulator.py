@@ -122,10 +122,12 @@ def simulate_pipeline(
     busy = [s.before_s + s.shared_s + s.rest_s for s in stages]
     leaving, arriving = [0.0] * count, [0.0] * count  # when each stage's links are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
-    weights = {  # (from, to) -> the weight has arrived
-        (t.src, k): stages[t.src].before_s + t.seconds
-        for k, s in enumerate(stages) for t in s.awaits if not t.backward
-    }  # fmt: skip
+    weights: dict[tuple[int, int], float] = {}  # (from, to) -> the weight has arrived
+    for k, s in enumerate(stages):
+        for t in (t for t in s.awaits if not t.backward):
+            src = stages[t.src]  # it may send what it makes of weights of others
+            first = [w + src.shared_s for (_, to), w in weights.items() if to == t.src]
+            weights[t.src, k] = max([src.before_s, *first]) + t.seconds
     unsent: dict[int, Turn] = {}  # stage -> the turn that it has ended, whose result it sends next
 
     def next_s(k: int) -> float:
