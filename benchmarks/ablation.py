@@ -24,11 +24,9 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.contenders import IN_TURN
-from benchmarks.race import PATIENCE_S, TOLERANCE, roomy
-from benchmarks.racing.cell import Task
+from benchmarks.race import roomy, take_turns
 from benchmarks.racing.plans import runnable
-from benchmarks.racing.results import Entry, judge_losses
-from benchmarks.racing.run import reference, run_cell
+from benchmarks.racing.results import Entry
 from benchmarks.racing.summary import PLAN, ratio
 from hap.api import build_without_data
 from hap.capture.model_file import load_model_file
@@ -185,16 +183,7 @@ def raced(
                 runnable(file, optimizer, synthesizer, variant.candidate, variant.program).save(
                     path
                 )
-        task = Task(
-            file=file, names=tuple(plans), plans=plans,
-            speeds=tuple(d.rate("matmul", "float32") for d in cluster.devices),
-            devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
-            budget_s=0.0, patience_s=PATIENCE_S,
-        )  # fmt: skip
-        losses = reference(file, task.steps)
-        entries = run_cell(bed, task)
-    for entry in entries:
-        judge_losses(entry, losses, TOLERANCE)
+        entries = take_turns(bed, file, tuple(plans), plans, cluster, rounds)
     return {entry.name.removeprefix(PLAN): entry for entry in entries}
 
 

@@ -21,11 +21,9 @@ from pathlib import Path
 
 from benchmarks.contenders import ACCUMULATING
 from benchmarks.contenders.even_ddp import MICROBATCHES
-from benchmarks.race import PATIENCE_S, TOLERANCE, roomy
-from benchmarks.racing.cell import Task
+from benchmarks.race import roomy, take_turns
 from benchmarks.racing.plans import graph_of
-from benchmarks.racing.results import Entry, judge_losses
-from benchmarks.racing.run import reference, run_cell
+from benchmarks.racing.results import Entry
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.capture.user_optimizer import default_optimizer, examine
 from hap.cli.terminal import emit, table
@@ -72,16 +70,8 @@ def raced(bed: Testbed, cluster: Cluster, file: ModelFile, rounds: int) -> dict[
             plans[name] = Path(folder) / f"{name}.json"
             accumulating(file, cluster, buckets=name == BUCKETS).save(plans[name])
         predicted = {name: Plan.load(path).prediction.step_s for name, path in plans.items()}
-        task = Task(
-            file=file, names=(ACCUMULATING, *plans), plans=plans,
-            speeds=tuple(d.rate("matmul", "float32") for d in cluster.devices),
-            devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
-            budget_s=0.0, patience_s=PATIENCE_S,
-        )  # fmt: skip
-        losses = reference(file, task.steps)
-        entries = run_cell(bed, task)
+        entries = take_turns(bed, file, (ACCUMULATING, *plans), plans, cluster, rounds)
     for entry in entries:
-        judge_losses(entry, losses, TOLERANCE)
         entry.predicted_s = predicted.get(entry.name, 0.0)
     return {entry.name: entry for entry in entries}
 

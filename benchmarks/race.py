@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -366,6 +366,28 @@ def _describe(entry: Entry, plan: Plan, cluster: Cluster) -> None:
         kept = next(a for a in plan.prediction.alternatives if a.name == "all devices")
         cost = kept.step_s / plan.prediction.step_s
         entry.note = f"without {', '.join(plan.left_out)}; all devices: predicted {cost:.2f}x"
+
+
+def take_turns(
+    bed: Testbed, file: ModelFile, names: Sequence[str], found: Mapping[str, Path],
+    cluster: Cluster, rounds: int,
+) -> list[Entry]:  # fmt: skip
+    """Return the entries of contenders that take turns for some rounds, judged by their losses.
+
+    Args:
+        found: the plan files of contenders that run one.
+    """
+    task = Task(
+        file=file, names=tuple(names), plans=found,
+        speeds=tuple(d.rate("matmul", "float32") for d in cluster.devices),
+        devices=tuple(d.name for d in cluster.devices), rounds=rounds, warm_up=2, least=rounds,
+        budget_s=0.0, patience_s=PATIENCE_S,
+    )  # fmt: skip
+    losses = reference(file, task.steps)
+    entries = run_cell(bed, task)
+    for entry in entries:
+        judge_losses(entry, losses, TOLERANCE)
+    return entries
 
 
 def roomy(cluster: Cluster) -> Cluster:

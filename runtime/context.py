@@ -49,7 +49,7 @@ class Context:
         self.drawn: dict[str, Tensor] | None = None
         """If not ``None``, collects a copy of all random numbers, by ``step/operator``, and ``/microbatch`` in a pipeline."""
         self._lost: dict[str, Tensor] = {}
-        """What rounding took from this rank's gradients in the last step, by operator; unscaled."""
+        """The parts of this rank's gradients that the last rounding removed, by operator; unscaled."""
         self._scale_of: tuple[int, float] = (-1, 1.0)
         """A step, and the factor of its loss."""
         self.all_gather = comm.all_gather

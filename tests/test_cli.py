@@ -283,6 +283,7 @@ def test_other_broken_pipes_are_told(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     answered(lambda: emit("text"))(verbose=False)
+    assert sys.stdout.name == os.devnull
 
 
 def test_numbers_beyond_their_range(folder: Path) -> None:

@@ -19,7 +19,7 @@ from hap.runtime.emit import Emitter
 from hap.runtime.pipeline.segments import AFTER, SegmentLayout, StageSegment, emitted, layout
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
-from hap.synthesizer.stages.gradient_buckets import hidden_s, in_buckets, with_buckets
+from hap.synthesizer.stages.gradient_buckets import in_buckets, last_turn, with_buckets
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import figures, stage_cost
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
@@ -81,7 +81,9 @@ def test_buckets_follow_their_last_gradient(family: str) -> None:
     assert min(reductions(task, program)) < max(backward)
     buckets: dict[int, list[int]] = {}
     for k in reductions(task, program):
-        buckets.setdefault(steps[k].bucket, []).append(k)  # type: ignore[union-attr]
+        step = steps[k]
+        assert isinstance(step, Convert)
+        buckets.setdefault(step.bucket, []).append(k)
     for each in buckets.values():
         sums = {maker[v] for k in each for v in steps[k].reads(task.part)}
         terms = {maker[v] for k in sums for v in steps[k].reads(task.part)}
@@ -95,7 +97,7 @@ def test_what_buckets_hide_is_no_longer_seen(family: str) -> None:
     part = task.part
     late = at_the_end(task, program)
     late.check(part)
-    assert hidden_s(part, late, cost) == pytest.approx(0.0, abs=1e-12)
+    assert last_turn(part, late, cost).hidden_s == pytest.approx(0.0, abs=1e-12)
     for count in (1, 2, 7):
         again = with_buckets(part, late, cost, count)
         again.check(part)

@@ -230,7 +230,7 @@ def run(
 ) -> None:  # fmt: skip
     """Train the model of PLAN, or print the lines that start the training.
 
-    What follows `--` is sys.argv of the model file. A plan for one machine runs here, a process
+    Arguments after `--` are sys.argv of the model file. A plan for one machine runs here, a process
     per rank: on GPUs under NCCL if there is one for each rank, else on the CPU under gloo. For a
     plan on several machines this prints the lines to start there; --nproc runs all ranks here.
     Under torchrun or srun this process is one rank. Without --checkpoint no weights are saved.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,28 +27,35 @@ WORTH = 0.99
 """Ratio of seconds of the last turn from which on more buckets are taken."""
 
 
-def early_s(graph: Graph, program: Program, cost: CostModel) -> float:
-    """Return the seconds of the reductions that may run beside the last turn."""
-    beside = beside_last(graph, program)
-    return _turn_s(graph, program, cost, beside, overlap=False) if beside else 0.0
+class LastTurn(NamedTuple):
+    """Seconds of the reductions that may run beside the last turn, and the parts that it hides.
 
-
-def hidden_s(graph: Graph, program: Program, cost: CostModel, *, delayed: bool = False) -> float:
-    """Return the seconds of reductions that pass beside the last turn.
-
-    Args:
-        delayed: gradients of weights have turns of their own, so that the last turn has these alone.
+    ``weights_hidden_s``: if gradients of weights have turns of their own, so that the last one has
+    these alone.
     """
+
+    early_s: float = 0.0
+    hidden_s: float = 0.0
+    weights_hidden_s: float = 0.0
+
+
+def last_turn(graph: Graph, program: Program, cost: CostModel) -> LastTurn:
+    """Return the seconds of a stage's last turn."""
     beside = beside_last(graph, program)
-    if not beside or cost.machine.cluster.world_size == 1:
-        return 0.0
+    if not beside:
+        return LastTurn()
+    early_s = _turn_s(graph, program, cost, beside, overlap=False)
     turn = _backward(graph, program)
-    if delayed and (late := delayable(graph, program)):
-        turn &= late | beside
-    serial_s, overlapped_s = (
-        _turn_s(graph, program, cost, turn, overlap=overlap) for overlap in (False, True)
-    )
-    return min(early_s(graph, program, cost), max(0.0, serial_s - overlapped_s))
+    late = delayable(graph, program)
+
+    def hidden_s(turn: Collection[int]) -> float:
+        serial_s, overlapped_s = (
+            _turn_s(graph, program, cost, turn, overlap=overlap) for overlap in (False, True)
+        )
+        return min(early_s, max(0.0, serial_s - overlapped_s))
+
+    whole_s = hidden_s(turn)
+    return LastTurn(early_s, whole_s, hidden_s(turn & (late | beside)) if late else whole_s)
 
 
 def in_buckets(graph: Graph, program: Program, cost: CostModel) -> Program:

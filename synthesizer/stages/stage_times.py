@@ -22,7 +22,7 @@ from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
-from hap.synthesizer.stages.gradient_buckets import early_s, hidden_s
+from hap.synthesizer.stages.gradient_buckets import last_turn
 
 _PHASES = ("before", "shared", "forward", "backward", "returned", "after")
 
@@ -166,8 +166,7 @@ def figures(
     return StageFigures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
-        early_s=early_s(part, program, cost), hidden_s=hidden_s(part, program, cost),
-        weights_hidden_s=hidden_s(part, program, cost, delayed=True),
+        **last_turn(part, program, cost)._asdict(),
         returned_s=slowest["returned"],
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
