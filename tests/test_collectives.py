@@ -296,8 +296,13 @@ def test_ctrl_c_releases_ranks_that_wait_and_leaves_the_others_behind() -> None:
         return comm.all_reduce(torch.ones(2), "one shot")
 
     others = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(2, run)
+    # A shell's background process ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, run)
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 30  # of a busy machine
     while len(left := set(threading.enumerate()) - others) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
