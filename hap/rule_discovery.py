@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hap.capture import torch_private
+from hap.capture import operator_schemas
 from hap.errors import UnsupportedOpError
 from hap.ir.graph import Dtype, Graph, Ref
 from hap.ir.graph import Tensor as Described
@@ -308,7 +308,7 @@ def resolved(op: str, where: str) -> Any:
     """Return the operator of a name; raise if its declaration rules out any row."""
     try:
         found = resolve(op)
-        reason = torch_private.unsplittable(found)
+        reason = operator_schemas.unsplittable(found)
     except (AttributeError, ValueError):
         raise UnsupportedOpError(
             f"there is no operator {op}",
@@ -363,7 +363,7 @@ def calls_of(op: str) -> list[Call]:
         UnsupportedOpError: as :func:`discovered`, or no valid sizes are found.
     """
     target = resolved(op, "")
-    count = sum(torch_private.takes_tensor(a) for a in target._schema.arguments)
+    count = sum(operator_schemas.takes_tensor(a) for a in target._schema.arguments)
     found: list[Call] = []
     for ranks in sorted(itertools.product((2, 3, 1), repeat=count), key=sum):
         for whole in itertools.product((False, True), repeat=count):
@@ -414,12 +414,12 @@ def _made_up(
     args: list[Any] = []
     named: dict[str, Any] = {}
     for a in resolve(op)._schema.arguments:
-        if torch_private.takes_tensor(a):
+        if operator_schemas.takes_tensor(a):
             value: Any = tensor()
         elif a.has_default_value():
             continue
         else:
-            value = torch_private.plain_example(a)
+            value = operator_schemas.plain_example(a)
         if a.kwarg_only:
             named[a.name] = value
         else:

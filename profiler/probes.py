@@ -1,14 +1,15 @@
 """Probes: operators that the profiler times, and the work of each.
 
-Inputs are slices of an arena larger than the caches, at another place for each call, since in a
-training step an operator's input is written long before it is read. Work is counted as in
+The table of :class:`Sizes` for a type of device has the sizes. Inputs are slices of an arena larger
+than the caches, at another place for each call, since in a training step an operator's input is
+written long before it is read. Work is counted as in
 :mod:`hap.synthesizer.cost.operator_work`; a test compares the two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -28,8 +29,66 @@ LAUNCH, LOOPED = "launch", "launch looped"
 """Probes of the fixed cost of an operator, in a step and in a loop; CUDA has only the first."""
 UPDATE = "update"
 """Probe of the fixed cost of a parameter's update."""
-ARENA_BYTES = 96 * 2**20
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of all probes on one type of device.
+
+    ``--quick`` takes the first layers, convolution and attention, and the last of the others.
+
+    Attributes:
+        arena_bytes: Bytes of the arena's block of float32, several times the caches.
+        products: Dtype -> linear layers as (rows, width, outputs); float32 is the first.
+        quick: Dtypes of the products that ``--quick`` measures too.
+        fused: Dtype of convolutions and attention.
+        elements: Numbers of elements of tensors that are only moved.
+        tables: Tensors of elementwise operators as (rows, width).
+        losses: Logits as (rows, classes).
+        updates: Parameters of a step as (rows, width, number of parameters).
+        convolutions: Inputs as (batch, channels, height and width).
+        attention: Queries, keys and values as (batch, heads, length, width).
+    """
+
+    arena_bytes: int
+    products: Mapping[str, Sequence[tuple[int, int, int]]]
+    quick: Sequence[str]
+    fused: str
+    elements: Sequence[int]
+    tables: Sequence[tuple[int, int]]
+    losses: Sequence[tuple[int, int]]
+    updates: Sequence[tuple[int, int, int]]
+    convolutions: Sequence[tuple[int, int, int]]
+    attention: Sequence[tuple[int, int, int, int]]
+
+
+_CPU_LAYERS = (
+    (512, 512, 512), (64, 512, 8192), (64, 1024, 1024), (1024, 256, 1024), (2048, 128, 128),
+)  # fmt: skip
+CPU = Sizes(
+    arena_bytes=96 * 2**20,
+    products={"float32": _CPU_LAYERS, "float64": _CPU_LAYERS[:3]}, quick=("float32",), fused="float32",
+    elements=(2**19, 2**21), tables=((1024, 512), (4096, 512)), losses=((128, 4096), (512, 4096)),
+    updates=((256, 1024, 16), (1024, 1024, 4)),  # equal bytes, more than the caches hold
+    convolutions=((8, 64, 16), (8, 128, 8), (4, 32, 32)), attention=((4, 8, 128, 64), (8, 4, 64, 64)),
+)  # fmt: skip
+
+_CUDA_LAYERS = (
+    (8192, 1024, 4096), (8192, 4096, 4096), (512, 1024, 32768), (32768, 768, 768), (4096, 768, 3072),
+    (64, 4096, 16384), (2048, 768, 50304),
+)  # fmt: skip
+_CUDA_DTYPES = ("float32", "float16", "bfloat16", "tfloat32")
+# The same for all GPUs, since ranks on unlike GPUs run the same probes. Each takes 0.03 to 20 ms on
+# an H200, longer than Python takes to launch its kernels, and half a second at most on a P100.
+CUDA = Sizes(
+    arena_bytes=2**30,
+    products=dict.fromkeys(_CUDA_DTYPES, _CUDA_LAYERS), quick=_CUDA_DTYPES, fused="float16",
+    elements=(2**24, 2**26), tables=((16384, 1024), (65536, 1024)),
+    losses=((2048, 32768), (4096, 32768)), updates=((1024, 4096, 16), (4096, 4096, 4)),
+    convolutions=((64, 256, 56), (64, 64, 112), (128, 64, 56), (256, 256, 14)),
+    attention=((32, 16, 512, 64), (256, 12, 128, 64), (8, 16, 1024, 64)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +119,7 @@ class Arena:
         self.device = device
         # Small numbers of both signs: some kernels have another speed for zeros and denormals.
         few = torch.arange(977, device=device, dtype=torch.float32).sub_(488.5).div_(400)
-        count = ARENA_BYTES // 4
+        count = _arena_bytes(device) // 4
         self._blocks = {torch.float32: few.repeat(-(-count // len(few)))[:count]}
         self._at = 0
 
@@ -68,7 +127,7 @@ class Arena:
         """Return a tensor of ordinary numbers that is most likely in no cache."""
         if dtype not in self._blocks:
             block = self._blocks[torch.float32]
-            self._blocks[dtype] = block[: ARENA_BYTES // dtype.itemsize].to(dtype)
+            self._blocks[dtype] = block[: 4 * len(block) // dtype.itemsize].to(dtype)
         block, count = self._blocks[dtype], math.prod(shape)
         if self._at + count > block.numel():
             self._at = 0
@@ -76,16 +135,27 @@ class Arena:
         return block[start : start + count].view(shape)
 
 
+def sizes_on(device: torch.device) -> Sizes:
+    """Return the sizes of a type of device."""
+    return CUDA if device.type == "cuda" else CPU
+
+
+def _arena_bytes(device: torch.device) -> int:
+    """Return the bytes of the arena's first block: at most an eighth of a GPU's memory."""
+    most = sizes_on(device).arena_bytes
+    if device.type != "cuda":
+        return most
+    return int(min(most, torch.cuda.get_device_properties(device).total_memory // 8))
+
+
 def probes(device: torch.device) -> list[Probe]:
-    """Return all probes, in the order in which they run."""
-    found = [*_products("float32"), *_memory(), *_elementwise(), *_losses(), *_updates()]
-    found += [*_convolutions("float32"), *_attention("float32"), *_launch(device)]
-    # Half precision only on devices with special units for it.
-    dtypes = ["float16", "bfloat16"] if device.type == "cuda" else ["float64"]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        dtypes.append("tfloat32")
-    for dtype in dtypes:
-        found += list(_products(dtype))
+    """Return all probes, in the order in which they run; it needs no device of that type."""
+    sizes = sizes_on(device)
+    first, *others = sizes.products
+    found = [*_products(sizes, first), *_memory(sizes), *_elementwise(sizes), *_losses(sizes)]
+    found += [*_updates(sizes), *_convolutions(sizes), *_attention(sizes), *_launch(device)]
+    for dtype in others:
+        found += _products(sizes, dtype)
     return found
 
 
@@ -104,7 +174,7 @@ def _torch_dtype(dtype: str) -> torch.dtype:
     return found
 
 
-def _products(dtype: str) -> Iterator[Probe]:
+def _products(sizes: Sizes, dtype: str) -> Iterator[Probe]:
     """Yield products of linear layers: forward, gradient of the input, gradient of the weight.
 
     The three have different layouts, but the same arithmetic and traffic. Thin layers (few rows,
@@ -112,12 +182,7 @@ def _products(dtype: str) -> Iterator[Probe]:
     """
     of = _torch_dtype(dtype)
     precision = "high" if dtype == "tfloat32" else "highest"
-    layers = [
-        (512, 512, 512), (64, 512, 8192), (64, 1024, 1024), (1024, 256, 1024), (2048, 128, 128),
-    ]  # fmt: skip
-    if dtype != "float32":
-        layers = layers[:3]
-    for number, (rows, width, out) in enumerate(layers):
+    for number, (rows, width, out) in enumerate(sizes.products[dtype]):
 
         def make(arena: Arena, rows: int = rows, width: int = width, out: int = out) -> Call:
             def call() -> None:
@@ -137,12 +202,12 @@ def _products(dtype: str) -> Iterator[Probe]:
             name=f"linear {dtype} {rows}x{width}x{out}",
             work=Work("matmul", dtype, 2.0 * rows * width * out, traffic),
             make=make,
-            quick=number < 3 and dtype == "float32",
+            quick=number < 3 and dtype in sizes.quick,
             count=3,
         )
 
 
-def _memory() -> Iterator[Probe]:
+def _memory(sizes: Sizes) -> Iterator[Probe]:
     """Yield operators that only move data; one of them changes the layout."""
 
     def simple(function: Callable[..., Tensor], count: int, inputs: int) -> Callable[[Arena], Call]:
@@ -152,8 +217,8 @@ def _memory() -> Iterator[Probe]:
         shape = (count // 2**14, 64, 4, 64)  # (batch, sequence, heads, width of a head)
         return lambda arena: lambda: arena.cut(*shape).transpose(1, 2).contiguous()
 
-    for count in (2**19, 2**21):
-        quick = count == 2**21
+    for count in sizes.elements:
+        quick = count == sizes.elements[-1]
         for name, function, inputs in (
             ("add", torch.add, 2), ("mul", torch.mul, 2), ("relu", torch.relu, 1),
         ):  # fmt: skip
@@ -166,16 +231,17 @@ def _memory() -> Iterator[Probe]:
         yield Probe(name=f"transposed copy {count}", work=work, make=turned(count))
 
 
-def _elementwise() -> Iterator[Probe]:
-    """Yield operators that may be slower than their traffic, on 2 MiB and 8 MiB of float32."""
-    width = 512
+def _elementwise(sizes: Sizes) -> Iterator[Probe]:
+    """Yield operators that may be slower than their traffic."""
 
-    def table(arena: Arena, rows: int, function: Callable[..., object], tensors: int) -> Call:
-        return lambda: function(*(arena.cut(rows, width) for _ in range(tensors)))
+    def table(
+        arena: Arena, shape: tuple[int, int], function: Callable[..., object], tensors: int
+    ) -> Call:
+        return lambda: function(*(arena.cut(*shape) for _ in range(tensors)))
 
     def norm(x: Tensor) -> object:
         weight = x[0]
-        return aten.native_layer_norm(x, [width], weight, weight, 1e-5)
+        return aten.native_layer_norm(x, [x.shape[1]], weight, weight, 1e-5)
 
     def dropout(x: Tensor) -> Tensor:  # as in the runtime's context
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(0.9)
@@ -196,31 +262,32 @@ def _elementwise() -> Iterator[Probe]:
         ("dropout", "random", dropout, 1, 1.25),
         ("max_pool", "pool", pool, 1, 0.75),
     ]
-    for rows in (1024, 4096):
+    for shape in sizes.tables:
+        rows, width = shape
         for name, kind, function, tensors, written in every:
             count = rows * width
             traffic = _nbytes("float32", count * tensors) + written * _nbytes("float32", count)
             yield Probe(
                 name=f"{name} {rows}x{width}",
                 work=Work(kind, "float32", float(count * (1 + (name == "gelu_backward"))), traffic),
-                make=lambda arena, r=rows, f=function, t=tensors: table(arena, r, f, t),  # type: ignore[misc]
-                quick=rows == 4096 and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
+                make=lambda arena, s=shape, f=function, t=tensors: table(arena, s, f, t),  # type: ignore[misc]
+                quick=shape == sizes.tables[-1] and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
             )  # fmt: skip
 
 
-def _losses() -> Iterator[Probe]:
-    """Yield cross-entropy over some thousand classes, which reads its logits several times; as
+def _losses(sizes: Sizes) -> Iterator[Probe]:
+    """Yield cross-entropy over many classes, which reads its logits several times; as
     functions, see :func:`_attention`."""
-    classes, none = 4096, -100
-    for rows in (128, 512):
+    none = -100
+    for rows, classes in sizes.losses:
         count = rows * classes
         targets = 8.0 * rows  # bytes of class numbers; a row's result takes half of that
 
-        def forward(arena: Arena, rows: int = rows) -> Call:
+        def forward(arena: Arena, rows: int = rows, classes: int = classes) -> Call:
             target = torch.arange(rows, device=arena.device)
             return lambda: cross_entropy_terms(arena.cut(rows, classes), target, none)
 
-        def backward(arena: Arena, rows: int = rows) -> Call:
+        def backward(arena: Arena, rows: int = rows, classes: int = classes) -> Call:
             target = torch.arange(rows, device=arena.device)
             lse, _ = cross_entropy_terms(arena.cut(rows, classes), target, none)
             lse_grad, picked_grad = torch.ones_like(lse), -torch.ones_like(lse)
@@ -234,10 +301,15 @@ def _losses() -> Iterator[Probe]:
             work = Work(
                 "loss", "float32", float(count), _nbytes("float32", tables * count) + rows_bytes
             )
-            yield Probe(name=f"{name} {rows}x{classes}", work=work, make=make, quick=rows == 512)
+            yield Probe(
+                name=f"{name} {rows}x{classes}",
+                work=work,
+                make=make,
+                quick=(rows, classes) == sizes.losses[-1],
+            )
 
 
-def _updates() -> Iterator[Probe]:
+def _updates(sizes: Sizes) -> Iterator[Probe]:
     """Yield steps of torch's default optimizers; a call is the step of several parameters.
 
     They call the functions of the optimizers: creating an optimizer imports torch's compiler,
@@ -246,15 +318,15 @@ def _updates() -> Iterator[Probe]:
     kinds: list[tuple[str, Callable[[Sequence[Tensor], Sequence[Tensor]], Call], int, int]] = [
         ("sgd momentum", _sgd, 1, 3), ("adamw", _adamw, 2, 9),
     ]  # fmt: skip
-    for rows, several in ((256, 16), (1024, 4)):  # equal bytes, more than the caches hold
+    for rows, width, several in sizes.updates:
         for name, step_of, states, kernels in kinds:
-            count = rows * 1024
+            count = rows * width
 
             def make(
-                arena: Arena, rows: int = rows, several: int = several, step_of: Any = step_of
+                arena: Arena, count: int = count, several: int = several, step_of: Any = step_of
             ) -> Call:
                 parameters, gradients = (
-                    [arena.cut(rows, 1024).clone() for _ in range(several)] for _ in range(2)
+                    [arena.cut(count).clone() for _ in range(several)] for _ in range(2)
                 )
                 step: Call = step_of(parameters, gradients)
                 return step
@@ -263,7 +335,8 @@ def _updates() -> Iterator[Probe]:
                 "update", "float32", float(several * kernels * count),
                 several * _nbytes("float32", (3 + 2 * states) * count),
             )  # fmt: skip
-            yield Probe(name=f"{name} {rows}x1024", work=work, make=make, quick=rows == 1024)
+            quick = (rows, width, several) == sizes.updates[-1]
+            yield Probe(name=f"{name} {rows}x{width}", work=work, make=make, quick=quick)
 
     def small(arena: Arena) -> Call:
         return _adamw(*([arena.cut(16).clone() for _ in range(64)] for _ in range(2)))
@@ -289,10 +362,10 @@ def _adamw(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Call:
     )  # fmt: skip
 
 
-def _convolutions(dtype: str) -> Iterator[Probe]:
+def _convolutions(sizes: Sizes) -> Iterator[Probe]:
     """Yield 3x3 convolutions, forward and backward."""
-    of = getattr(torch, dtype)
-    for number, (batch, channels, size) in enumerate([(8, 64, 16), (8, 128, 8), (4, 32, 32)]):
+    dtype, of = sizes.fused, _torch_dtype(sizes.fused)
+    for number, (batch, channels, size) in enumerate(sizes.convolutions):
         x, w = (batch, channels, size, size), (channels, channels, 3, 3)
         options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         pixels, weights = math.prod(x), math.prod(w)
@@ -326,13 +399,13 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
         )  # fmt: skip
 
 
-def _attention(dtype: str) -> Iterator[Probe]:
+def _attention(sizes: Sizes) -> Iterator[Probe]:
     """Yield fused attention, forward and backward.
 
     They call the functions, since the first call of a custom operator imports torch's compiler.
     """
-    of = getattr(torch, dtype)
-    for number, (batch, heads, length, width) in enumerate([(4, 8, 128, 64), (8, 4, 64, 64)]):
+    dtype, of = sizes.fused, _torch_dtype(sizes.fused)
+    for number, (batch, heads, length, width) in enumerate(sizes.attention):
         shape = (batch, heads, length, width)
         count, scores = math.prod(shape), batch * heads * length * length
 

@@ -24,7 +24,6 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
 from tests.random_plans import Case, make_case, random_plan, two_machines, verdict
 
-CPU = torch.device("cpu")
 PLANS = ((2, 0), (3, 1), (5, 2))
 
 
@@ -100,18 +99,19 @@ def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_really_run(dtype: str) -> None:
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_half_precision_is_really_run(kind: str, dtype: str) -> None:
     """Results match torch's autocast within the dtype's precision, and differ from float32."""
-    case = half_case(dtype=dtype)
-    reference = copy.deepcopy(case.model)
-    with torch.autocast("cpu", getattr(torch, dtype)):
-        want = reference(words())
+    case, device = half_case(dtype=dtype), torch.device(kind)
+    reference = copy.deepcopy(case.model).to(device)
+    with torch.autocast(kind, getattr(torch, dtype)):
+        want = reference(words().to(device))
     want.backward()
-    exact = copy.deepcopy(case.model)
-    exact(words()).backward()
+    exact = copy.deepcopy(case.model).to(device)
+    exact(words().to(device)).backward()
 
     def act(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        module = HapModule(plan, case.model, comm, CPU)
+        module = HapModule(plan, case.model, comm, device)
         loss = call(module, plan.local_batch(words(), comm.rank))
         loss.backward()
         return loss.item(), {n: p.grad for n, p in module.named_parameters() if p.grad is not None}

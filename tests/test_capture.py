@@ -401,6 +401,38 @@ def test_attention_is_torchs(
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("length", "keys", "width", "causal"), [(40, 40, 16, False), (40, 40, 16, True), (7, 33, 64, False), (33, 9, 24, True), (5, 5, 6, True)])  # fmt: skip
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_half_precision_on_cuda(
+    masked: bool, length: int, keys: int, width: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """All kernels that torch may choose from give what double precision gives, to their rounding."""
+    if masked and causal:
+        pytest.skip("torch takes a mask or causal attention")
+    generator = torch.Generator().manual_seed(3)
+    whole = [
+        torch.randn(2, 3, n, width, generator=generator, dtype=torch.float64)
+        for n in (length, keys, keys)
+    ]
+    mask = torch.rand(length, keys, generator=generator) < 0.8 if masked else None
+    if mask is not None:
+        mask[:, 0] = True
+    exact = [x.clone().requires_grad_() for x in whole]
+    half = [x.to("cuda", dtype).requires_grad_() for x in whole]
+    expected = F.scaled_dot_product_attention(*exact, mask, is_causal=causal)
+    found = torch.ops.hap.sdpa(
+        *half, None if mask is None else mask.cuda(), causal, width**-0.5
+    )[0]  # fmt: skip
+    weight = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    given = torch.autograd.grad((found * weight.to("cuda", dtype)).sum(), half)
+    for one, other in ((found, expected), *zip(given, wanted, strict=True)):
+        apart = (one.cpu().double() - other).norm() / other.norm()
+        assert apart < (2e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
 @pytest.mark.parametrize("batch_and_heads", [(0, 3), (5, 0)])
 def test_attention_of_an_empty_shard(batch_and_heads: tuple[int, int]) -> None:
     b, h = batch_and_heads

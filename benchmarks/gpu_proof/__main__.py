@@ -4,10 +4,12 @@
     python -m benchmarks.gpu_proof --plans DIR            run every part
     python -m benchmarks.gpu_proof --plans DIR --only collectives
 
-Parts: *collectives* (every collective on NCCL, bit by bit against the emulator), *verification*
-(random uneven plans of eight model families against one device), *one rank* (against plain
-eager and torch.compile; peak memory), *profile* (predicted against measured steps), *overlap*
-(collectives beside computing on CUDA streams), *suite* (tests marked ``gpu``).
+Parts, in their order: *collectives* (every collective on NCCL, bit by bit against the emulator), *verification*
+(random uneven plans of eight model families against one device), *overlap* (collectives beside
+computing on CUDA streams), *commands* (``hap plan``, ``verify`` and ``run`` as a user types them),
+*suite* (tests marked ``gpu``), *one rank* (against plain eager; peak memory), *profile* (predicted
+against measured steps), *compiled* (one rank against torch.compile). The file is written after every
+line, so that a run that is stopped loses nothing.
 
 Several ranks may share one GPU. Without a GPU the same code runs on CPUs with gloo and tiny models,
 and prints a note. Running needs torch, numpy, rich, click, transformers; *profile* and *suite* need
@@ -29,15 +31,16 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from benchmarks.gpu_proof.models import FAMILIES
 from benchmarks.gpu_proof.report import MISSED, Line, cell, machine, write
 from benchmarks.gpu_proof.settings import Settings
 
 PARTS = {
-    "collectives": "collectives", "verification": "verification", "one-rank": "single_rank",
-    "profile": "profiled", "overlap": "overlap", "suite": "suite",
+    "collectives": "collectives", "verification": "verification", "overlap": "overlap",
+    "commands": "user_commands", "suite": "suite", "one-rank": "single_rank",
+    "profile": "profiled", "compiled": "compiled_rank",
 }  # fmt: skip
 """Part -> module, imported when the part runs, because the parts have different dependencies."""
 
@@ -76,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plans is None:
             prepare(Path(made), tiny=device.type == "cpu")
         settings = Settings(ranks=options.ranks, device=device, folder=options.plans or Path(made))
-        lines = [
-            line for part in options.only or PARTS for line in run_part(part, settings, console)
-        ]
         profiled = settings.folder / "profiled.yaml"
-        extra = {"The profiled cluster": profiled.read_text()} if profiled.exists() else {}
-    date = datetime.date.today().isoformat()
-    write(options.out, machine(device), date, lines, extra)
+        on, date, lines = machine(device), datetime.date.today().isoformat(), []
+        for part in options.only or PARTS:
+            for line in run_part(part, settings, console):
+                lines.append(line)
+                extra = {"The profiled cluster": profiled.read_text()} if profiled.exists() else {}
+                write(options.out, on, date, lines, extra)
     console.print(f"{options.out} and {options.out.with_suffix('.md')} hold the lines")
     if any(line.outcome == MISSED for line in lines):
         sys.exit(1)
@@ -97,26 +100,26 @@ def make_plans(
 
 
 def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:
-    """Yield the lines of a part, printed as a table; an exception becomes a missed line."""
+    """Yield the lines of a part, each printed as it comes; an exception becomes a missed line."""
     start = time.perf_counter()
-    table = Table("claim", "outcome", "seen", "aim", "reason", title=part, title_justify="left")
-    lines: list[Line] = []
+    console.print(f"[bold]{part}[/]")
     try:
-        lines += import_module(f"benchmarks.gpu_proof.{PARTS[part]}").run(settings)
+        for line in import_module(f"benchmarks.gpu_proof.{PARTS[part]}").run(settings):
+            _show(line, console)
+            yield line
     except Exception as error:
         console.print(traceback.format_exc(), markup=False)
         reason = f"{type(error).__name__}: {error}"
-        lines.append(
-            Line(part=part, claim="the part runs to its end", outcome=MISSED, reason=reason)
-        )
-    for line in lines:
-        color = COLORS[line.outcome]
-        table.add_row(
-            line.claim, f"[{color}]{line.outcome}[/]", line.seen, line.aim, cell(line.reason)
-        )
-    console.print(table)
+        line = Line(part=part, claim="the part runs to its end", outcome=MISSED, reason=reason)
+        _show(line, console)
+        yield line
     console.print(f"{part}: {time.perf_counter() - start:.0f} s")
-    return iter(lines)
+
+
+def _show(line: Line, console: Console) -> None:
+    told = f"{line.seen} (aim {line.aim})" if line.aim else line.seen
+    text = "; ".join(filter(None, (line.claim, told, cell(line.reason))))
+    console.print(f"  [{COLORS[line.outcome]}]{line.outcome:7}[/] {escape(text)}")
 
 
 if __name__ == "__main__":

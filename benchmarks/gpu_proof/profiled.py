@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.gpu_proof.models import PRECISIONS, Prepared, singles
+from benchmarks.gpu_proof.models import PRECISIONS, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
-from benchmarks.gpu_proof.single_rank import ON_CPU, measure
+from benchmarks.gpu_proof.single_rank import ON_CPU, UNPREPARED, measure
 from hap.cluster.cluster_file import load_cluster
 from hap.plan_simulation import simulate_plan
 
@@ -36,18 +36,16 @@ def run(settings: Settings) -> Iterator[Line]:
     errors = {}
     for single in singles(settings.device):
         for precision in PRECISIONS:
-            prepared = Prepared.load(settings.folder, f"single-{single.name}-{precision}")
-            if prepared is not None:
-                predicted = simulate_plan(replace(prepared.plan, cluster=cluster)).run.step_s
-                measured_s = measure(settings, single, precision, prepared).step_s
-                errors[f"{single.name}, {precision}"] = predicted / measured_s - 1
+            found = measure(settings, single, precision, backend="eager")
+            if found is not None:
+                predicted = simulate_plan(replace(found.plan, cluster=cluster)).run.step_s
+                errors[f"{single.name}, {precision}"] = predicted / found.step_s - 1
     yield from _errors(settings, errors)
 
 
 def _errors(settings: Settings, errors: dict[str, float]) -> Iterator[Line]:
     if not errors:
-        reason = "no prepared plan in the folder; run with --prepare"
-        yield Line(part=PART, claim="predicted steps", outcome=SKIPPED, reason=reason)
+        yield Line(part=PART, claim="predicted steps", outcome=SKIPPED, reason=UNPREPARED)
         return
     sizes = [abs(error) for error in errors.values()]
     worst = max(errors, key=lambda name: abs(errors[name]))

@@ -28,17 +28,18 @@ def attention(
     if q.numel() == 0 or k.numel() == 0:
         return _like_fake(q, v)
     q, k, v = map(_rows, (q, k, v))
-    kernel = _kernel(q, v)
+    kernel = _kernel(q, k, v, mask, causal)
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
         )
         return _fresh(out), lse.contiguous()
-    if kernel == "cuda":
-        bias = _additive(mask, q)
-        bias = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
+    if kernel == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return _fresh(out), lse.contiguous()
+    if kernel == "efficient":
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, causal, scale=scale
+            q, k, v, _aligned(mask, q, k), True, 0.0, causal, scale=scale
         )
         return _fresh(out), lse[..., : q.shape[-2]].contiguous()
     scores = _scores(q, k, mask, causal, scale)
@@ -56,19 +57,23 @@ def attention_backward(
         dq, dk, dv = (_fresh(torch.zeros_like(x)) for x in (q, k, v))
         return dq, dk, dv
     grad, q, k, v, out = map(_rows, (grad, q, k, v, out))
-    kernel = _kernel(q, v)
+    kernel = _kernel(q, k, v, mask, causal)
     if kernel == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
         )
-    elif kernel == "cuda":
-        bias = _additive(mask, q)
-        bias = None if bias is None else bias.expand(*q.shape[:-1], k.shape[-2])
+    elif kernel == "flash":
+        none = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, causal, none,
+            none, scale=scale,
+        )  # fmt: skip
+    elif kernel == "efficient":
         rows = -(-q.shape[-2] // 32) * 32  # the kernel reads the log-sum-exp in padded rows
         padded = F.pad(lse, (0, rows - lse.shape[-1]), value=math.inf)
         none = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, padded, none, none, 0.0, [True, True, True, False],
+            grad, q, k, v, _aligned(mask, q, k), out, padded, none, none, 0.0, [True, True, True, False],
             causal, scale=scale,
         )  # fmt: skip
     else:
@@ -80,12 +85,20 @@ def attention_backward(
     return _fresh(dq), _fresh(dk), _fresh(dv)
 
 
-def _kernel(q: Tensor, v: Tensor) -> str:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
+    """Return the name of a kernel; forward and backward must agree."""
     if q.shape[-1] != v.shape[-1]:
         return "math"
-    if q.device.type == "cuda":
-        return "math" if q.dtype == torch.float64 else "cuda"
-    return "cpu" if q.device.type == "cpu" else "math"
+    if q.device.type != "cuda":
+        return "cpu" if q.device.type == "cpu" else "math"
+    if q.dtype == torch.float64:
+        return "math"
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    fits = (
+        q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not (causal and q.shape[-2] != k.shape[-2])
+    )
+    recent = half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "flash" if mask is None and fits and recent else "efficient"
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -109,6 +122,18 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return the added mask, (B, H, L, M); the CUDA kernel reads its rows in blocks of 16."""
+    bias = _additive(mask, q)
+    if bias is None:
+        return None
+    if bias.shape[-1] == 1:
+        bias = bias.expand(*bias.shape[:-1], k.shape[-2])
+    width = bias.shape[-1]
+    bias = F.pad(bias, (0, -width % 16))[..., :width]
+    return bias.expand(*q.shape[:-1], k.shape[-2])
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -198,6 +198,29 @@ def _without_hints() -> Iterator[None]:
         setattr(owner, name, assign)
 
 
+@contextlib.contextmanager
+def cpu_autocast_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let autocast on the CPU call these kernels, in this process, meanwhile.
+
+    Args:
+        kernels: operator of ATen with its overload, such as ``softmax.int`` -> function.
+    """
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel)
+        yield
+    finally:
+        library._destroy()
+
+
+def below_autocast() -> Any:
+    """Return a context in which operators on the CPU are not cast."""
+    return torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    )
+
+
 def capture_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of a capture if the code can't be one graph."""
     from torch._dynamo.exc import TorchDynamoException
@@ -282,36 +305,6 @@ def joint_graph(
         inputs=tuple(name(n.meta["desc"]) for n in placeholders),
         outputs=tuple(name(end) for end in graph.output_node().meta["desc"]),
     )
-
-
-_UNSPLITTABLE = {
-    torch.Tag.nondeterministic_seeded: "it draws random numbers",
-    torch.Tag.dynamic_output_shape: "the shapes of its results depend on the data",
-    torch.Tag.data_dependent_output: "its result is a number that depends on the data",
-}
-
-
-def unsplittable(op: Any) -> str:
-    """Return the reason why no row can describe an operator, if its schema has one."""
-    if op._schema.is_mutable:
-        return "it writes into its inputs"
-    if not any("Tensor" in str(r.type) for r in op._schema.returns):
-        return "it returns no tensor, so all it does is a side effect"
-    return next((why for tag, why in _UNSPLITTABLE.items() if tag in op.tags), "")
-
-
-def takes_tensor(argument: Any) -> bool:
-    """Return whether an argument of a schema is one required tensor."""
-    return str(argument.type) == "Tensor"
-
-
-def plain_example(argument: Any) -> Any:
-    """Return a value for an argument of a schema that is no tensor: a dim, a factor, a flag."""
-    text = str(argument.type)
-    if text.startswith("Optional"):
-        return None
-    simple = {"int": 1, "SymInt": 1, "float": 0.5, "number": 0.5, "bool": False}
-    return simple.get(text, [1])
 
 
 def inductor_lacks(device: torch.device) -> tuple[str, str] | None:

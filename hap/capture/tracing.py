@@ -21,6 +21,7 @@ from torch import Tensor as TorchTensor
 from torch import fx, nn
 
 from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.checks import (
     changed_number,
     check_batch,
@@ -114,7 +115,7 @@ def capture(
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
     before = state_of(step.module)
-    with mode, gc_paused(), torch_private.attention_in_parts():
+    with mode, gc_paused(), casts_of_cuda(), torch_private.attention_in_parts():
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
