@@ -30,7 +30,7 @@ class Pace:
 
 FULL = Pace(windows=4, window_s=0.12)
 QUICK = Pace(windows=3, window_s=0.08)
-CUDA_WINDOW_S = 0.02
+CUDA_WINDOW_S = 0.05  # long enough for a power limit to lower the clock, as in a step
 PARTS = 5
 """Batches of calls per window; a window ends after its time, whatever the number of calls."""
 

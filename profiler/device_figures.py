@@ -138,7 +138,7 @@ def _as_in_a_step(
 def prior(samples: Sequence[Timing], kind: str, memory_bytes: int) -> Device:
     """Return a first guess: each figure is estimated from the samples that it may bind."""
     rates: dict[str, list[float]] = {}
-    kinds: dict[str, list[float]] = {}
+    kinds: dict[tuple[str, str], list[float]] = {}
     traffic, least = [], math.inf
     for sample in samples:
         (work,) = sample.works
@@ -148,14 +148,14 @@ def prior(samples: Sequence[Timing], kind: str, memory_bytes: int) -> Device:
         elif work.kind == "memory":
             traffic.append(work.bytes / sample.seconds)
         else:
-            kinds.setdefault(work.kind, []).append(work.flops / sample.seconds)
+            kinds.setdefault((work.kind, work.dtype), []).append(work.flops / sample.seconds)
     flops = {dtype: max(found) for dtype, found in rates.items()}
     return Device(
         name=kind, kind=kind, node="", memory_bytes=memory_bytes, flops_per_s=flops,
         memory_bytes_per_s=max(traffic), operand_bytes_per_s=max(traffic) / 4, launch_s=least,
-        efficiency={
-            kind: median(found) / flops["float32"]
-            for kind in (*PRODUCTS, *ELEMENTWISE) if (found := kinds.get(kind))
+        efficiency={  # relative to products of the same dtype
+            kind: median(kinds[kind, dtype]) / flops.get(dtype, flops["float32"])
+            for kind, dtype in sorted(kinds, key=lambda k: (*PRODUCTS, *ELEMENTWISE).index(k[0]))
         },
         source={},
     )  # fmt: skip
@@ -192,9 +192,7 @@ def _provenance(
 
     def told(kind: str, dtype: str | None = None) -> str:
         own = [
-            r
-            for r in residuals
-            if r.kind.split()[0] == kind and (not dtype or r.kind.endswith(dtype))
+            r for r in residuals if r.kind.split()[0] == kind and dtype in (None, r.kind.split()[1])
         ]
         own = own or list(residuals)
         off = median(abs(r.error) for r in own)

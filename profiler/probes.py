@@ -1,6 +1,6 @@
 """Probes: operators that the profiler times, and the work of each.
 
-The table of :class:`Sizes` for a type of device has the sizes. Inputs are slices of an arena larger
+Each type of device has a table of sizes. Inputs are slices of an arena larger
 than the caches, at another place for each call, since in a training step an operator's input is
 written long before it is read. Work is counted as in
 :mod:`hap.synthesizer.cost.operator_work`; a test compares the two.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ Call = Callable[[], object]
 class Sizes:
     """The sizes of all probes on one type of device.
 
-    ``--quick`` takes the first layers, convolution and attention, and the last of the others.
+    ``--quick`` takes the first three layers, and one size of most other operators.
 
     Attributes:
         arena_bytes: Bytes of the arena's block of float32, several times the caches.
@@ -79,15 +79,15 @@ _CUDA_LAYERS = (
     (64, 4096, 16384), (2048, 768, 50304),
 )  # fmt: skip
 _CUDA_DTYPES = ("float32", "float16", "bfloat16", "tfloat32")
-# The same for all GPUs, since ranks on unlike GPUs run the same probes. Each takes 0.03 to 20 ms on
-# an H200, longer than Python takes to launch its kernels, and half a second at most on a P100.
+# The same for all GPUs, because unlike ranks run the same probes together. Each takes 0.03 to 20 ms
+# on an H200, which is longer than launching its kernels, and at most half a second on a P100.
 CUDA = Sizes(
     arena_bytes=2**30,
     products=dict.fromkeys(_CUDA_DTYPES, _CUDA_LAYERS), quick=_CUDA_DTYPES, fused="float16",
     elements=(2**24, 2**26), tables=((16384, 1024), (65536, 1024)),
     losses=((2048, 32768), (4096, 32768)), updates=((1024, 4096, 16), (4096, 4096, 4)),
     convolutions=((64, 256, 56), (64, 64, 112), (128, 64, 56), (256, 256, 14)),
-    attention=((32, 16, 512, 64), (256, 12, 128, 64), (8, 16, 1024, 64)),
+    attention=((32, 16, 512, 64), (512, 12, 128, 64), (8, 16, 1024, 64)),
 )  # fmt: skip
 
 
@@ -119,7 +119,10 @@ class Arena:
         self.device = device
         # Small numbers of both signs: some kernels have another speed for zeros and denormals.
         few = torch.arange(977, device=device, dtype=torch.float32).sub_(488.5).div_(400)
-        count = _arena_bytes(device) // 4
+        nbytes = sizes_on(device).arena_bytes
+        if device.type == "cuda":
+            nbytes = min(nbytes, torch.cuda.get_device_properties(device).total_memory // 8)
+        count = nbytes // 4
         self._blocks = {torch.float32: few.repeat(-(-count // len(few)))[:count]}
         self._at = 0
 
@@ -136,16 +139,8 @@ class Arena:
 
 
 def sizes_on(device: torch.device) -> Sizes:
-    """Return the sizes of a type of device."""
-    return CUDA if device.type == "cuda" else CPU
-
-
-def _arena_bytes(device: torch.device) -> int:
-    """Return the bytes of the arena's first block: at most an eighth of a GPU's memory."""
-    most = sizes_on(device).arena_bytes
-    if device.type != "cuda":
-        return most
-    return int(min(most, torch.cuda.get_device_properties(device).total_memory // 8))
+    """Return the sizes of a type of device; fake tensors have those of CUDA."""
+    return CPU if device.type == "cpu" else CUDA
 
 
 def probes(device: torch.device) -> list[Probe]:
@@ -164,7 +159,7 @@ def product_probe(device: torch.device) -> Probe:
     return probes(device)[0]
 
 
-def _nbytes(dtype: str, *counts: int) -> float:
+def _nbytes(dtype: str, *counts: float) -> float:
     return float(sum(counts) * _torch_dtype(dtype).itemsize)
 
 
@@ -183,13 +178,11 @@ def _products(sizes: Sizes, dtype: str) -> Iterator[Probe]:
     of = _torch_dtype(dtype)
     precision = "high" if dtype == "tfloat32" else "highest"
     for number, (rows, width, out) in enumerate(sizes.products[dtype]):
+        shapes = (rows, width), (out, width), (rows, out)
 
-        def make(arena: Arena, rows: int = rows, width: int = width, out: int = out) -> Call:
+        def make(arena: Arena, shapes: Any = shapes) -> Call:
             def call() -> None:
-                x, weight, grad = (
-                    arena.cut(*shape, dtype=of)
-                    for shape in ((rows, width), (out, width), (rows, out))
-                )
+                x, weight, grad = (arena.cut(*shape, dtype=of) for shape in shapes)
                 with matmul_precision(precision, x.device):
                     torch.mm(x, weight.t())
                     torch.mm(grad, weight)
@@ -199,12 +192,10 @@ def _products(sizes: Sizes, dtype: str) -> Iterator[Probe]:
 
         traffic = _nbytes(dtype, rows * width, width * out, rows * out)
         yield Probe(
-            name=f"linear {dtype} {rows}x{width}x{out}",
+            name=f"linear {dtype} {rows}x{width}x{out}", make=make, count=3,
             work=Work("matmul", dtype, 2.0 * rows * width * out, traffic),
-            make=make,
             quick=number < 3 and dtype in sizes.quick,
-            count=3,
-        )
+        )  # fmt: skip
 
 
 def _memory(sizes: Sizes) -> Iterator[Probe]:
@@ -234,9 +225,7 @@ def _memory(sizes: Sizes) -> Iterator[Probe]:
 def _elementwise(sizes: Sizes) -> Iterator[Probe]:
     """Yield operators that may be slower than their traffic."""
 
-    def table(
-        arena: Arena, shape: tuple[int, int], function: Callable[..., object], tensors: int
-    ) -> Call:
+    def table(arena: Arena, shape: Any, function: Callable[..., object], tensors: int) -> Call:
         return lambda: function(*(arena.cut(*shape) for _ in range(tensors)))
 
     def norm(x: Tensor) -> object:
@@ -263,9 +252,8 @@ def _elementwise(sizes: Sizes) -> Iterator[Probe]:
         ("max_pool", "pool", pool, 1, 0.75),
     ]
     for shape in sizes.tables:
-        rows, width = shape
+        (rows, width), count = shape, math.prod(shape)
         for name, kind, function, tensors, written in every:
-            count = rows * width
             traffic = _nbytes("float32", count * tensors) + written * _nbytes("float32", count)
             yield Probe(
                 name=f"{name} {rows}x{width}",
@@ -276,11 +264,10 @@ def _elementwise(sizes: Sizes) -> Iterator[Probe]:
 
 
 def _losses(sizes: Sizes) -> Iterator[Probe]:
-    """Yield cross-entropy over many classes, which reads its logits several times; as
-    functions, see :func:`_attention`."""
+    """Yield cross-entropy, which reads its logits several times; as in :func:`_attention`."""
     none = -100
     for rows, classes in sizes.losses:
-        count = rows * classes
+        count = float(rows * classes)
         targets = 8.0 * rows  # bytes of class numbers; a row's result takes half of that
 
         def forward(arena: Arena, rows: int = rows, classes: int = classes) -> Call:
@@ -298,15 +285,9 @@ def _losses(sizes: Sizes) -> Iterator[Probe]:
         for name, make, rows_bytes, tables in (
             ("cross_entropy", forward, 2 * targets, 1), ("cross_entropy_backward", backward, 2.5 * targets, 2),
         ):  # fmt: skip
-            work = Work(
-                "loss", "float32", float(count), _nbytes("float32", tables * count) + rows_bytes
-            )
-            yield Probe(
-                name=f"{name} {rows}x{classes}",
-                work=work,
-                make=make,
-                quick=(rows, classes) == sizes.losses[-1],
-            )
+            work = Work("loss", "float32", count, _nbytes("float32", tables * count) + rows_bytes)
+            quick = (rows, classes) == sizes.losses[-1]
+            yield Probe(name=f"{name} {rows}x{classes}", work=work, make=make, quick=quick)
 
 
 def _updates(sizes: Sizes) -> Iterator[Probe]:
@@ -320,16 +301,11 @@ def _updates(sizes: Sizes) -> Iterator[Probe]:
     ]  # fmt: skip
     for rows, width, several in sizes.updates:
         for name, step_of, states, kernels in kinds:
-            count = rows * width
+            count, shapes = rows * width, [(rows, width)] * several
 
-            def make(
-                arena: Arena, count: int = count, several: int = several, step_of: Any = step_of
-            ) -> Call:
-                parameters, gradients = (
-                    [arena.cut(count).clone() for _ in range(several)] for _ in range(2)
-                )
-                step: Call = step_of(parameters, gradients)
-                return step
+            def make(arena: Arena, shapes: Any = shapes, step_of: Any = step_of) -> Call:
+                two = ([arena.cut(*shape).clone() for shape in shapes] for _ in range(2))
+                return cast(Call, step_of(*two))
 
             work = Work(
                 "update", "float32", float(several * kernels * count),
@@ -372,12 +348,9 @@ def _convolutions(sizes: Sizes) -> Iterator[Probe]:
         flops = 2.0 * pixels * channels * 9
 
         def forward(arena: Arena, x: Any = x, w: Any = w, options: Any = options) -> Call:
-            def call() -> Tensor:
-                bias = arena.cut(w[0], dtype=of)
-                out: Tensor = aten.convolution(
-                    arena.cut(*x, dtype=of), arena.cut(*w, dtype=of), bias, *options
-                )
-                return out
+            def call() -> object:
+                tensors = (arena.cut(*shape, dtype=of) for shape in (x, w, w[:1]))
+                return aten.convolution(*tensors, *options)
 
             return call
 

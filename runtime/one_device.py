@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.capture import torch_private
+from hap.capture.matmul_precision import exact_convolutions
 from hap.capture.tracing import Loss, Step
 from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
 from hap.ir.batch import Batch, each, flatten
@@ -136,6 +137,7 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@exact_convolutions()
 def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
     updates = make_optimizer(optimizer, module)
     losses: dict[str, Tensor] = {}

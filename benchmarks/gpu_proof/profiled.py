@@ -1,4 +1,7 @@
-"""Run ``hap profile`` on this device, and compare predicted with measured steps."""
+"""Run ``hap profile`` on this device, and compare predicted with measured steps.
+
+The predictions of the catalogue, for which nothing is measured, are compared as well.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from benchmarks.gpu_proof.models import PRECISIONS, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from benchmarks.gpu_proof.single_rank import ON_CPU, UNPREPARED, measure
+from hap.cluster.catalogue import find
 from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.plan_simulation import simulate_plan
 
 PART = "profile"
 MEDIAN, WORST = 0.06, 0.15
+CATALOGUE_MEDIAN, CATALOGUE_WORST = 0.15, 0.3
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """Profile, then one line per model and precision, then the median and the worst error."""
+    """Profile, then two lines of errors: by the profile, and by the catalogue."""
     output = settings.folder / "profiled.yaml"
     words = [sys.executable, "-m", "hap.cli", "profile", "--nproc", "1", "-o", str(output)]
     words += [] if settings.on_gpu else ["--quick"]
@@ -30,32 +38,47 @@ def run(settings: Settings) -> Iterator[Line]:
         yield Line(part=PART, claim=claim, outcome=MISSED, reason=done.stderr[-2000:])
         return
     cluster = load_cluster(output)
-    rate = cluster.devices[0].flops_per_s["float32"]
-    seen = f"{cluster.devices[0].kind}, {rate / 1e12:.3g} TFLOP/s in float32"
-    yield Line(part=PART, claim=claim, outcome=MET, seen=seen)
+    rates = cluster.devices[0].flops_per_s
+    told = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.items())
+    yield Line(part=PART, claim=claim, outcome=MET, seen=f"{cluster.devices[0].kind}, {told}")
+    yield from _compared(settings, "hap profile", cluster, MEDIAN, WORST)
+    name = torch.cuda.get_device_name() if settings.on_gpu else "cpu"
+    claim = f"the catalogue's {name}: predicted steps"
+    if find(name) is None:
+        reason = "the catalogue has no such device"
+        yield Line(part=PART, claim=claim, outcome=SKIPPED, reason=reason)
+        return
+    text = f"nodes:\n  - {{name: node, gpus: 1, type: {name}}}\n"
+    yield from _compared(
+        settings, f"the catalogue's {name}", load_cluster(text), CATALOGUE_MEDIAN, CATALOGUE_WORST
+    )
+
+
+def _compared(
+    settings: Settings, source: str, cluster: Cluster, median: float, worst: float
+) -> Iterator[Line]:
+    """Yield the median and the worst error of the steps that a cluster's figures predict."""
     errors = {}
     for single in singles(settings.device):
         for precision in PRECISIONS:
             found = measure(settings, single, precision, backend="eager")
             if found is not None:
                 predicted = simulate_plan(replace(found.plan, cluster=cluster)).run.step_s
-                errors[f"{single.name}, {precision}"] = predicted / found.step_s - 1
-    yield from _errors(settings, errors)
-
-
-def _errors(settings: Settings, errors: dict[str, float]) -> Iterator[Line]:
+                errors[f"{single.name} {precision}"] = predicted / found.step_s - 1
     if not errors:
-        yield Line(part=PART, claim="predicted steps", outcome=SKIPPED, reason=UNPREPARED)
+        yield Line(
+            part=PART, claim=f"{source}: predicted steps", outcome=SKIPPED, reason=UNPREPARED
+        )
         return
-    sizes = [abs(error) for error in errors.values()]
-    worst = max(errors, key=lambda name: abs(errors[name]))
+    farthest = max(errors, key=lambda name: abs(errors[name]))
     told = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
-    for claim, size, aim, seen in (
-        ("predicted step, median error", statistics.median(sizes), MEDIAN, told),
-        ("predicted step, worst error", abs(errors[worst]), WORST, worst),
+    for which, size, aim, seen in (
+        ("median", statistics.median(map(abs, errors.values())), median, told),
+        ("worst", abs(errors[farthest]), worst, farthest),
     ):
         outcome = (MET if size <= aim else MISSED) if settings.on_gpu else SKIPPED
         yield Line(
-            part=PART, claim=claim, outcome=outcome, seen=f"{size:.1%} ({seen})",
-            aim=f"<= {aim:.0%}", reason="" if settings.on_gpu else ON_CPU,
+            part=PART, claim=f"{source}: predicted steps, {which} error", outcome=outcome,
+            seen=f"{size:.1%} ({seen})", aim=f"<= {aim:.0%}",
+            reason="" if settings.on_gpu else ON_CPU,
         )  # fmt: skip

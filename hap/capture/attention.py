@@ -45,7 +45,7 @@ def attention(
     scores = _scores(q, k, mask, causal, scale)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, 0.0)  # weights of 0 where all of a row is masked
-    return _fresh(torch.exp(scores - lse.unsqueeze(-1)) @ v), lse.to(_lse_dtype(q))
+    return _fresh((torch.exp(scores - lse.unsqueeze(-1)) @ v.to(lse.dtype)).to(q.dtype)), lse
 
 
 def attention_backward(
@@ -77,32 +77,41 @@ def attention_backward(
             causal, scale=scale,
         )  # fmt: skip
     else:
-        weights = torch.exp(_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).to(q.dtype)
+        dtype = q.dtype
+        weights = torch.exp(_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1))
+        grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
         dv = weights.transpose(-2, -1) @ grad
         inner = (grad * out).sum(-1, keepdim=True)
         ds = weights * (grad @ v.transpose(-2, -1) - inner) * scale
         dq, dk = ds @ k, ds.transpose(-2, -1) @ q
+        dq, dk, dv = (x.to(dtype) for x in (dq, dk, dv))
     return _fresh(dq), _fresh(dk), _fresh(dv)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
-    """Return the name of a kernel; forward and backward must agree."""
-    if q.shape[-1] != v.shape[-1]:
+    """Return the name of a kernel, the same in forward and backward.
+
+    CUDA's kernels read rows of 16 bytes; :func:`torch.nn.functional.scaled_dot_product_attention`
+    chooses by the same rules.
+    """
+    width = q.shape[-1]
+    if width != v.shape[-1]:
         return "math"
     if q.device.type != "cuda":
         return "cpu" if q.device.type == "cpu" else "math"
-    if q.dtype == torch.float64:
+    if q.dtype == torch.float64 or width * q.dtype.itemsize % 16:
         return "math"
+    square = q.shape[-2] == k.shape[-2] or not causal
+    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    fits = (
-        q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not (causal and q.shape[-2] != k.shape[-2])
-    )
-    recent = half and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "flash" if mask is None and fits and recent else "efficient"
+    flash = mask is None and half and square and width <= 256 and recent
+    return "flash" if flash else "efficient"
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-2, -1)) * scale
+    """Return the scores in the dtype of the log-sum-exp: half precision is too coarse for them."""
+    dtype = _lse_dtype(q)
+    scores = (q.to(dtype) @ k.to(dtype).transpose(-2, -1)) * scale
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)

@@ -1,8 +1,9 @@
-"""The precision of float32 products: torch's setting for a run, set on a GPU and restored."""
+"""The precision of float32 products and convolutions: torch's settings, set on a GPU and restored."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -23,3 +24,28 @@ def matmul_precision(name: str, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+_convolving = threading.Lock()
+_exact_users, _allowed = 0, True
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Let float32 convolutions on a GPU be in float32; torch's default is TF32, of ten bits.
+
+    The setting is one of the process, and ranks may be threads of it: the last one restores it.
+    """
+    global _exact_users, _allowed
+    with _convolving:
+        if not _exact_users:
+            _allowed = torch.backends.cudnn.allow_tf32
+            torch.backends.cudnn.allow_tf32 = False
+        _exact_users += 1
+    try:
+        yield
+    finally:
+        with _convolving:
+            _exact_users -= 1
+            if not _exact_users:
+                torch.backends.cudnn.allow_tf32 = _allowed

@@ -52,7 +52,10 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
 """Op -> (kind of work, floating-point operations of the whole call)."""
 
 LOWERED = ("matmul", "attention", "attention_backward")
-"""Kinds of work that :func:`torch.set_float32_matmul_precision` makes faster; not convolutions."""
+"""Kinds of work that :func:`torch.set_float32_matmul_precision` makes faster."""
+
+ALWAYS_LOWERED = ("conv", "conv_backward")
+"""Kinds of work that torch does in TF32 by default, where a device has it."""
 
 ELEMENTS: dict[str, str] = {
     f"{'' if op.startswith('hap.') else 'aten.'}{op}": kind
@@ -108,6 +111,8 @@ def node_work(node: Node, graph: Graph) -> Work:
         kind, flops = FLOPS[node.op]
         if dtype == "float32" and kind in LOWERED:
             dtype = graph.products
+        if dtype == "float32" and kind in ALWAYS_LOWERED:
+            dtype = "tfloat32"
         return Work(kind, dtype, flops(call), traffic, small)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
