@@ -20,6 +20,7 @@ from hap.capture import torch_private
 from hap.errors import HapError, InputError
 from hap.runtime.context import Context, kept_scale
 from hap.runtime.emit import Emitted
+from hap.runtime.native_calls import with_native_calls
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """A function that empties its list of arguments, so that each can be freed after its last use."""
@@ -78,6 +79,7 @@ def executable(
     """Return a graph's function ``(ctx, arguments)``, which empties the list; modifies the graph."""
     if backend == "inductor":
         return Staged(module, library, device)
+    with_native_calls(module.graph)
     module.graph.set_codegen(torch_private.BoxedCode())
     module.recompile()
     return module.forward

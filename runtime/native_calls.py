@@ -1,0 +1,92 @@
+"""Faster calls of the same operators, for code that runs eagerly.
+
+``torch.ops.aten.addmm.default(...)`` checks its arguments against a schema at each call, which takes
+twice as long as ``torch.addmm(...)``. Where kernels are short, as in half precision on a fast GPU, the time
+of the host is the time of the step. Logical operators are called as functions, without the layers
+of a custom operator. A view that is taken
+twice is taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from hap.capture.attention import attention, attention_backward
+from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
+
+aten = torch.ops.aten
+
+_SAME_NAME: Final = (
+    *("abs.default", "add.Tensor", "addmm.default", "argmax.default", "bitwise_and.Tensor"),
+    *("bitwise_not.default", "bmm.default", "cat.default", "clone.default", "convolution.default"),
+    *(
+        "cos.default",
+        "cumsum.default",
+        "div.Scalar",
+        "div.Tensor",
+        "embedding.default",
+        "eq.Scalar",
+    ),
+    *("eq.Tensor", "exp.default", "gather.default", "ge.Scalar", "gt.Scalar", "le.Tensor"),
+    *("log.default", "lt.Scalar", "masked_fill.Scalar", "maximum.default", "minimum.default"),
+    *("mm.default", "mul.Scalar", "mul.Tensor", "native_layer_norm.default", "ne.Scalar"),
+    *("neg.default", "permute.default", "pow.Tensor_Scalar", "relu.default", "reshape.default"),
+    *("rsqrt.default", "select.int", "sigmoid.default", "sin.default", "sqrt.default"),
+    *("sub.Tensor", "sum.default", "sum.dim_IntList", "t.default", "tanh.default"),
+    *("transpose.int", "unsqueeze.default", "where.self"),
+)
+"""Operators that are functions of ``torch`` with the same name and arguments."""
+
+NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
+    **{
+        getattr(getattr(aten, packet), overload): getattr(torch, packet)
+        for packet, overload in (name.split(".") for name in _SAME_NAME)
+    },
+    aten.gelu.default: F.gelu,
+    torch.ops.hap.sdpa.default: attention,
+    torch.ops.hap.sdpa_backward.default: attention_backward,
+    torch.ops.hap.cross_entropy.default: cross_entropy_terms,
+    torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
+}
+"""Operator -> a function that takes the same arguments and returns the same tensors, sooner."""
+
+VIEWS: Final = frozenset({
+    aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten.select.int,
+})  # fmt: skip
+"""Operators whose results depend on their arguments alone, and mostly share their memory."""
+
+
+def with_native_calls(code: fx.Graph) -> None:
+    """Replace calls in emitted code by faster ones."""
+    _share_views(code)
+    for node in list(code.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.alias.default:
+            node.replace_all_uses_with(node.args[0])
+            code.erase_node(node)
+        elif node.target in NATIVE:
+            node.target = NATIVE[node.target]
+        elif node.target is aten.expand.default and not node.kwargs:
+            node.op, node.target = "call_method", "expand"
+        elif node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+            node.op, node.target = "call_method", "to"
+            node.kwargs = {**node.kwargs, "copy": True}
+
+
+def _share_views(code: fx.Graph) -> None:
+    """Let equal views of one tensor be one view."""
+    known: dict[str, fx.Node] = {}
+    for node in list(code.nodes):
+        if node.op != "call_function" or node.target not in VIEWS:
+            continue
+        first = known.setdefault(repr((str(node.target), node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            code.erase_node(node)
