@@ -20,6 +20,7 @@ from hap.capture import torch_private
 from hap.errors import HapError, InputError
 from hap.runtime.context import Context, kept_scale
 from hap.runtime.emit import Emitted
+from hap.runtime.fused_operators import FUSED
 from hap.runtime.native_calls import with_native_calls
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
@@ -104,7 +105,7 @@ class Library:
         key = described, layouts
         if key not in self._made:
             try:
-                self._made[key] = torch_private.inductor(piece, args)
+                self._made[key] = torch_private.inductor(piece, args, FUSED)
             except Exception as error:
                 raise HapError(
                     f"inductor failed on a piece of {len(piece.graph.nodes)} operators: "

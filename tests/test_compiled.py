@@ -161,7 +161,7 @@ def overlapped() -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def uncompiled(piece: fx.GraphModule, args: list[Tensor]) -> Any:
+def uncompiled(piece: fx.GraphModule, args: list[Tensor], known: Any = None) -> Any:
     """Replaces inductor in tests of the cutting."""
     return lambda given: piece(*[given.pop(0) for _ in range(len(given))])
 
@@ -200,7 +200,7 @@ def test_a_mask_cuts_nothing() -> None:
 def test_equal_pieces_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def counted(piece: fx.GraphModule, args: list[Tensor]) -> Any:
+    def counted(piece: fx.GraphModule, args: list[Tensor], known: Any) -> Any:
         made.append(piece)
         return uncompiled(piece, args)
 
@@ -303,7 +303,7 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
 
 
 def test_an_error_of_the_compiler_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(piece: fx.GraphModule, args: list[Tensor]) -> Any:
+    def failing(piece: fx.GraphModule, args: list[Tensor], known: Any) -> Any:
         raise ArithmeticError("no code for this")
 
     monkeypatch.setattr(torch_private, "inductor", failing)

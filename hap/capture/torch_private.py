@@ -325,18 +325,23 @@ def inductor_lacks(device: torch.device) -> tuple[str, str] | None:
 _compiling = threading.Lock()  # emulated ranks are threads, and inductor has global state
 
 
-def inductor(module: fx.GraphModule, args: list[torch.Tensor]) -> Callable[[list[Any]], Any]:
+def inductor(
+    module: fx.GraphModule, args: list[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Return a graph of operators compiled for the shapes and strides of ``args``.
 
     The compiled function takes the inputs as one list, which it empties to free each in time. So does
     the function that ``aot_module_simplified`` wraps in its ``forward``, whose own arguments
     live until it returns (2.13).
     """
-    from torch._inductor import compile
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
     with _compiling, torch.no_grad():
         twin = copy.deepcopy(module)  # inductor rewrites its argument
-        compiled: Any = compile(twin, list(args))
+        table = {**select_decomp_table(), **decompositions}
+        compiled: Any = compile_fx(twin, list(args), decompositions=table)
     while compiled.__code__.co_name != "forward":
         compiled = compiled.__wrapped__
     boxed: Callable[[list[Any]], Any] = compiled.__wrapped__

@@ -1,0 +1,49 @@
+"""Logical operators in terms of others, for a compiler that fuses them.
+
+A custom operator is a wall for fusion, and each call costs the host as much as several kernels. The
+eager cross-entropy avoids tensors as large as the logits by chunks; compiled, its steps are one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hap.capture.attention import attention, attention_backward
+
+
+def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, Tensor]:
+    """See :func:`hap.capture.cross_entropy.cross_entropy_terms`."""
+    wide = x.to(_acc_dtype(x))
+    skipped = target == skip
+    at = target.masked_fill(skipped, 0).unsqueeze(-1)
+    picked = wide.gather(-1, at).squeeze(-1).masked_fill(skipped, 0.0)
+    return torch.logsumexp(wide, -1), picked
+
+
+def cross_entropy_backward(
+    grad_lse: Tensor, grad_picked: Tensor, x: Tensor, target: Tensor, lse: Tensor, skip: int
+) -> Tensor:
+    """See :func:`hap.capture.cross_entropy.cross_entropy_backward`."""
+    soft = grad_lse.unsqueeze(-1) * torch.exp(x.to(lse.dtype) - lse.unsqueeze(-1))
+    skipped = target == skip
+    classes = torch.arange(x.shape[-1], device=x.device)
+    there = classes == target.masked_fill(skipped, 0).unsqueeze(-1)
+    more = torch.where(there, grad_picked.masked_fill(skipped, 0.0).unsqueeze(-1), 0.0)
+    return (soft + more).to(x.dtype)
+
+
+def _acc_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
+    torch.ops.hap.sdpa.default: attention,
+    torch.ops.hap.sdpa_backward.default: attention_backward,
+    torch.ops.hap.cross_entropy.default: cross_entropy_terms,
+    torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
+}
+"""Logical operator -> a function of operators that the compiler knows."""
