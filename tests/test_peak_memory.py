@@ -23,6 +23,8 @@ from hap.synthesizer.cost.peak_memory import (
     at_peak,
     communication_buffers,
     memory,
+    update_bytes,
+    while_updating,
     workspace,
 )
 from hap.synthesizer.cost.serial_cost import simulate
@@ -36,7 +38,10 @@ STATES = 2
 
 
 def price(plan: Plan, axes: Axes) -> CostModel:
-    machine = Machine(plan.cluster)
+    """Return the costs on a cluster whose first device is a GPU; the others are CPUs."""
+    first, *others = plan.cluster.devices
+    devices = (replace(first, kind="A100-40"), *others)
+    machine = Machine(replace(plan.cluster, devices=devices))
     return CostModel(plan.graph, program_axes(axes, plan.program), machine, plan.shares, STATES)
 
 
@@ -105,7 +110,21 @@ def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarr
         ]
         beside = np.max(under_way, axis=0) + workspace(groups[at])
         peak = np.maximum(peak, always + np.sum(made, axis=0) + beside)
-    return peak
+    gradients = [
+        nbytes(Value(o.tensor, p))
+        for o, p in zip(graph.outputs, program.outputs, strict=True) if o.role == "gradient"
+    ]  # fmt: skip
+    return np.maximum(peak, always + np.sum(gradients, axis=0) + update_by_definition(plan, cost))
+
+
+def update_by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
+    """Return the bytes of one tensor per trained parameter on the GPU."""
+    found = np.zeros(plan.world_size)
+    for i in plan.graph.inputs:
+        if i.role == "parameter" and i.target in plan.graph.gradients:
+            placed = plan.program.inputs[i.tensor]
+            found = found + cost.local_bytes(plan.graph.tensors[i.tensor], placed)
+    return np.array([found[0], *np.zeros(plan.world_size - 1)])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +158,24 @@ def test_no_program_keeps_less_for_the_backward_than_its_graph_says(file: str) -
                 tensor = plan.graph.tensors[storage.value.tensor]
                 kept += float(cost.local_bytes(tensor, storage.value.placement).sum())
         assert kept >= plan.graph.saved_bytes
+
+
+def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:
+    """On CPUs, and with fewer states, torch updates in place, one parameter after the other."""
+    case = benchmark_case("mlp", "tiny")
+    plan = random_plan(case, 2, 0)
+    held: dict[tuple[str, int], np.ndarray] = {}
+    for kind in ("A100-40", "cpu"):
+        devices = tuple(replace(d, kind=kind) for d in plan.cluster.devices)
+        machine = Machine(replace(plan.cluster, devices=devices))
+        for states in (0, 1, 2):
+            cost = CostModel(plan.graph, program_axes(case.space.axes, plan.program), machine,
+                             plan.shares, states)  # fmt: skip
+            held[kind, states] = update_bytes(plan.graph, plan.program, cost)
+            during = while_updating(plan.graph, plan.program, cost)
+            assert (memory(plan.graph, plan.program, cost)[1] >= sum(during.values())).all()
+    assert held.pop(("A100-40", 2)).all()
+    assert all(each.tolist() == [0, 0] for each in held.values())
 
 
 @pytest.mark.parametrize("file", ["mlp", "bert_moe"])

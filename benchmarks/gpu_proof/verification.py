@@ -17,6 +17,7 @@ from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 from hap.runtime.collectives import Comm
+from hap.runtime.launch import RankError
 from hap.runtime.one_device import Observed, observe_reference
 from hap.runtime.shards import join
 from hap.runtime.verify import TOLERANCE, Observer, compare
@@ -47,23 +48,51 @@ class Job(NamedTuple):
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """Yield one line per family and precision. One group of ranks observes all of them."""
+    """Yield one line per family and precision.
+
+    One group of ranks observes all of them; if it fails, a group for each precision.
+    """
     jobs = [Job(f"{kind}-{family}", dtype) for family in FAMILIES for kind, dtype in KINDS]
     plans = {job: Prepared.load(settings.folder, job.name) for job in jobs}
     there = {job: prepared for job, prepared in plans.items() if prepared}
-    ranks = settings.on_ranks(observed, settings.ranks, there)
+    found, failures = _observed_by_all(settings, there)
     for job, prepared in plans.items():
         claim = f"{job.name.split('-')[1]}, {job.precision}: losses and gradients of one device"
         if prepared is None:
             reason = "no prepared plan in the folder; run with --prepare"
             yield Line(part=PART, claim=claim, outcome=SKIPPED, reason=reason)
             continue
+        if job in failures:
+            yield Line(part=PART, claim=claim, outcome=MISSED, reason=failures[job])
+            continue
         check = _autocast if job.kind == "autocast" else _exact
-        ok, seen, aim, reason = check(settings, job, prepared, [found[job] for found in ranks])
+        ok, seen, aim, reason = check(settings, job, prepared, found[job])
         yield Line(
             part=PART, claim=f"{claim}, {prepared.plan.world_size} ranks",
             outcome=MET if ok else MISSED, seen=seen, aim=aim, reason=reason,
         )  # fmt: skip
+
+
+def _observed_by_all(
+    settings: Settings, plans: Mapping[Job, Prepared]
+) -> tuple[dict[Job, list[Observed]], dict[Job, str]]:
+    """Return (results of the ranks per job, the error per job whose group of ranks failed)."""
+    found: dict[Job, list[Observed]] = {}
+    failures: dict[Job, str] = {}
+    groups = [dict(plans)]
+    while groups:
+        group = groups.pop(0)
+        try:
+            ranks = settings.on_ranks(observed, settings.ranks, group)
+        except RankError as error:
+            precisions = dict.fromkeys(job.precision for job in group)
+            if len(precisions) > 1:
+                groups += [{j: p for j, p in group.items() if j.precision == k} for k in precisions]
+            else:
+                failures |= dict.fromkeys(group, str(error))
+            continue
+        found |= {job: [seen[job] for seen in ranks] for job in group}
+    return found, failures
 
 
 def observed(

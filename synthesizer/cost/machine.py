@@ -37,6 +37,7 @@ class Machine:
         drag: per rank, duration of a collective while the rank computes over its usual duration.
         delay_s: per rank, seconds by which computing delays each message of a collective.
         chunk: per rank, the number of elements that a loss processes at once.
+        on_gpu: per rank, 1 if its device is a GPU, 0 if it is a CPU.
         vectors: units per rank -> parts per rank; kept, so that their identity is a key.
         one: the parts of a tensor that every rank holds whole. ``one_apart`` equals it, but is
             another object.
@@ -54,9 +55,9 @@ class Machine:
         self.one: PerRank = np.ones(cluster.world_size)
         self.one_apart = self.one.copy()
         self._known: dict[int, tuple[Graph, Known]] = {}
-        self.chunk = np.array(
-            [CHUNK["cpu" if d.kind.endswith("cpu") else "cuda"] for d in cluster.devices]
-        )
+        kinds = ["cpu" if d.kind.endswith("cpu") else "cuda" for d in cluster.devices]
+        self.chunk = np.array([CHUNK[kind] for kind in kinds])
+        self.on_gpu: PerRank = np.array([float(kind == "cuda") for kind in kinds])
 
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Return the time per rank of one operator, given each rank's operations and traffic."""

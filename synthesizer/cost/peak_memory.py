@@ -8,7 +8,7 @@ largest buffers of those under way count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ KINDS = (
     "saved activations", "temporary values", "workspace", "communication buffers",
 )  # fmt: skip
 
+_STATES_OF_ADAM = 2
+
 Floats = npt.NDArray[np.float64]
 Until = Sequence[int] | None
 
@@ -38,11 +40,12 @@ Buffers = Callable[[Sequence[Instruction]], PerRank]
 
 def memory(
     graph: Graph, program: Program, cost: Prices, buffers: Buffers | None = None,
-    until: Until = None,
+    until: Until = None, *, updating: bool = True,
 ) -> tuple[PerRank, PerRank]:  # fmt: skip
     """Return (stored bytes of parameters and optimizer states, peak bytes of the step) per rank.
 
     Args:
+        updating: whether the optimizer's step follows.
         buffers: buffers of collectives, if the ranks of ``cost`` do not work together.
         until: the ends of collectives; default: none overlaps with computing.
     """
@@ -53,13 +56,15 @@ def memory(
         graph, program, cost, buffers, structure, _live(structure, until), columns
     )
     peak: PerRank = (alive + own + between).max(axis=0)[columns.of_rank]
+    if updating:
+        peak = np.maximum(peak, _sum(while_updating(graph, program, cost)))
     return stored["parameters"] + stored["optimizer states"], peak
 
 
 def at_peak(
-    graph: Graph, program: Program, cost: Prices, until: Until = None
+    graph: Graph, program: Program, cost: Prices, until: Until = None, *, updating: bool = True
 ) -> dict[str, PerRank]:
-    """Return kind -> the bytes that each rank holds at its peak."""
+    """Return kind -> the bytes that each rank holds at its peak; as in :func:`memory`."""
     structure = structure_of(graph, program, cost)
     live, columns = _live(structure, until), _columns(structure, cost, None)
     alive, own, between = (
@@ -78,6 +83,16 @@ def at_peak(
         found[storage.kind] += np.where(there, nbytes, 0.0)
     here = moments, np.arange(len(moments))
     found["workspace"], found["communication buffers"] = own[here], between[here]
+    if updating:
+        update = while_updating(graph, program, cost)
+        later = _sum(update) > _sum(found)
+        nothing = np.zeros(len(fullest))
+        found = {kind: np.where(later, update.get(kind, nothing), found[kind]) for kind in KINDS}
+    return found
+
+
+def _sum(kinds: Mapping[str, PerRank]) -> PerRank:
+    found: PerRank = np.sum(list(kinds.values()), axis=0)
     return found
 
 
@@ -159,6 +174,32 @@ def _local_bytes(
         return np.zeros((0, len(cost.parts.one[ranks])))
     found: Floats = nbytes[:, None] * np.array(parts)[part_of]
     return found
+
+
+def update_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
+    """Return the bytes that the optimizer's step holds besides parameters, gradients and states.
+
+    On GPUs torch's optimizers update all parameters at once. Adam then holds the square roots of one
+    state of all of them; those with fewer states hold nothing.
+    """
+    found: PerRank = np.zeros_like(cost.parts.one)
+    if cost.optimizer_states < _STATES_OF_ADAM or not cost.machine.on_gpu.any():
+        return found
+    for i in graph.role("parameter"):
+        if i.target in graph.gradients:
+            tensor = graph.tensors[i.tensor]
+            found = found + cost.local_bytes(tensor, program.inputs[i.tensor])
+    return found * cost.machine.on_gpu
+
+
+def while_updating(graph: Graph, program: Program, cost: Prices) -> dict[str, PerRank]:
+    """Return kind -> the bytes that each rank holds in the optimizer's step alone."""
+    found = _given(graph, structure_of(graph, program, cost), cost)
+    gradients: PerRank = np.zeros_like(cost.parts.one)
+    for o, placement in zip(graph.outputs, program.outputs, strict=True):
+        if o.role == "gradient":
+            gradients = gradients + cost.local_bytes(graph.tensors[o.tensor], placement)
+    return {**found, "gradients": gradients, "workspace": update_bytes(graph, program, cost)}
 
 
 def workspace(node: Node, row: Row, cost: Prices) -> PerRank:

@@ -18,7 +18,7 @@ from hap.ir.program import Program
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
 from hap.synthesizer.cost.liveness import Storage, storages
 from hap.synthesizer.cost.machine import PerRank
-from hap.synthesizer.cost.peak_memory import communication_buffers, workspace
+from hap.synthesizer.cost.peak_memory import communication_buffers, update_bytes, workspace
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.schedule.event_simulator import Schedule
 
@@ -109,3 +109,7 @@ def _changes(
         for at in members:
             yield from ((at, freed_s(s), -size(s)) for s in dying.get(at, ()))
         first += len(group)
+    if (update := update_bytes(graph, program, cost)).any():
+        end_s: PerRank = np.max(run.done_s, axis=0)
+        yield first - 1, end_s, update
+        yield first - 1, end_s, -update

@@ -19,7 +19,7 @@ from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.liveness import Storage
 from hap.synthesizer.cost.machine import Machine, PerRank
-from hap.synthesizer.cost.peak_memory import memory
+from hap.synthesizer.cost.peak_memory import memory, while_updating
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
 from hap.synthesizer.stages.gradient_buckets import last_turn
@@ -153,7 +153,8 @@ def figures(
             found = found + cost.local_bytes(part.tensors[v.tensor], v.placement)
         return found
 
-    stored, peak = memory(part, program, cost)
+    stored, peak = memory(part, program, cost, updating=False)
+    updating = sum(while_updating(part, program, cost).values(), np.zeros(world))
     ahead = min(in_flight, microbatches) - 1
     received = _received(part, program)
     held = _held(part, program, structure_of(part, program, cost).storages, recompute=recompute)
@@ -171,7 +172,7 @@ def figures(
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
         stored_bytes=stored, saved_bytes=saved, sums_bytes=sums, message_bytes=beside,
-        peak_bytes=peak + ahead * saved + delay * waiting + sums + beside,
+        peak_bytes=np.maximum(peak + ahead * saved + delay * waiting + sums + beside, updating),
         weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,
         in_flight=ahead + 1, delay=delay, recompute=recompute,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from hap.ir.plan import Plan
 from hap.plan_simulation import Simulation, plan_costs, simulate_plan
 from hap.stage_simulation import stage_costs, stage_figures
 from hap.synthesizer.cost.machine import PerRank
-from hap.synthesizer.cost.peak_memory import at_peak
+from hap.synthesizer.cost.peak_memory import at_peak, while_updating
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION
 
 
@@ -43,18 +43,23 @@ def _of_rank(parts: Mapping[str, PerRank], rank: int) -> dict[str, int]:
 
 
 def _memory_of_stages(plan: Plan) -> list[dict[str, int]]:
-    """The parts of each rank's peak: in a turn, with the other microbatches in flight and sums over all."""
+    """The parts of each rank's peak.
+
+    It is in a turn, with the other microbatches in flight and sums over all, or in the update.
+    """
     found: dict[int, dict[str, int]] = {}
     each = zip(stage_costs(plan), stage_figures(plan), strict=True)
     for (graph, stage, cost), figures in each:
-        parts = at_peak(graph, stage.program, cost)
+        parts = at_peak(graph, stage.program, cost, updating=False)
+        update = while_updating(graph, stage.program, cost)
         others = min(stage.in_flight, plan.microbatches) - 1
         waiting = others * figures.saved_bytes + stage.delay * figures.waiting_bytes
         parts["saved activations"] = parts["saved activations"] + waiting
         parts["gradients"] = parts["gradients"] + figures.sums_bytes
         parts["communication buffers"] = parts["communication buffers"] + figures.message_bytes
         for place, rank in enumerate(stage.ranks):
-            found[rank] = _of_rank(parts, place)
+            turns = _of_rank(parts, place), _of_rank(update, place)
+            found[rank] = max(turns, key=lambda each: sum(each.values()))
     return [found[rank] for rank in range(plan.world_size)]
 
 
