@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from hap.errors import PlanError
 from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest
+from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm
 from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
@@ -369,23 +370,3 @@ class _Step(torch.autograd.Function):
             ctx.training = now
         places = fn.code.gradient_of
         return None, None, *(None if k is None else results[k] for k in places)
-
-
-def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that share no memory: each may be scaled or added to in place."""
-    found = list(gradients)
-    end = -1
-    for begin, last, k in sorted((*_span(x), k) for k, x in enumerate(found)):
-        if begin < end:
-            found[k] = found[k].clone()
-        end = max(end, last)
-    return found
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor and of the one after its last."""
-    begin, width = x.data_ptr(), x.element_size()
-    if x.is_contiguous():
-        return begin, begin + x.numel() * width
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return begin, begin + (last + 1) * width if x.numel() else begin

@@ -68,7 +68,7 @@ def with_native_calls(code: fx.Graph) -> None:
     for node in list(code.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.alias.default:
+        if node.target is aten.alias.default and not _is_result(node):
             node.replace_all_uses_with(node.args[0])
             code.erase_node(node)
         elif node.target in NATIVE:
@@ -84,9 +84,14 @@ def _share_views(code: fx.Graph) -> None:
     """Let equal views of one tensor be one view."""
     known: dict[str, fx.Node] = {}
     for node in list(code.nodes):
-        if node.op != "call_function" or node.target not in VIEWS:
+        if node.op != "call_function" or node.target not in VIEWS or _is_result(node):
             continue
         first = known.setdefault(repr((str(node.target), node.args, node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             code.erase_node(node)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Results stay apart: what runs the code may add to one in place."""
+    return any(user.op == "output" for user in node.users)

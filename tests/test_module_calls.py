@@ -17,9 +17,10 @@ from hap.capture.tracing import capture
 from hap.errors import PlanError
 from hap.ir.batch import TENSOR, call, form_of, leaves, other_entries
 from hap.ir.plan import Plan
+from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.emulate import run_ranks
-from hap.runtime.hap_module import HapModule, apart
+from hap.runtime.hap_module import HapModule
 from tests.random_plans import Case, make_case, random_plan
 from tests.test_stages_training import whole_gradients
 

@@ -22,6 +22,7 @@ from hap.ir.pipeline_order import AHEAD, Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stages import Stage, Transfer
+from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
@@ -369,10 +370,11 @@ class _Step:
         known = [term for term in terms if term in self._sums]
         if known:
             torch._foreach_add_([self._sums[t] for t in known], [terms[t] for t in known])
-        for term in terms.keys() - known:
+        first = [term for term in terms if term not in self._sums]
+        for term, own in zip(first, apart([terms[t] for t in first]), strict=True):
             # A tensor that a message still reads must not change.
             sent = any(b.sends == term for b in self._s._microbatches[0].boundaries)
-            self._sums[term] = terms[term].clone() if sent else terms[term]
+            self._sums[term] = own.clone() if sent and own is terms[term] else own
 
     def _total(self, node: str, term: Tensor | None) -> Tensor:
         """Return a sum over the microbatches with its last term, unless it has that already."""
