@@ -31,7 +31,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     lines = [Line(**line) for line in json.loads(out.read_text())["lines"]]
     assert not [line for line in lines if line.outcome == MISSED]
     assert all(line.reason for line in lines if line.outcome == SKIPPED)
-    for part in ("collectives", "verification", "one rank", "profile", "overlap"):
+    for part in ("collectives", "verification", "commands", "one rank", "profile", "overlap"):
         assert [line for line in lines if line.part == part and line.outcome == MET], part
     assert [line for line in lines if line.part == "suite"], "the tests marked gpu were collected"
     assert out.with_suffix(".md").read_text().count("\n| ") == len(lines) + len(PARTS)

@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.gpu_proof.models import FAMILIES
+from benchmarks.gpu_proof.models import FAMILIES, SINGLES, TINY_SINGLES
 from benchmarks.gpu_proof.report import MISSED, Line, cell, machine, write
 from benchmarks.gpu_proof.settings import Settings
 
@@ -59,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME",
         help="model families to make random plans for; parts skip the others; default: all eight",
     )  # fmt: skip
+    parser.add_argument(
+        "--models", nargs="+", default=(), metavar="NAME",
+        choices=[single.name for single in (*SINGLES, *TINY_SINGLES)],
+        help="models of the parts on one rank; default: all",
+    )  # fmt: skip
     parser.add_argument("--plans", type=Path, metavar="DIR", help="where the plans were prepared")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
     parser.add_argument("--out", type=Path, default=Path("gpu_proof.json"), help="the JSON file")
@@ -78,7 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as made:
         if options.plans is None:
             prepare(Path(made), tiny=device.type == "cpu")
-        settings = Settings(ranks=options.ranks, device=device, folder=options.plans or Path(made))
+        settings = Settings(
+            ranks=options.ranks, device=device, folder=options.plans or Path(made),
+            models=tuple(options.models),
+        )  # fmt: skip
         profiled = settings.folder / "profiled.yaml"
         on, date, lines = machine(device), datetime.date.today().isoformat(), []
         for part in options.only or PARTS:

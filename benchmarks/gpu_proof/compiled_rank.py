@@ -18,7 +18,7 @@ def run(settings: Settings) -> Iterator[Line]:
         reason = "kernels that are compiled for a CPU show nothing of a GPU's"
         yield Line(part=PART, claim="planned and compiled", outcome=SKIPPED, reason=reason)
         return
-    for single in singles(settings.device):
+    for single in singles(settings.device, settings.models):
         for precision in PRECISIONS:
             name = f"{single.name}, {precision}"
             found = measure(settings, single, precision, backend="inductor")

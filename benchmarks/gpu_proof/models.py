@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -80,6 +80,7 @@ TINY_SINGLES = (
 )
 
 
-def singles(device: torch.device) -> tuple[Single, ...]:
-    """Return the models for one rank on a device; tiny ones on a CPU."""
-    return SINGLES if device.type == "cuda" else TINY_SINGLES
+def singles(device: torch.device, names: Collection[str] = ()) -> tuple[Single, ...]:
+    """Return the models for one rank on a device, tiny ones on a CPU; those of ``names``, or all."""
+    every = SINGLES if device.type == "cuda" else TINY_SINGLES
+    return tuple(single for single in every if not names or single.name in names)

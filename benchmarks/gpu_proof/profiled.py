@@ -59,7 +59,7 @@ def _compared(
 ) -> Iterator[Line]:
     """Yield the median and the worst error of the steps that a cluster's figures predict."""
     errors = {}
-    for single in singles(settings.device):
+    for single in singles(settings.device, settings.models):
         for precision in PRECISIONS:
             found = measure(settings, single, precision, backend="eager")
             if found is not None:

@@ -23,12 +23,14 @@ class Settings:
         device: ``cuda`` or ``cpu``; on a CPU, gloo replaces NCCL and models are tiny.
         folder: the prepared plans.
         timeout_s: seconds for one group of ranks.
+        models: names of the models for one rank; none: all.
     """
 
     ranks: int
     device: torch.device
     folder: Path
     timeout_s: float = 240.0
+    models: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:

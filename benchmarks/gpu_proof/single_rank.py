@@ -62,7 +62,7 @@ class Measured:
 
 def run(settings: Settings) -> Iterator[Line]:
     """Yield three lines per model and precision: first losses, step time, peak memory."""
-    for single in singles(settings.device):
+    for single in singles(settings.device, settings.models):
         for precision in PRECISIONS:
             name = f"{single.name}, {precision}"
             found = measure(settings, single, precision, backend="eager")
