@@ -152,7 +152,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 def _fresh(out: Tensor) -> Tensor:
     # The layout that the kernels write and that models undo at once with a transpose. Compiled
     # code relies on it: strides must equal those of the fake tensors below.
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    turned = out.transpose(1, 2)
+    return out if turned.is_contiguous() else turned.contiguous().transpose(1, 2)
 
 
 def _like_fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
