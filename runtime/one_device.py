@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hap.capture import torch_private
+from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.matmul_precision import exact_convolutions
 from hap.capture.tracing import Loss, Step
 from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
@@ -59,7 +60,7 @@ def observe_reference(
         # Clone the batch: the forward may write into it, and every step needs the same values.
         return step(*(t.clone() for t in tensors))  # type: ignore[no-any-return]
 
-    with reference_mode(widen, replay):
+    with reference_mode(widen, replay), casts_of_cuda():
         seen = observe(twin, run, optimizer)
     if replay:
         replay.end()

@@ -7,6 +7,7 @@ the graph, with a backward that reuses the saved log-sum-exp.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -102,10 +103,14 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) 
     if q.dtype == torch.float64 or width * q.dtype.itemsize % 16:
         return "math"
     square = q.shape[-2] == k.shape[-2] or not causal
-    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    flash = mask is None and half and square and width <= 256 and recent
+    flash = mask is None and half and square and width <= 256 and _has_flash(q.device)
     return "flash" if flash else "efficient"
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
