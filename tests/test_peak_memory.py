@@ -110,11 +110,8 @@ def by_definition(plan: Plan, cost: CostModel, until: Sequence[int]) -> np.ndarr
         ]
         beside = np.max(under_way, axis=0) + workspace(groups[at])
         peak = np.maximum(peak, always + np.sum(made, axis=0) + beside)
-    gradients = [
-        nbytes(Value(o.tensor, p))
-        for o, p in zip(graph.outputs, program.outputs, strict=True) if o.role == "gradient"
-    ]  # fmt: skip
-    return np.maximum(peak, always + np.sum(gradients, axis=0) + update_by_definition(plan, cost))
+    kept = [nbytes(v) for v in ends & born.keys() - given]
+    return np.maximum(peak, always + np.sum(kept, axis=0) + update_by_definition(plan, cost))
 
 
 def update_by_definition(plan: Plan, cost: CostModel) -> np.ndarray:

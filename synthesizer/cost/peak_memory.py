@@ -194,12 +194,14 @@ def update_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
 
 def while_updating(graph: Graph, program: Program, cost: Prices) -> dict[str, PerRank]:
     """Return kind -> the bytes that each rank holds in the optimizer's step alone."""
-    found = _given(graph, structure_of(graph, program, cost), cost)
-    gradients: PerRank = np.zeros_like(cost.parts.one)
-    for o, placement in zip(graph.outputs, program.outputs, strict=True):
-        if o.role == "gradient":
-            gradients = gradients + cost.local_bytes(graph.tensors[o.tensor], placement)
-    return {**found, "gradients": gradients, "workspace": update_bytes(graph, program, cost)}
+    structure = structure_of(graph, program, cost)
+    found = _given(graph, structure, cost)
+    for storage in structure.storages:
+        if storage.kept:
+            value = storage.value
+            nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
+            found[storage.kind] = found.get(storage.kind, 0.0) + nbytes
+    return {**found, "workspace": update_bytes(graph, program, cost)}
 
 
 def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
