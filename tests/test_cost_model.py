@@ -351,15 +351,18 @@ def test_memory_by_hand() -> None:
         loss@R +4, loss@P -   (xt is a view of x, g of the tangent)
         d0@P +96   d0@R +96, d0@P -   d1@P +96   d1@R +96
 
-    The last instruction is the peak: loss 4, d0 96, d1 twice 96. With many rows, s1 is the peak,
-    with y1 and s0 alive.
+    The last instruction holds loss 4, d0 96, d1 twice 96. The optimizer's step is the peak: loss 4,
+    d0 and d1 96 each, and 192 that Adam holds on GPUs. With many rows and no states, s1 is the
+    peak, with y1 and s0 alive.
     """
     graph, program = small_graph(8), data_parallel(8)
     program.check(graph)
     stored, peak = memory(graph, program, costs(graph, "ab", (6, 2)))
     assert stored.tolist() == [576, 576]
     fixed = 576 + 4
-    assert peak.tolist() == [fixed + 16 * n + 4 + 3 * 96 for n in (6, 2)]
+    assert peak.tolist() == [fixed + 16 * n + 4 + 4 * 96 for n in (6, 2)]
+    *_, alone = memory(graph, program, costs(graph, "ab", (6, 2)), updating=False)
+    assert alone.tolist() == [fixed + 16 * n + 4 + 3 * 96 for n in (6, 2)]
     many = 80
     graph, program = small_graph(many), data_parallel(many)
     stored, peak = memory(graph, program, costs(graph, "ab", (60, 20), states=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ VECTOR = 16
 """Elements of float32 in a block."""
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # on a busy machine
 @given(
     shares=st.lists(st.integers(0, 900), min_size=1, max_size=6).filter(any),
     units=st.sampled_from([1, 2, 3, 16]),
