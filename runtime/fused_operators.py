@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from hap.capture.attention import attention, attention_backward
+from hap.capture.wide_dtype import wide_dtype
 
 
 def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, Tensor]:
     """See :func:`hap.capture.cross_entropy.cross_entropy_terms`."""
-    wide = x.to(_acc_dtype(x))
+    wide = x.to(wide_dtype(x))
     skipped = target == skip
     at = target.masked_fill(skipped, 0).unsqueeze(-1)
     picked = wide.gather(-1, at).squeeze(-1).masked_fill(skipped, 0.0)
@@ -34,10 +35,6 @@ def cross_entropy_backward(
     there = classes == target.masked_fill(skipped, 0).unsqueeze(-1)
     more = torch.where(there, grad_picked.masked_fill(skipped, 0.0).unsqueeze(-1), 0.0)
     return (soft + more).to(x.dtype)
-
-
-def _acc_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 FUSED: Final[Mapping[Any, Callable[..., Any]]] = {

@@ -130,6 +130,7 @@ def test_each_result_has_the_dtype_that_it_has_on_cuda(name: str, fake: None) ->
             assert dtypes(name, "cpu", double) == expected
             compared += 1
     if not compared:
+        assert name == "_convolution", "all others have a result of fake tensors on CUDA"
         pytest.skip("torch has no result of fake tensors of CUDA")
 
 

@@ -70,14 +70,14 @@ def flat(result: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("operator", [o for o in NATIVE if o.namespace == "aten"], ids=str)
 def test_a_native_call_is_the_operator(operator: Any) -> None:
-    tried = 0
+    tried = set()
     for dtype in DTYPES:
         for args, options in calls(operator, dtype):
             try:
                 expected = operator(*args, **options)
             except (RuntimeError, NotImplementedError):  # no kernel for this dtype
                 continue
-            tried += 1
+            tried.add(dtype)
             found = NATIVE[operator](*args, **options)
             for one, other in zip(flat(found), flat(expected), strict=True):
                 assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -86,7 +86,7 @@ def test_a_native_call_is_the_operator(operator: Any) -> None:
                 if isinstance(args[0], Tensor):
                     shared = other.data_ptr() == args[0].data_ptr()
                     assert (one.data_ptr() == args[0].data_ptr()) == shared
-    assert tried
+    assert tried >= ({torch.int64} if "bitwise" in str(operator) else set(FLOATS[:2]))
 
 
 def traced(code: str, arguments: int) -> fx.GraphModule:

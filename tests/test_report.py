@@ -204,10 +204,11 @@ def test_the_parts_of_memory_sum_to_the_peak(plan_file: str) -> None:
     figures = json.loads(done("show", plan_file, "--json"))
     if "small" in plan_file or "many" in plan_file:
         return  # its predictions are written by hand
-    if "format" in plan_file:
-        return  # its predictions leave out what the optimizer's step holds
     for parts, rank in zip(figures["memory_parts"], figures["prediction"]["ranks"], strict=True):
-        assert sum(parts.values()) == pytest.approx(rank["peak_bytes"], abs=len(parts))
+        if "format" in plan_file:  # its prediction leaves out what the optimizer's step holds
+            assert sum(parts.values()) >= rank["peak_bytes"] - len(parts)
+        else:
+            assert sum(parts.values()) == pytest.approx(rank["peak_bytes"], abs=len(parts))
 
 
 def test_each_part_is_there_and_nothing_is_loaded(plan_file: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
-from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
+from benchmarks.gpu_proof.report import MET, MISSED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
 from hap.ir.batch import call
 from hap.runtime.collectives import Comm
@@ -52,8 +52,7 @@ def run(settings: Settings) -> Iterator[Line]:
     plans = {f: Prepared.load(settings.folder, f"random-{f}") for f in FAMILIES}
     there = [prepared for prepared in plans.values() if prepared]
     for family in (family for family, prepared in plans.items() if not prepared):
-        reason = "no prepared plan in the folder; run with --prepare"
-        yield Line(part=PART, claim=f"{family}: same losses", outcome=SKIPPED, reason=reason)
+        yield unprepared(PART, f"{family}: same losses")
     ranks = settings.on_ranks(both_ways, settings.ranks, there)
     room = ROOM[settings.device.type]
     for prepared, seen_by_rank in zip(there, zip(*ranks, strict=True), strict=True):

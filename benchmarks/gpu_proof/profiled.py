@@ -13,10 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.gpu_proof.models import PRECISIONS, singles
-from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
+from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
-from benchmarks.gpu_proof.single_rank import ON_CPU, UNPREPARED, measure
+from benchmarks.gpu_proof.single_rank import ON_CPU, measured
 from hap.cluster.catalogue import find
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
@@ -58,17 +57,13 @@ def _compared(
     settings: Settings, source: str, cluster: Cluster, median: float, worst: float
 ) -> Iterator[Line]:
     """Yield the median and the worst error of the steps that a cluster's figures predict."""
-    errors = {}
-    for single in singles(settings.device, settings.models):
-        for precision in PRECISIONS:
-            found = measure(settings, single, precision, backend="eager")
-            if found is not None:
-                predicted = simulate_plan(replace(found.plan, cluster=cluster)).run.step_s
-                errors[f"{single.name} {precision}"] = predicted / found.step_s - 1
+    errors = {
+        name: simulate_plan(replace(found.plan, cluster=cluster)).run.step_s / found.step_s - 1
+        for name, found in measured(settings, backend="eager")
+        if found is not None
+    }
     if not errors:
-        yield Line(
-            part=PART, claim=f"{source}: predicted steps", outcome=SKIPPED, reason=UNPREPARED
-        )
+        yield unprepared(PART, f"{source}: predicted steps")
         return
     farthest = max(errors, key=lambda name: abs(errors[name]))
     told = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())

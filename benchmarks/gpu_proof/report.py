@@ -37,6 +37,12 @@ class Line:
     reason: str = ""
 
 
+def unprepared(part: str, claim: str) -> Line:
+    """Return the line of something that has no prepared plan."""
+    reason = "no prepared plan in the folder; run with --prepare"
+    return Line(part=part, claim=claim, outcome=SKIPPED, reason=reason)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the device and the versions of the software."""
     found: dict[str, Any] = {

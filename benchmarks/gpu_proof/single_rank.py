@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_proof.models import PRECISIONS, Prepared, Single, singles
-from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
+from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
 from hap.capture.tracing import Step
 from hap.ir.batch import Batch, call, each, flatten
@@ -30,7 +30,6 @@ PART = "one rank"
 RATIO, MEMORY = 1.03, 0.06
 WARM_UP, ROUNDS = 3, 9
 ON_CPU = "a CPU's step times and memory show nothing of a GPU's"
-UNPREPARED = "no prepared plan in the folder; run with --prepare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +61,20 @@ class Measured:
 
 def run(settings: Settings) -> Iterator[Line]:
     """Yield three lines per model and precision: first losses, step time, peak memory."""
+    for name, found in measured(settings, backend="eager"):
+        if found is None:
+            yield unprepared(PART, name)
+            continue
+        yield from against(PART, settings, name, found, "eager")
+        yield _memory(settings, name, found)
+
+
+def measured(settings: Settings, *, backend: str) -> Iterator[tuple[str, Measured | None]]:
+    """Yield the name and the figures of each model in each precision; ``None`` without a plan."""
     for single in singles(settings.device, settings.models):
         for precision in PRECISIONS:
-            name = f"{single.name}, {precision}"
-            found = measure(settings, single, precision, backend="eager")
-            if found is None:
-                yield Line(part=PART, claim=name, outcome=SKIPPED, reason=UNPREPARED)
-                continue
-            yield from against(PART, settings, name, found, "eager")
-            yield _memory(settings, name, found)
+            found = measure(settings, single, precision, backend=backend)
+            yield f"{single.name}, {precision}", found
 
 
 def against(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
-from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
+from benchmarks.gpu_proof.report import MET, MISSED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
 from hap.runtime.collectives import Comm
 from hap.runtime.launch import RankError
@@ -59,8 +59,7 @@ def run(settings: Settings) -> Iterator[Line]:
     for job, prepared in plans.items():
         claim = f"{job.name.split('-')[1]}, {job.precision}: losses and gradients of one device"
         if prepared is None:
-            reason = "no prepared plan in the folder; run with --prepare"
-            yield Line(part=PART, claim=claim, outcome=SKIPPED, reason=reason)
+            yield unprepared(PART, claim)
             continue
         if job in failures:
             yield Line(part=PART, claim=claim, outcome=MISSED, reason=failures[job])

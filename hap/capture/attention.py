@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hap.capture.wide_dtype import wide_dtype
+
 aten = torch.ops.aten
 
 
@@ -115,7 +117,7 @@ def _has_flash(device: torch.device) -> bool:
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """Return the scores in the dtype of the log-sum-exp: half precision is too coarse for them."""
-    dtype = _lse_dtype(q)
+    dtype = wide_dtype(q)
     scores = (q.to(dtype) @ k.to(dtype).transpose(-2, -1)) * scale
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -150,10 +152,6 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(*q.shape[:-1], k.shape[-2])
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _fresh(out: Tensor) -> Tensor:
     # The layout that the kernels write and that models undo at once with a transpose. Compiled
     # code relies on it: strides must equal those of the fake tensors below.
@@ -164,7 +162,7 @@ def _fresh(out: Tensor) -> Tensor:
 def _like_fake(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     b, h, length, _ = q.shape
     out = q.new_zeros((b, length, h, v.shape[-1])).transpose(1, 2)
-    return out, q.new_zeros((b, h, length), dtype=_lse_dtype(q))
+    return out, q.new_zeros((b, h, length), dtype=wide_dtype(q))
 
 
 sdpa = torch.library.custom_op("hap::sdpa", mutates_args=())(attention)

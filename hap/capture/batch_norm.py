@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hap.capture.wide_dtype import wide_dtype
+
 
 @torch.library.custom_op("hap::by_mode", mutates_args=())
 def by_mode(training: Tensor, otherwise: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def in_training(x: Tensor) -> Tensor:
 @torch.library.custom_op("hap::channel_sums", mutates_args=())
 def channel_sums(x: Tensor) -> Tensor:
     """Return sums per channel (C,) of ``x`` (N, C, ...); float32 for half precision."""
-    return x.sum(_others(x), dtype=_acc_dtype(x))
+    return x.sum(_others(x), dtype=wide_dtype(x))
 
 
 @torch.library.custom_op("hap::channel_deviations", mutates_args=())
@@ -84,10 +86,6 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
-def _acc_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 @by_mode.register_fake
 def _(training, otherwise):  # type: ignore[no-untyped-def]
     return torch.empty_like(training)
@@ -100,7 +98,7 @@ def _(x):  # type: ignore[no-untyped-def]
 
 @channel_sums.register_fake
 def _(x):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[1], dtype=_acc_dtype(x))
+    return x.new_empty(x.shape[1], dtype=wide_dtype(x))
 
 
 @channel_deviations.register_fake
@@ -152,7 +150,7 @@ def batch_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Replace the function of the same name in a captured graph."""
-    acc = _acc_dtype(input)
+    acc = wide_dtype(input)
     given = running_mean if running_mean is not None else input
     ones = torch.ones(input.shape[1], dtype=acc, device=given.device)
     scale = ones if weight is None else weight

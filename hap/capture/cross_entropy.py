@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hap.capture.wide_dtype import wide_dtype
 from hap.ir.loss_chunks import CHUNK
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, T
     Shapes: ``x`` (N, ..., C), ``target`` (N, ...) of class numbers, results as ``target``, in
     float32 if ``x`` has half precision.
     """
-    acc = _acc_dtype(x)
+    acc = wide_dtype(x)
     lse = torch.empty(target.shape, dtype=acc, device=x.device)
     for rows in _chunks(x):
         # The fused kernel is twice as fast as an exponential and a sum; the log-sum-exp is the
@@ -78,10 +79,6 @@ def _chunks(x: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _acc_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 _terms = torch.library.custom_op("hap::cross_entropy", mutates_args=())(cross_entropy_terms)
 _gradient = torch.library.custom_op("hap::cross_entropy_backward", mutates_args=())(
     cross_entropy_backward
@@ -90,7 +87,7 @@ _gradient = torch.library.custom_op("hap::cross_entropy_backward", mutates_args=
 
 @_terms.register_fake
 def _(x, target, skip):  # type: ignore[no-untyped-def]
-    lse = target.new_empty(target.shape, dtype=_acc_dtype(x))
+    lse = target.new_empty(target.shape, dtype=wide_dtype(x))
     return lse, torch.empty_like(lse)
 
 

@@ -1,4 +1,4 @@
-"""What the schema of an operator tells about its rows and its arguments."""
+"""Facts of an operator's schema: whether rows can describe it, and examples of its arguments."""
 
 from __future__ import annotations
 
