@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_proof import recorded
 from benchmarks.gpu_proof.__main__ import PARTS, main
 from benchmarks.gpu_proof.collectives import shards
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, page
+from hap.ir.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,6 +62,32 @@ def test_without_prepared_plans_parts_skip_and_say_why(tmp_path: Path) -> None:
     assert lines
     assert {line["outcome"] for line in lines} == {SKIPPED}
     assert all("--prepare" in line["reason"] for line in lines)
+
+
+@pytest.mark.slow
+def test_recorded_steps_are_compared_with_what_is_predicted_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--prepare", str(tmp_path), "--tiny", "--families", "mlp", "--ranks", "1"])
+    plan = Plan.load(tmp_path / "single-bert-tiny-float32.json")
+    steps = tmp_path / "steps.json"
+    step = {"model": "bert-tiny", "precision": "float32", "plain_ms": 4.0}
+    step |= {"planned_over_plain": 1.5, "peak_gib": recorded.peak_bytes(plan) / 2**30 / 1.25}
+    steps.write_text(json.dumps({"steps": [step]}))
+    monkeypatch.setattr(recorded, "STEPS", steps)
+    monkeypatch.setattr(sys, "argv", ["recorded", str(tmp_path)])
+    capsys.readouterr()
+    recorded.main()
+    shown = capsys.readouterr().out
+    assert "bert-tiny, float32" in shown
+    assert "peak memory: median 25.0% off, worst 25.0%" in shown
+
+
+def test_recorded_steps_need_their_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recorded", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        recorded.main()
+    assert ended.value.code == 2
 
 
 def test_shards_are_uneven_and_empty() -> None:
