@@ -11,7 +11,8 @@ from hap.ir.graph import Graph
 from hap.ir.pipeline_order import AHEAD
 from hap.ir.plan import Plan
 from hap.ir.program import Value
-from hap.ir.stage_messages import given_placement, messages, rows_of
+from hap.ir.shared_pieces import piece, pieces_of
+from hap.ir.stage_messages import Message, given_placement, messages, rows_of
 from hap.ir.stages import Stage, Transfer
 from hap.runtime.collectives import Comm, Waiting
 
@@ -38,6 +39,13 @@ class Boundary:
         self.wanted = dst.program.inputs[tensor]
         held = rows_of(graphs[transfer.src], src, tensor, self.given)
         needed = rows_of(graphs[transfer.dst], dst, tensor, self.wanted)
+        converting = transfer.src if transfer.backward else transfer.dst
+        own = stages[converting]
+        self.pieces = 1
+        """In how many pieces of rows the tensor crosses, one after the other."""
+        if transfer.once:
+            self.pieces = pieces_of(graphs[converting], own.program, len(own.ranks), tensor)
+        self._sharded = held if transfer.backward else needed
         self._messages = messages(held, needed, split=self.given.sharded)
         self._rank = rank
         self._number = {r: k for k, r in enumerate(sorted((*src.ranks, *dst.ranks)))}
@@ -59,10 +67,19 @@ class Boundary:
 
     def send(self, x: Tensor) -> list[tuple[Tensor, Waiting]]:
         """Start to send this rank's part; the tensors must live until the waits return."""
+        return [sent for k in range(self.pieces) for sent in self._send(x, self._start, k)]
+
+    def send_piece(self, number: int, x: Tensor) -> list[tuple[Tensor, Waiting]]:
+        """Start to send this rank's rows of a piece."""
+        start, _ = piece(*self._sharded[self._rank], number, self.pieces)
+        return self._send(x, start, number)
+
+    def _send(self, x: Tensor, start: int, number: int) -> list[tuple[Tensor, Waiting]]:
+        """Start to send this rank's part of a piece; ``x`` has its rows from ``start`` on."""
         found = []
-        for m in self._messages:
+        for m in self._messages_of(number):
             if m.src == self._rank:
-                rows = x if self._whole else x[m.start - self._start : m.stop - self._start]
+                rows = x if self._whole else x[m.start - start : m.stop - start]
                 rows = rows.contiguous()
                 found.append((rows, self._comm.send(rows, self._number[m.dst])))
         return found
@@ -70,12 +87,29 @@ class Boundary:
     def receive(self, dtype: torch.dtype, device: torch.device) -> Arrival:
         """Start to receive this rank's part."""
         into = torch.empty(self._shape, dtype=dtype, device=device)
-        waits = []
+        pieces = []
+        for number in range(self.pieces):
+            waits = []
+            for m in self._messages_of(number):
+                if m.dst == self._rank:
+                    rows = m.start - self._start, m.stop - self._start
+                    part = into if self._whole else into[slice(*rows)]
+                    waits.append(self._comm.receive(part, self._number[m.src]))
+            pieces.append(waits)
+        return Arrival(into, pieces)
+
+    def _messages_of(self, number: int) -> list[Message]:
+        """Return the messages of a piece: the pieces are of the rows of each rank that converts them."""
+        if self.pieces == 1:
+            return self._messages
+        found = []
         for m in self._messages:
-            if m.dst == self._rank:
-                rows = into if self._whole else into[m.start - self._start : m.stop - self._start]
-                waits.append(self._comm.receive(rows, self._number[m.src]))
-        return Arrival(into, waits)
+            rows = self._sharded[m.src if self.transfer.backward else m.dst]
+            first, end = piece(*rows, number, self.pieces)
+            start, stop = max(m.start, first), min(m.stop, end)
+            if start < stop:
+                found.append(m._replace(start=start, stop=stop))
+        return found
 
 
 def direction_comms(
@@ -133,13 +167,23 @@ class Incoming:
 
 
 class Arrival:
-    """A tensor that is arriving."""
+    """A tensor that is arriving, in one or more pieces."""
 
-    def __init__(self, into: Tensor, waits: list[Waiting]) -> None:
-        self._into, self._waits = into, waits
+    def __init__(self, into: Tensor, pieces: list[list[Waiting]]) -> None:
+        self._into, self._pieces = into, pieces
 
     def wait(self) -> Tensor:
         """Return the tensor as soon as all of it is there."""
-        for wait in self._waits:
-            wait()
+        for number in range(len(self._pieces)):
+            self.wait_piece(number)
         return self._into
+
+    def wait_piece(self, number: int) -> Tensor:
+        """Return the rows of a piece as soon as they are there."""
+        waits = self._pieces[number]
+        while waits:
+            waits.pop(0)()
+        if len(self._pieces) == 1:
+            return self._into
+        first, end = piece(0, len(self._into), number, len(self._pieces))
+        return self._into[first:end]

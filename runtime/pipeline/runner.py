@@ -22,13 +22,13 @@ from hap.ir.pipeline_order import AHEAD, Turn, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stages import Stage, Transfer
-from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm, Waiting
 from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.lanes import Pending
 from hap.runtime.pipeline.boundary import Arrival, Arrivals, Boundary, Incoming, direction_comms
+from hap.runtime.pipeline.piecewise import Pieces
 from hap.runtime.pipeline.segments import (
     AFTER,
     PER_PART,
@@ -39,6 +39,7 @@ from hap.runtime.pipeline.segments import (
     executables,
 )
 from hap.runtime.pipeline.segments import layout as layout_of
+from hap.runtime.pipeline.sums import Env, Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,6 @@ def pipeline(
     )  # fmt: skip
 
 
-Env = dict[Value, Tensor]
 Sent = list[tuple[Tensor, Waiting]]
 """Tensors that are on their way, which must live until they have arrived."""
 
@@ -86,11 +86,17 @@ class _Stage:
         graphs, transfers = plan.cut
         self._stage, self._graph = plan.stages.stages[self._number], graphs[self._number]
         delayed = self._stage.delay > 0
-        alone = len(self._stage.ranks) == 1
-        self._layout = layout_of(self._graph, self._stage.program, delayed=delayed, alone=alone)
+        self._layout = layout_of(
+            self._graph, self._stage.program, delayed=delayed, world_size=len(self._stage.ranks)
+        )
         self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
         comms = direction_comms(plan, transfers, comm)
         self._microbatches = self._made(comms, backend)
+        first = self._microbatches[0]
+        self.pieces = {
+            v: Pieces(step, count, first.stage.program.sizes(first.graph, v, first.stage.shares))
+            for v, (step, count) in self._layout.pieces.items()
+        }
         parameters = {i.target for i in self._graph.role("parameter")}
         own = [o for o in self._graph.outputs if o.role == "gradient" and o.target in parameters]
         self._gradients = {o.target: k for k, o in enumerate(own)}
@@ -175,7 +181,8 @@ class _Step:
         self._layout: SegmentLayout = stage._layout
         self._env: Env = {}
         self._parts: list[Env] = [{} for _ in range(stage._count)]
-        self._sums: dict[Value, Tensor] = {}
+        sent = {b.sends for b in stage._microbatches[0].boundaries}
+        self._sums = Sums(self._layout, sent)
         self._sending: list[Sent] = []
         """Gradients on their way to earlier stages, and tensors that cross once per step."""
         self._activations: dict[int, Sent] = {}
@@ -187,7 +194,7 @@ class _Step:
 
     def run(self) -> Sequence[Tensor]:
         s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
-        self._ctx.total, total = self._total, self._ctx.total
+        self._ctx.total, total = self._sums.total, self._ctx.total
         try:
             self._take_inputs()
             weights = self._crossing(backward=False, once=True, sending=False)
@@ -202,13 +209,13 @@ class _Step:
             self._send_once(backward=False)  # what is made of other stages' weights
             for number, part in enumerate(self._parts):
                 self._run(StageSegment.COUNT, part, number)
-            self._finish_sums()
+            self._sums.finish(self._env)
             self._run(StageSegment.COUNTED, self._env)
             for turn in turns(s._count, s._stage.in_flight, s._stage.delay):
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
             self._env |= self._kept
-            self._finish_sums()
+            self._sums.finish(self._env)
             self._run(StageSegment.END, self._env)
             gradients = self._end(coming[True].once) if wanted else []
             for sent in (*self._sending, *self._activations.values()):
@@ -257,11 +264,12 @@ class _Step:
     def _end(self, after: Arrivals) -> list[Tensor]:
         """Run what makes the gradients of the sums over the microbatches; return them."""
         self._run(StageSegment.RETURNED, self._env)
+        self._return_in_pieces()
         self._send_once(backward=True)
         self._arrived(after)
         self._env.update((v, self._ctx.wait(pending)) for v, pending in self._pending.items())
         self._run(StageSegment.GRADIENTS, self._env)
-        self._finish_sums()
+        self._sums.finish(self._env)
         self._send_once(backward=True)
         self._run(StageSegment.LAST, self._env)
         return self._own_gradients()
@@ -271,11 +279,12 @@ class _Step:
     ) -> list[Boundary]:
         """Return a microbatch's boundaries of one direction that this stage sends to, or receives from."""
         mine = self._s._number
-        return [
+        found = [
             b for b in self._s._microbatches[number].boundaries
             if (b.transfer.backward, b.transfer.once) == (backward, once)
             and (b.transfer.src if sending else b.transfer.dst) == mine
         ]  # fmt: skip
+        return sorted(found, key=lambda b: b.pieces == 1)  # those in pieces are sent first
 
     def _receive(self, boundaries: Sequence[Boundary]) -> Arrivals:
         return {b.arrives: b.receive(self._dtype(b), self._s._device) for b in boundaries}
@@ -289,7 +298,18 @@ class _Step:
         return Incoming(self._s._count, arrivals, after)
 
     def _arrived(self, arrivals: Arrivals) -> None:
-        self._env.update((v, self._ctx.idle(arrival.wait)) for v, arrival in arrivals.items())
+        for value, arrival in arrivals.items():
+            if each := self._s.pieces.get(value):
+                self._env[each.result] = each.gathered(self._ctx, arrival)
+            self._env[value] = self._ctx.idle(arrival.wait)
+
+    def _return_in_pieces(self) -> None:
+        """Reduce sums that the stage returns, and send each piece while the next one is reduced."""
+        for b in self._crossing(backward=True, once=True, sending=True):
+            if each := self._s.pieces.get(b.sends):
+                for number, rows in enumerate(each.reduced(self._ctx, self._env[each.source])):
+                    self._sending.append(b.send_piece(number, rows))
+                self._sent.add(b.transfer)
 
     def _wait(self, sent: Sent) -> None:
         for _, wait in sent:
@@ -301,9 +321,10 @@ class _Step:
         A stage receives them in one order. So those to one stage are sent once all of them exist.
         """
         crossing = self._crossing(backward, once=True, sending=True)
-        short = {b.transfer.dst for b in crossing if b.sends not in self._env}
-        for b in crossing:
-            if b.transfer.dst not in short and b.transfer not in self._sent:
+        unsent = [b for b in crossing if b.transfer not in self._sent]
+        short = {b.transfer.dst for b in unsent if b.sends not in self._env}
+        for b in unsent:
+            if b.transfer.dst not in short:
                 self._sent.add(b.transfer)
                 self._sending.append(b.send(self._env[b.sends]))
 
@@ -363,37 +384,7 @@ class _Step:
                 env = self._pending if isinstance(made, Pending) else part
                 env[value] = made
         if segment in (*PER_PART, StageSegment.LAST_TURN) and not again:
-            self._add({term: self._value(term, part) for term in layout.added[segment]})
-
-    def _add(self, terms: Env) -> None:
-        """Add a microbatch's terms to the sums; the first ones become the sums."""
-        known = [term for term in terms if term in self._sums]
-        if known:
-            torch._foreach_add_([self._sums[t] for t in known], [terms[t] for t in known])
-        first = [term for term in terms if term not in self._sums]
-        for term, own in zip(first, apart([terms[t] for t in first]), strict=True):
-            # A tensor that a message still reads must not change.
-            sent = any(b.sends == term for b in self._s._microbatches[0].boundaries)
-            self._sums[term] = own.clone() if sent and own is terms[term] else own
-
-    def _total(self, node: str, term: Tensor | None) -> Tensor:
-        """Return a sum over the microbatches with its last term, unless it has that already."""
-        before = self._sums.pop(self._layout.complete[node].term, None)
-        if before is None or term is None:
-            total = term if before is None else before
-            assert total is not None
-            return total
-        return before.add_(term)
-
-    def _finish_sums(self) -> None:
-        """Make the sums over the microbatches available to what follows."""
-        self._env |= self._sums
-        for each in self._layout.sums:
-            if each.term in self._env and (
-                each.term in self._sums or each.segment >= StageSegment.GRADIENTS
-            ):
-                self._env[each.total] = self._env[each.term]
-        self._sums = {}
+            self._sums.add({term: self._value(term, part) for term in layout.added[segment]})
 
     def _own_gradients(self) -> list[Tensor]:
         s = self._s

@@ -18,6 +18,7 @@ from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
 from hap.ir.program import Compute, Convert, Program, Value
 from hap.ir.returned_sums import returned_conversions
+from hap.ir.shared_pieces import in_pieces
 from hap.runtime.compiled import Library, executable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
@@ -74,6 +75,8 @@ class SegmentLayout:
     """Per segment, the values that are added up over the microbatches."""
     complete: Mapping[str, Sum]
     """The sums that the last turn completes, by node; empty if nothing runs beside it."""
+    pieces: Mapping[Value, tuple[Convert, int]]
+    """Conversions in pieces, in no segment: by the weight that is gathered, or the sum that is made."""
 
     @property
     def last(self) -> StageSegment:
@@ -83,13 +86,13 @@ class SegmentLayout:
 
 
 def layout(
-    graph: Graph, program: Program, *, delayed: bool = False, alone: bool = False
+    graph: Graph, program: Program, *, delayed: bool = False, world_size: int = 2
 ) -> SegmentLayout:
     """Return the segments of a stage's program.
 
     Args:
         delayed: gradients of weights have a segment of their own.
-        alone: the stage has one rank, which reduces nothing.
+        world_size: ranks of the stage; one alone reduces nothing.
     """
     of_node = phases(graph)
     inputs = {i.tensor: i.role for i in graph.inputs}
@@ -100,7 +103,8 @@ def layout(
         segment_of[value] = _of_input(role, arrival[name])
     numbers: dict[StageSegment, list[int]] = {s: [] for s in StageSegment}
     sums: dict[str, Sum] = {}
-    beside = frozenset[int]() if alone else beside_last(graph, program)
+    beside = frozenset[int]() if world_size == 1 else beside_last(graph, program)
+    split = in_pieces(graph, program, world_size)
     late = delayable(graph, program) if delayed else frozenset[int]()
     returned = returned_conversions(graph, program)
     counts = {
@@ -127,10 +131,10 @@ def layout(
             segment = _of_conversion(step, inputs, counts, segment_of)
         if segment is StageSegment.BACKWARD and k in late:
             segment = StageSegment.WEIGHTS
-        if k not in beside:
+        if k not in beside and k not in split:
             numbers[segment].append(k)
         segment_of.update(dict.fromkeys(step.writes(graph), segment))
-    found = _connected(graph, program, numbers, [*sums.values()], segment_of)
+    found = _connected(graph, program, numbers, [*sums.values()], segment_of, split)
     return _with_last_turn(graph, program, found, beside, sums) if beside else found
 
 
@@ -181,9 +185,14 @@ def _of_conversion(
 
 def _connected(
     graph: Graph, program: Program, numbers: Mapping[StageSegment, list[int]], sums: Sequence[Sum],
-    segment_of: Mapping[Value, StageSegment],
+    segment_of: Mapping[Value, StageSegment], split: Mapping[int, int],
 ) -> SegmentLayout:  # fmt: skip
     """Return the layout with what every segment reads and makes for others."""
+    pieces = dict[Value, tuple[Convert, int]]()
+    for k, count in split.items():
+        if isinstance(step := program.instructions[k], Convert):
+            (source,), (result,) = step.reads(graph), step.writes(graph)
+            pieces[result if step.backward else source] = step, count
     made: dict[StageSegment, set[Value]] = {}
     read: dict[StageSegment, list[Value]] = {}
     for segment, steps in numbers.items():
@@ -194,15 +203,17 @@ def _connected(
     ends = [Value(o.tensor, p) for o, p in zip(graph.outputs, program.outputs, strict=True)]
     later = {*ends, *(s.term for s in sums)}
     later.update(v for wanted in read.values() for v in wanted)
+    returned = {v for step, _ in pieces.values() if step.backward for v in step.reads(graph)}
+    later |= returned
     # Terms that an operator after the microbatches reads, or that another stage gets, are summed too.
-    after = {*ends, *(v for s in AFTER for v in read[s])}
+    after = {*ends, *returned, *(v for s in AFTER for v in read[s])}
     terms = {s.term for s in sums} | {v for v in after if origin(v.tensor).placement == P}
     return SegmentLayout(
         added={s: tuple(v for v in sorted(terms) if segment_of[v] is s) for s in StageSegment},
         numbers={s: tuple(steps) for s, steps in numbers.items()}, sums=tuple(sums),
         given={s: tuple(read[s]) for s in StageSegment},
         results={s: tuple(v for v in sorted(made[s]) if v in later) for s in StageSegment},
-        complete={},
+        complete={}, pieces=pieces,
     )  # fmt: skip
 
 

@@ -137,6 +137,15 @@ class CostModel(Prices):
         dst = np.sum([t.nbytes * self.parts.of(t.name, p) for t, _, p in steps], axis=0) / nbytes
         return self._network.choices(group[0].kind, nbytes, src, dst)
 
+    def start_s(self, step: Convert) -> float:
+        """Return the seconds of a collective that do not depend on its bytes."""
+        tensor = self.graph.tensors[step.tensor]
+        usual, traffic = (
+            {q.implementation: q.seconds for q in self.convert(tensor, step.src, step.dst, fused=f)}
+            for f in (False, True)
+        )
+        return max(0.0, usual[step.implementation] - traffic[step.implementation])
+
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         elements = parameter.numel * self.parts.of(parameter.name, stored)
         work = update_work(parameter.dtype, self.optimizer_states)

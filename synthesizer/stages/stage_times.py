@@ -15,6 +15,7 @@ from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.pipeline_order import AHEAD
 from hap.ir.program import Compute, Convert, Instruction, Program, Value
 from hap.ir.returned_sums import returned_conversions, returned_values
+from hap.ir.shared_pieces import in_pieces
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import structure_of
 from hap.synthesizer.cost.liveness import Storage
@@ -46,6 +47,8 @@ class StageFigures:
             :class:`hap.synthesizer.schedule.pipeline_simulator.StageSeconds`; the update is in
             ``after_s``.
         returned_s: the part of ``after_s`` before sums for other stages can be sent.
+        pieces: (seconds, pieces) of what is converted beside its transfer, by tensor: it is in no other figure
+            but ``communicate_s``. See :mod:`hap.ir.shared_pieces`.
         compute_s: computing in all of a step's microbatches, without collectives.
         communicate_s: collectives inside the stage in all of a step.
         stored_bytes: outside the microbatches.
@@ -66,6 +69,7 @@ class StageFigures:
     hidden_s: float
     weights_hidden_s: float
     returned_s: float
+    pieces: Mapping[str, tuple[float, int]]
     compute_s: PerRank
     communicate_s: float
     stored_bytes: PerRank
@@ -119,6 +123,7 @@ def figures(
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
     late, once = delayable(part, program), returned_conversions(part, program)
+    split, pieces = in_pieces(part, program, world), dict[str, tuple[float, int]]()
     weights, weights_moved = np.zeros(world), 0.0
     for first, end in program.bounds(part):
         group = program.instructions[first:end]
@@ -128,7 +133,10 @@ def figures(
         if name == "backward" and once.issuperset(range(first, end)):
             name = "returned"
         seconds, messages = group_seconds(part, group, cost)
-        if messages:
+        if first in split and isinstance(step := group[0], Convert):
+            more_s = (split[first] - 1) * cost.start_s(step)
+            pieces[step.tensor] = float(seconds.max()) + more_s, split[first]
+        elif messages:
             moved[name] += float(seconds.max())
         else:
             compute[name] += seconds
@@ -168,9 +176,10 @@ def figures(
         before_s=slowest["before"], shared_s=slowest["shared"], forward_s=slowest["forward"],
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
         **last_turn(part, program, cost)._asdict(),
-        returned_s=slowest["returned"],
+        returned_s=slowest["returned"], pieces=pieces,
         compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
-        communicate_s=sum(times.get(n, 1) * s for n, s in moved.items()),
+        communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())
+        + sum(s for s, _ in pieces.values()),
         stored_bytes=stored, saved_bytes=saved, sums_bytes=sums, message_bytes=beside,
         peak_bytes=np.maximum(peak + ahead * saved + delay * waiting + sums + beside, updating),
         weights_s=min(weights_s, slowest["backward"]), waiting_bytes=waiting,

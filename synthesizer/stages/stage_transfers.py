@@ -22,8 +22,17 @@ def messages_s(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> floa
     A message inside a machine loads its sender's and its receiver's link, each in one direction. One between
     machines loads the adapters of both machines, which all messages from or to a machine share.
     """
-    loads: dict[tuple[object, str, bool], float] = {}
-    """(device or node, direction, inside a machine) -> seconds."""
+    latency_s, loads = _loads(cluster, sent)
+    return latency_s + max(loads.values(), default=0.0)
+
+
+Loads = dict[tuple[object, str, bool], float]
+"""(device or node, direction, inside a machine) -> seconds."""
+
+
+def _loads(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> tuple[float, Loads]:
+    """Return the largest latency of some messages, and what they load."""
+    loads: Loads = {}
     latency_s, devices = 0.0, cluster.devices
     for src, dst, nbytes in sent:
         here, there = devices[src].node, devices[dst].node
@@ -33,7 +42,7 @@ def messages_s(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> floa
         for end, direction in ((src if inside else here, "out"), (dst if inside else there, "in")):
             key = end, direction, inside
             loads[key] = loads.get(key, 0.0) + nbytes / link.bandwidth_bytes_per_s
-    return latency_s + max(loads.values(), default=0.0)
+    return latency_s, loads
 
 
 def even_send_s(cluster: Cluster, src: Ranks, dst: Ranks, nbytes: float) -> float:
@@ -99,16 +108,43 @@ class StageTransfers:
         return self.together_s(across)
 
     @cached_property
-    def _once(self) -> list[list[OnceTransfer]]:
-        """Transfers to each stage once per step."""
-        found: list[list[OnceTransfer]] = []
+    def _once(self) -> list[dict[tuple[int, bool], list[Transfer]]]:
+        """Transfers to each stage once per step, by sender and direction."""
+        found: list[dict[tuple[int, bool], list[Transfer]]] = []
         for dst in range(len(self._stages)):
             by_source: dict[tuple[int, bool], list[Transfer]] = {}
             for t in (t for t in self._transfers if t.once and t.dst == dst):
                 by_source.setdefault((t.src, t.backward), []).append(t)
-            found.append([OnceTransfer(src, self.together_s(ts), back)
-                          for (src, back), ts in by_source.items()])  # fmt: skip
+            found.append(by_source)
         return found
+
+    def _once_s(self, transfers: Sequence[Transfer], found: Sequence[StageFigures]) -> float:
+        """Return the seconds of transfers once per step, with conversions that run beside them.
+
+        While all pieces but one are on their way, another is converted. Both load the links of the stage
+        that converts.
+        """
+        src, dst, backward = transfers[0].src, transfers[0].dst, transfers[0].backward
+        sent_s = self.together_s(transfers)
+        converting = src if backward else dst
+        pieces = [p for t in transfers if (p := found[converting].pieces.get(t.tensor))]
+        # The ranks of a group reduce their sums before they send them.
+        before_s = found[src].returned_s if backward else 0.0
+        if not pieces:
+            return before_s + sent_s
+        local_s, count = sum(s for s, _ in pieces), min(n for _, n in pieces)
+        both_s = local_s + self._load_s(transfers, converting)
+        return before_s + max(sent_s, both_s) + min(sent_s, local_s) / count
+
+    def _load_s(self, transfers: Sequence[Transfer], number: int) -> float:
+        """Return the seconds for which transfers load the links over which a stage communicates."""
+        ranks = self._stages[number].ranks
+        nodes = {self._cluster.devices[r].node for r in ranks}
+        inside = len(nodes) == 1
+        ends: set[object] = {*ranks} if inside else {*nodes}
+        _, loads = _loads(self._cluster, (m for t in transfers for m in self.messages(t)))
+        way = "out" if transfers[0].src == number else "in"
+        return max((loads.get((end, way, inside), 0.0) for end in ends), default=0.0)
 
     def seconds(self, found: Sequence[StageFigures]) -> list[StageSeconds]:
         """Return the seconds of each stage with its transfers, given the stages' figures."""
@@ -116,9 +152,9 @@ class StageTransfers:
         for each, stage, once, (there, back) in zip(
             found, self._stages, self._once, boundaries, strict=True
         ):
-            # The ranks of a group reduce their sums before they send them.
             awaits = tuple(
-                t._replace(seconds=t.seconds + t.backward * found[t.src].returned_s) for t in once
+                OnceTransfer(src, self._once_s(transfers, found), backward)
+                for (src, backward), transfers in once.items()
             )
             stages.append(
                 StageSeconds(
