@@ -66,7 +66,9 @@ def candidate(model: str, name: str, on: str = "three unlike") -> Candidate:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, on", list(itertools.product(MODELS, CLUSTERS)))
+@pytest.mark.parametrize("model, on", [
+    pair for k, pair in enumerate(itertools.product(MODELS, CLUSTERS)) if k % 2 == 0
+])  # fmt: skip
 def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
     """The plan is also no slower than baselines that are not its candidates."""
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]

@@ -53,8 +53,7 @@ SLOW = pytest.mark.slow
     ("file", "world", "seed"),
     [
         pytest.param("vgg19", 2, 1, marks=SLOW),
-        pytest.param("wide_mlp", 3, 0, marks=SLOW), pytest.param("bert", 2, 0, marks=SLOW),
-        pytest.param("vit", 3, 1, marks=SLOW), pytest.param("bert_moe", 2, 0, marks=SLOW),
+        pytest.param("wide_mlp", 3, 0, marks=SLOW), pytest.param("bert_moe", 2, 0, marks=SLOW),
     ],
 )  # fmt: skip
 def test_random_programs_compute_what_one_device_computes(file: str, world: int, seed: int) -> None:

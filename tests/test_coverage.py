@@ -33,9 +33,17 @@ PACKAGES = ("torchvision", "timm")
 """Families of the zoo whose package is optional."""
 
 FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransformer")
+ALIKE = (
+    "beit", "bert", "bloom", "deit", "distilbert", "electra", "falcon", "gpt-neox", "gpt2", "mistral",
+    "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
+    "roberta", "vit", "wav2vec2",
+)  # fmt: skip
+"""Built as others here are, or as the models of other tests."""
+
 SLOW = [
-    name for name, entry in entries().items() if entry.family not in PACKAGES and name not in FAST
-]
+    name for name, entry in entries().items()
+    if entry.family not in PACKAGES and name not in (*FAST, *ALIKE)
+]  # fmt: skip
 SAMPLE = ("timm/convnext_atto", "timm/cait_xxs24_224", "timm/test_efficientnet")
 """``python -m benchmarks.coverage`` runs all of them."""
 
@@ -58,6 +66,10 @@ def test_a_random_plan_computes_what_one_device_does(name: str) -> None:
 @pytest.mark.parametrize("name", [*SLOW, *SAMPLE])
 def test_every_architecture_computes_what_one_device_does(name: str) -> None:
     check(name)
+
+
+def test_what_other_tests_cover_is_named_as_in_the_zoo() -> None:
+    assert set(ALIKE) <= set(entries())
 
 
 def test_names_are_unique_and_the_families_are_all_there() -> None:
