@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.stages import device_blocks
 from hap.synthesizer.stages.device_blocks import MOST_PAIRS, DeviceBlocks
+from hap.synthesizer.stages.stage_dp import Chain
 from hap.synthesizer.stages.stage_prediction import stage_bound
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.synthesize import Synthesizer
@@ -61,6 +63,35 @@ def test_large_clusters_have_several_blocks_of_each_kind(name: str) -> None:
             inside = Counter(cluster.devices[r].node for r in part)
             if len(inside) > 1:
                 assert all(n == len(cluster.ranks(node)) for node, n in inside.items())
+
+
+def test_blocks_of_unequal_machines_are_about_equal() -> None:
+    cluster = load_cluster(Path(__file__).parents[1] / "benchmarks/clusters/irregular29.yaml")
+    sizes = [Counter(map(len, kind.parts)) for kind in DeviceBlocks(cluster).kinds]
+    assert sorted(map(dict, sizes), key=str) == [{1: 21}, {4: 2}]
+
+
+def test_a_group_is_estimated_by_the_devices_that_it_has() -> None:
+    """No blocks are equal here: the first group has the large machines, the second one as many small ones."""
+    nodes = "".join(f" - {{name: n{gpus}, count: {count}, gpus: {gpus}, type: V100-16}}\n"
+                    for count, gpus in ((2, 8), (90, 1)))  # fmt: skip
+    search = StageSearch(
+        benchmark_case("gpt2", "tiny").space, load_cluster(HEAD + nodes), 2, quick=True
+    )
+    estimates, blocks = search.estimates, search.estimates.blocks
+    sizes = Counter(len(part) for part in blocks.kinds[0].parts)
+    assert sizes[16] == 1 and sizes[2] > 1
+    (count,) = estimates.counts
+    one = next(k for k, v in enumerate(blocks.vectors.tolist()) if v == [1])
+    chain = Chain(places=(3,), groups=(one, one), least_s=0.0)
+    each, groups = estimates._counts[count], blocks.ranks(chain.groups)
+    assert [*map(len, groups)] == [16, 2]
+    assert [blocks.counts(g).tolist() for g in groups] == [[16], [2]]
+    large, small = (
+        estimates._sketch(count, each, chain, order, 0.0) for order in (groups, groups[::-1])
+    )
+    assert 1 < small.ideal_s[0] / large.ideal_s[0] <= 8
+    assert 1 < large.ideal_s[1] / small.ideal_s[1] <= 8
 
 
 def unequal() -> Cluster:

@@ -21,7 +21,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
     StageSeconds,
     simulate_pipeline,
 )
-from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks, shape
+from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ints, Ranks, shape
 from hap.synthesizer.stages.flights import in_flight
 from hap.synthesizer.stages.segment_costs import (
     BACKWARD,
@@ -279,7 +279,8 @@ class StageEstimates:
         ends = [*(p + 1 for p in chain.places), len(self.places) + 1]
         costs, stages, lacking, ideal = each.costs, [], False, []
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
-            sides = [self._side_s(costs, side, first, last, group) for side in range(3)]
+            devices = self.blocks.counts(groups[number])
+            sides = [_side_s(costs, side, first, last, devices) for side in range(3)]
             ideal.append(sides[FORWARD] + sides[BACKWARD])
             excess = each.excess[group]
             there = back = 0.0
@@ -317,12 +318,6 @@ class StageEstimates:
         nbytes = float(costs.once_bytes[side, list(places)].min())
         seconds = self._send_s(groups[src], groups[number], nbytes)
         return (OnceTransfer(src, seconds, backward=bool(side)),) if nbytes else ()
-
-    def _side_s(self, costs: SegmentCosts, side: int, first: int, last: int, group: int) -> float:
-        devices = self.blocks.devices[group]
-        busy = np.maximum(costs.busy_s[side, first:last].sum(axis=0), 1e-15)
-        start = costs.start_s[side, first:last].sum(axis=0)
-        return float(1.0 / (devices / busy).sum() + (start * (devices > 0)).max())
 
     @cached_property
     def _sending(self) -> tuple[tuple[float, Floats], tuple[float, Floats]]:
@@ -365,6 +360,13 @@ class StageEstimates:
                 rate[group] = (many - few) / (sizes[1] - sizes[0])
                 start[group] = max(0.0, few - sizes[0] * rate[group])
         return start, rate
+
+
+def _side_s(costs: SegmentCosts, side: int, first: int, last: int, devices: Ints) -> float:
+    """Return the seconds of segments on some devices of each kind, as on one of the sum of their speeds."""
+    busy = np.maximum(costs.busy_s[side, first:last].sum(axis=0), 1e-15)
+    start = costs.start_s[side, first:last].sum(axis=0)
+    return float(1.0 / (devices / busy).sum() + (start * (devices > 0)).max())
 
 
 def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:
