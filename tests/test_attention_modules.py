@@ -98,7 +98,7 @@ MODULES: dict[str, tuple[Callable[[float], nn.Module], Callable[..., Tensor]]] =
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_with_attention_compute_what_one_device_does(
     name: str, dropout: float, train: bool

@@ -94,6 +94,7 @@ print(capture(model, batch).digest)
 """
 
 
+@pytest.mark.slow
 def test_the_digest_depends_on_neither_process_nor_hash_seed_nor_data() -> None:
     """A process can therefore check a plan that another one made."""
     here = benchmark_case("bert_moe", "tiny").graph.digest
@@ -290,6 +291,7 @@ def test_control_flow_on_data_names_its_line(forward: Callable[..., Tensor], lin
     assert "torch.where" in error.value.hint
 
 
+@pytest.mark.slow
 def test_a_large_tensor_made_from_python_data_is_refused_with_a_remedy() -> None:
     many = [1.0] * (tensor_constants.LARGEST + 1)
 

@@ -32,6 +32,7 @@ def uneven(plan: Plan) -> set[str]:
     return kinds
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_four_ranks_three_two_axes_and_one_process(tmp_path: Path) -> None:
     """Compare losses, weights, buffers and optimizer states with training on one device."""

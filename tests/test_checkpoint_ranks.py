@@ -162,6 +162,7 @@ def losses_of(text: str) -> dict[int, float]:
     return {int(n): float(loss) for n, loss in re.findall(r"^step (\d+)  loss (\S+)", text, re.M)}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_command_resumes_on_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

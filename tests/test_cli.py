@@ -473,6 +473,7 @@ def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
     assert hap("verify", "plan.json").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_run_trains_on_this_machine() -> None:
     planned()

@@ -98,6 +98,7 @@ def test_compiled_ranks_in_real_processes() -> None:
         assert losses == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_masks_that_eager_draws() -> None:
     case = benchmark_case("mlp", "tiny_dropout")
     eager, inductor = (module_of(case, seed=3, backend=b) for b in compiled.BACKENDS)

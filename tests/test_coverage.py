@@ -99,6 +99,7 @@ class Sizes(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), text.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [30522, 50265])
 def test_sizes_need_not_divide(words: int) -> None:
     """8 ranks share 12 heads, a large vocabulary and a batch of 3 rows."""
@@ -266,6 +267,7 @@ def test_an_unlike_cluster_has_two_kinds() -> None:
         assert len(cluster.types()) == 2
 
 
+@pytest.mark.slow
 def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = entries()["graph"]
     monkeypatch.setattr(coverage, "WORLDS", (2,))

@@ -57,6 +57,7 @@ def test_plans_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
         assert files == runs[0][1], f"another plan with PYTHONHASHSEED={seed}"
 
 
+@pytest.mark.slow
 def test_planning_leaves_nothing_behind_that_changes_the_next_plan(tmp_path: Path) -> None:
     def plan(name: str, model: str) -> bytes:
         api.plan_file(spec(model), CLUSTER).save(tmp_path / name)

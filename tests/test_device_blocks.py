@@ -164,6 +164,7 @@ def slow_links(kinds: int) -> Cluster:
     return replace(cluster, inter=replace(cluster.inter, bandwidth_bytes_per_s=4e5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("kinds", [1, 2])
 def test_the_bound_holds_for_any_devices(

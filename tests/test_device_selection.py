@@ -82,6 +82,7 @@ SLOW = [device(r, speed=1e10) for r in (2, 3)]
 SHORT = [device(r, speed=1e12, memory=5_500_000) for r in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "on, want",
     [

@@ -46,6 +46,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("function", ["model", "meta", "moved"])
 def test_a_model_file_of_any_dtype_is_planned_as_from_python(

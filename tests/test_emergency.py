@@ -132,6 +132,7 @@ def test_a_plan_without_replicas_is_not_watched() -> None:
     assert [survivable(plan) for plan in plans] == [True, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("seed", "victim", "in_update", "saved"),

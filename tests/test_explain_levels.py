@@ -137,6 +137,7 @@ def test_other_microbatches_are_rows() -> None:
     assert all(row.chosen or not row.step_s or row.step_s > mine.step_s for row in rows)
 
 
+@pytest.mark.slow
 def test_tensors_of_stages_have_the_placements_of_their_group() -> None:
     plan = random_staged_plan(benchmark_case("vit", "tiny"), (2, 1), 3)
     owner = plan.owners

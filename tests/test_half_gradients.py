@@ -93,6 +93,7 @@ def test_a_slow_link_makes_the_plan_round_and_a_fast_one_does_not(tmp_path: Path
     assert next(a for a in fast.prediction.alternatives if a.name == BF16).step_s > 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_rounds_is_verified_and_compiled(tmp_path: Path) -> None:
     plan = planned(tmp_path, "20 MB/s", allow=("bf16-gradients-with-feedback",))
     assert plan.recipe.gradients == "bf16-gradients-with-feedback"

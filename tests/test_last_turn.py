@@ -147,6 +147,7 @@ def _calls(task: StageTask, program: Program, shares: Shares, made: SegmentLayou
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "bert", "bert_moe"])
 @pytest.mark.parametrize("count", [1, 3, 24])
 def test_buckets_compute_what_one_device_does(family: str, count: int) -> None:
@@ -163,6 +164,7 @@ def test_buckets_compute_what_one_device_does(family: str, count: int) -> None:
     assert found.ok, found
 
 
+@pytest.mark.slow
 def test_sums_of_several_stages_wait_for_the_others() -> None:
     """The weight of BERT's embedding is also the head's: the last stage returns its sum."""
     time = divided(benchmark_case("bert", "tiny"))

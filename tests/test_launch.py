@@ -85,6 +85,7 @@ def fail(how: str) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.slow
 @gloo
 @pytest.mark.parametrize(
     ("how", "timeout_s", "said"),
@@ -144,6 +145,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @gloo
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> None:

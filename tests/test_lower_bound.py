@@ -147,6 +147,7 @@ def all_shares(space: Space, world: int, rng: random.Random, count: int) -> list
 SPACES = {"one layer": build_space(one_layer()), "two layers": build_space(small_graph(4))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("seed", range(14))
 def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
@@ -237,6 +238,7 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
         assert cost / PICOSECONDS >= step_s * 1e-4, "a bound that says nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_boxes_hold_all_shares_and_bound_their_programs(seed: int) -> None:
     """However often boxes are cut, each split is in one box, whose bound no program beats."""

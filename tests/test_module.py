@@ -90,6 +90,7 @@ def test_parameters_keep_their_names_and_are_shards(file: str, world: int) -> No
         assert elements == shapes[name].numel() * (1 if placement.sharded else world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "world"), CASES)
 def test_the_full_state_dict_is_the_models(file: str, world: int) -> None:
     case = benchmark_case(file, "tiny")

@@ -124,6 +124,7 @@ def update_by_definition(plan: Plan, cost: CostModel) -> np.ndarray:
     return np.array([found[0], *np.zeros(plan.world_size - 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "world", "seed"),
     [*(("mlp", world, seed) for world in (2, 3) for seed in range(6)), ("gpt2", 2, 0)],
@@ -175,6 +176,7 @@ def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:
     assert all(each.tolist() == [0, 0] for each in held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["mlp", "bert_moe"])
 def test_kinds_add_up_to_the_peak(file: str) -> None:
     case = benchmark_case(file, "tiny")

@@ -75,6 +75,7 @@ def exchange_records(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["abcd", "aabb"])
 def test_each_implementation_gets_back_the_links_that_it_sees(nodes: str) -> None:
     rng = random.Random(nodes)
@@ -248,6 +249,7 @@ def few_of_three() -> list[tuple[str, str, int, bool]]:
     return [(e.kind, e.how, len(e.src), len(e.seconds) > 1) for e in made]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_some_ranks_measure_while_others_idle() -> None:
     ways = [
@@ -316,6 +318,7 @@ class Sleeping(LocalComm):
         self.beside = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_s", [0.0, 0.05])
 def test_a_constant_lag_beside_computing_is_delay_and_no_drag(
     monkeypatch: pytest.MonkeyPatch, late_s: float

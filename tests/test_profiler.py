@@ -395,6 +395,7 @@ def silent_rank() -> str:
     return str(heard[0]) if heard and dist.get_rank() == 0 else ""
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_rank_that_stops_is_named_by_the_others() -> None:
     told, _ = spawn(silent_rank, 2, timeout_s=150)

@@ -322,6 +322,7 @@ def task(spec: str, *names: str, rounds: int = 2, patience_s: float = 60.0) -> T
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_contender_that_fails_everywhere_is_dropped() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
@@ -344,6 +345,7 @@ def test_contenders_far_behind_in_every_round_sit_out() -> None:
     assert sits_out(rounds, math.inf) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_contender_that_sits_out_takes_the_warm_up_alone() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
@@ -353,6 +355,7 @@ def test_a_contender_that_sits_out_takes_the_warm_up_alone() -> None:
     assert tables.missing(entries[0]).startswith("sat out after ")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_are_held_at_the_speed_of_their_profile() -> None:
     spec = f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny"
@@ -369,6 +372,7 @@ def test_ranks_are_held_at_the_speed_of_their_profile() -> None:
     assert all(said.slower > 1e3 for said in looks)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_contender_that_fails_on_one_rank_ends_the_ranks_not_the_race(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
@@ -379,6 +383,7 @@ def test_a_contender_that_fails_on_one_rank_ends_the_ranks_not_the_race(tmp_path
     assert "only here" in entry.void
 
 
+@pytest.mark.slow
 def test_no_part_of_a_cluster_is_faster_than_the_floor() -> None:
     file = load_model_file(f"{HERE / 'models' / 'wide_mlp'}.py:race_tiny")
     graph = capture(file.model(), file.batch(), file.loss)
@@ -414,6 +419,7 @@ def test_ablations_are_no_faster_than_the_planner() -> None:
         assert isinstance(value, Variant) and value.step_s >= best.step_s * (1 - 1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ablations_have_the_losses_of_one_device() -> None:
     """All variants run, and their losses are those of one device."""

@@ -57,6 +57,7 @@ def _wrong(lines: tuple[str, ...], sample: Sample) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", [torch.Tag.pointwise, torch.Tag.reduction], ids=str)
 def test_what_the_tags_say_holds_where_it_is_run(tag: torch.Tag) -> None:
     """Every derived row of every tagged operator whose arguments can be made up."""
@@ -182,6 +183,7 @@ def _told(plan: Plan) -> str:
     return " ".join(captured.get().split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("middle", "origins", "says"),
     [

@@ -97,6 +97,7 @@ def large_table() -> Case:
     return make_case(model, gpt2.inputs(6, 8, 2**15))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_pieces_among_real_processes() -> None:
     case = large_table()

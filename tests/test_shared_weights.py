@@ -51,6 +51,7 @@ def test_a_late_sum_before_an_early_one(groups: tuple[int, ...]) -> None:
     assert found.ok, story(found)
 
 
+@pytest.mark.slow
 def test_a_late_sum_before_an_early_one_in_t5() -> None:
     case = benchmark_case("t5", "tiny")
     plan = random_staged_plan(case, (1, 1, 1), 0, 2, ("t_4", "view_36"))

@@ -65,6 +65,7 @@ def groupings(world: int) -> Iterator[tuple[tuple[int, ...], ...]]:
             yield tuple(tuple(r for r in range(world) if assigned[r] == g) for g in used)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "bert", "mlp"])
 def test_no_pipeline_is_below_the_bound(family: str) -> None:
     """A certificate: the cheapest programs of any cuts, groups and microbatches, all in flight."""
@@ -364,6 +365,7 @@ def test_estimates_learn_from_pipelines() -> None:
     assert all(s.least_s == bounds[s.groups, s.cuts] for s in known)
 
 
+@pytest.mark.slow
 def test_no_row_is_faster_than_a_plan_with_stages() -> None:
     case = benchmark_case("vit", "tiny")
     options = PlanOptions(stages=True, compare=True)

@@ -44,7 +44,7 @@ GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
 # --- what they compute -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_pipelines_compute_what_one_device_does(family: str, seed: int) -> None:
     case = benchmark_case(family, "tiny")
@@ -55,6 +55,7 @@ def test_random_pipelines_compute_what_one_device_does(family: str, seed: int) -
     assert len(found.rows) > len(plan.graph.gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unequal_microbatches_compute_what_one_device_does(family: str) -> None:
     case = benchmark_case(family, "tiny")
@@ -154,6 +155,7 @@ def test_a_count_of_labels_is_known_before_the_microbatches() -> None:
     assert found[Phase.END] >= len(graph.gradients)
 
 
+@pytest.mark.slow
 def test_stages_cover_every_operator_once() -> None:
     for family in FAMILIES:
         graph = divided(benchmark_case(family, "tiny")).part(2)

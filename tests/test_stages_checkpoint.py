@@ -57,6 +57,7 @@ def on_rank(data: dict[str, Any], folder: str) -> list[float]:
     return trained(Plan.from_json(data), ProcessGroupComm(), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_four_ranks_three_two_axes_stages_one_process_and_four_again(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")

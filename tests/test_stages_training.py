@@ -58,6 +58,7 @@ def test_clipping_uses_the_norm_of_all_stages(max_norm: float) -> None:
             torch.testing.assert_close(grad, true, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_switches_dropout_off() -> None:
     case = benchmark_case("bert", "tiny_dropout")
     plan = random_staged_plan(case, (1, 2), 1)

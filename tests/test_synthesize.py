@@ -52,6 +52,7 @@ def planned(rows: int, width: int, classes: int, on: Cluster, **options: bool) -
     return api.plan(model, batch, on, options=PlanOptions(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e13])
 @pytest.mark.parametrize("speeds", [(4e12, 1e12, 1e12), (1e12, 1e12), (1e13, 1e11, 3e12, 3e12)])
 @pytest.mark.parametrize("rows, width, classes", [(64, 256, 31), (4096, 64, 8), (8, 512, 4096)])

@@ -161,6 +161,7 @@ def add_up() -> tuple[float, str, str]:
     return float(total), os.environ["LOCAL_RANK"], os.environ["GLOO_SOCKET_IFNAME"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_speeds_alone_need_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nothing = tmp_path / "mountinfo"
@@ -233,6 +234,7 @@ def place() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @needs_links
 @pytest.mark.gloo
 def test_ranks_work_in_hosts_of_their_own(bed: Testbed) -> None:
@@ -258,6 +260,7 @@ def tell() -> None:
     report(os.getpid())
 
 
+@pytest.mark.slow
 @needs_links
 @pytest.mark.gloo
 def test_links_are_free_until_ranks_are_limited(bed: Testbed) -> None:
@@ -321,6 +324,7 @@ def hoard() -> int:
     return 0
 
 
+@pytest.mark.slow
 @needs_links
 @pytest.mark.gloo
 def test_a_rank_that_takes_more_memory_is_killed(bed: Testbed) -> None:

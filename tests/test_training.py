@@ -478,6 +478,7 @@ def with_memory(nbytes: int) -> Cluster:
     return replace(cluster, devices=devices)
 
 
+@pytest.mark.slow
 def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
     peaks = {}
     for way in ("", *WAYS):

@@ -81,6 +81,7 @@ def test_a_model_file_with_all_of_it(tmp_path: Path) -> None:
     assert hap.verify(plan).ok
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_real_processes_verify_and_train_it(tmp_path: Path) -> None:
     plan = planned(tmp_path)

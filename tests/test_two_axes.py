@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant", "shape"), CASES)
 def test_random_plans_on_a_mesh_compute_what_one_device_computes(
     file: str, variant: str, shape: tuple[int, int]

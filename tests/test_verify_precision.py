@@ -140,6 +140,7 @@ def half_plan(dtype: str, inside: bool, world: int, seed: int) -> tuple[Any, Pla
     return case, replace(plan, recipe=Recipe(autocast="" if inside else dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_right_plans_in_half_precision_pass(dtype: str, inside: bool) -> None:
@@ -151,6 +152,7 @@ def test_right_plans_in_half_precision_pass(dtype: str, inside: bool) -> None:
         assert max(row.error for row in found.rows) > 1e-4, "this did not run in half precision"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_wrong_plans_in_half_precision_fail(dtype: str, inside: bool) -> None:
