@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hap.errors import PlanError
 from hap.ir.axes import Shares
-from hap.ir.graph import Graph, Input, Node, Output
+from hap.ir.graph import FREE, Graph, Input, Node, Output
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
@@ -116,6 +116,7 @@ class _Cutter:
             for k, name in enumerate(forward) if name not in self._anywhere
         }  # fmt: skip
         self._parameters = self._owners()
+        self._stage |= self._with_owners()
         self._held = self._holders()
         self._assign_backward()
 
@@ -129,6 +130,19 @@ class _Cutter:
             }  # fmt: skip
             found[i.tensor] = min(readers, default=self._count - 1)
         return found
+
+    def _with_owners(self) -> dict[str, int]:
+        """Return the stages of operators that make something smaller of a parameter alone: its owner's.
+
+        Such are casts of autocast. So what crosses is smaller.
+        """
+        tensors = self._graph.tensors
+        return {
+            n.name: self._parameters[n.inputs[0]] for n in self._graph.nodes
+            if n.name in self._stage and len(n.inputs) == 1 and n.inputs[0] in self._parameters
+            and self._phases[n.name] is Phase.ONCE
+            and sum(tensors[o].nbytes for o in n.outputs if o) < tensors[n.inputs[0]].nbytes
+        }  # fmt: skip
 
     def _holders(self) -> dict[str, set[int]]:
         """Return the stages in which each tensor of the forward exists."""
@@ -162,6 +176,7 @@ class _Cutter:
             made.update((o, latest[node.name]) for o in node.outputs if o)
         self._latest = latest
         owner = {i.target: self._parameters[i.tensor] for i in graph.role("parameter")}
+        widening = self._widening(nodes)
         wanted: dict[str, list[int]] = {}
         for o in graph.outputs:
             if o.role == "gradient":
@@ -171,12 +186,18 @@ class _Cutter:
             uses = [s for out in node.outputs if out for s in wanted.get(out, ())]
             # Near its readers, but a sum of several gradients crosses as one tensor.
             gradients = [x for x in node.inputs if x in made]
+            if node.name in widening:
+                for name in node.inputs:
+                    wanted.setdefault(name, []).extend(uses)
+                continue
             if uses and len(gradients) == 1 and not self._shrinks(node, gradients[0]):
                 near = min(stage, max(uses))
                 stage = near if near in possible[node.name] else stage
             self._stage[node.name] = stage
             for name in node.inputs:
                 wanted.setdefault(name, []).append(stage)
+        for node in (n for n in nodes if n.name in widening):
+            self._stage[node.name] = self._stage[graph.producer[node.inputs[0]].name]
 
     def _shrinks(self, node: Node, gradient: str) -> bool:
         """Whether an operator, the only reader of a gradient, makes something smaller of it.
@@ -190,6 +211,25 @@ class _Cutter:
             and all(origin(name).placement.sharded for name in (gradient, *made))
             and small < self._graph.tensors[gradient].nbytes
         )
+
+    def _widening(self, nodes: Sequence[Node]) -> frozenset[str]:
+        """Return casts of terms of a parameter's gradient to a wider dtype, and views before them.
+
+        They stay where the term is made, whose sum over the microbatches is then of the wider dtype.
+        """
+        graph, found = self._graph, set[str]()
+        for node in reversed(nodes):
+            maker = graph.producer.get(node.inputs[0]) if len(node.inputs) == 1 else None
+            made = [o for o in node.outputs if o]
+            if maker is None or maker.name not in graph.backward:
+                continue
+            if any(origin(name).placement != P for name in (*node.inputs, *made)):
+                continue
+            before, after = (sum(graph.tensors[x].nbytes for x in xs) for xs in (node.inputs, made))
+            read = {n.name for o in made for n in graph.consumers[o]}
+            if before < after or (node.op in FREE and read and read <= found):
+                found.add(node.name)
+        return frozenset(found)
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return what :func:`stage_ranges` does.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, PlanError
+from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.axes import Shares
-from hap.ir.graph import Graph
+from hap.ir.graph import FREE, Graph, Node
 from hap.ir.mesh import divide
 from hap.ir.microbatch import phases
 from hap.ir.microbatch_sizes import even_parts, sized_stages
-from hap.ir.placement import Placement
+from hap.ir.placement import Placement, R
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages
 from hap.synthesizer.axis_roles import batch_axis
@@ -100,11 +101,12 @@ def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime
     slow = Link(max(nbytes, 1) / _SUMMED_S, 1e-3)
     clock = Cluster(name="time", devices=places, intra={"time": slow}, inter=slow)
     usual = data_parallel(space)
-    try:
-        return _divided(space, clock, optimizer_states, usual)
-    except PlanError:
-        # Gradients in half precision are cheaper to reduce in shards, which needs them between parts.
-        return _divided(space, clock, optimizer_states, _on_one_axis(space, usual))
+    wide = _wide_sums(space, usual)
+    # Gradients in half precision are cheaper to reduce in shards, which needs them between parts.
+    for allowed in (wide, _on_one_axis(space, wide), usual):
+        with contextlib.suppress(PlanError, InfeasibleError):
+            return _divided(space, clock, optimizer_states, allowed)
+    return _divided(space, clock, optimizer_states, _on_one_axis(space, usual))
 
 
 def _divided(space: Space, clock: Cluster, states: int, allowed: Allowed) -> OverTime:
@@ -115,6 +117,39 @@ def _divided(space: Space, clock: Cluster, states: int, allowed: Allowed) -> Ove
         raise HapError("no operator of the step can be split along the batch")
     phases(found.whole())
     return found
+
+
+def _wide_sums(space: Space, usual: Allowed) -> Allowed:
+    """Forbid sums over the microbatches of what is cast to a wider dtype afterwards.
+
+    So autocast's gradients are added up in the parameter's dtype, as PyTorch accumulates them.
+    """
+    graph, narrow = space.graph, set[str]()
+    for name in reversed(list(graph.tensors)):
+        readers = graph.consumers[name]
+        if readers and all(_widens(n, graph) or narrow.issuperset(_views(n)) for n in readers):
+            narrow.add(name)
+
+    def allowed(tensor: str, p: Placement, stored: bool) -> bool:
+        return usual(tensor, p, stored) and not (p == R and tensor in narrow)
+
+    return allowed
+
+
+def _widens(node: Node, graph: Graph) -> bool:
+    """Return whether an operator casts a floating-point tensor of the backward to a wider dtype."""
+    if node.name not in graph.backward or len(node.inputs) != 1 or len(node.outputs) != 1:
+        return False
+    before, after = (graph.tensors[str(name)] for name in (*node.inputs, *node.outputs))
+    return (
+        "float" in before.dtype and "float" in after.dtype
+        and before.shape == after.shape and before.nbytes < after.nbytes
+    )  # fmt: skip
+
+
+def _views(node: Node) -> list[str]:
+    """Return what a view makes; a name that no tensor has for other operators."""
+    return [o for o in node.outputs if o] if node.op in FREE else [""]
 
 
 def _on_one_axis(space: Space, usual: Allowed) -> Allowed:
