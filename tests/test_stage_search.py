@@ -23,6 +23,7 @@ from hap.ir.returned_sums import returned_conversions
 from hap.ir.stages import cut_stages, stage_ranges
 from hap.runtime.pipeline.segments import StageSegment, layout
 from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
@@ -36,7 +37,7 @@ from hap.synthesizer.stages.stage_prediction import stage_bound
 from hap.synthesizer.stages.stage_search import StageSearch
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import StageFigures, figures
-from hap.synthesizer.stages.stage_transfers import StageTransfers, even_send_s, least_send
+from hap.synthesizer.stages.stage_transfers import StageTransfers, even_send_s
 from tests.random_plans import benchmark_case, random_plan, two_machines, verdict
 from tests.random_stages import divided
 

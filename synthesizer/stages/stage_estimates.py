@@ -15,6 +15,7 @@ from hap.errors import PlanError
 from hap.ir.graph import Graph
 from hap.ir.stages import crossing, cut_stages, repeatable
 from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.cost.operator_work import node_work, product_operations
 from hap.synthesizer.schedule.pipeline_simulator import (
     OnceTransfer,
@@ -34,7 +35,7 @@ from hap.synthesizer.stages.segment_costs import (
     segment_costs,
 )
 from hap.synthesizer.stages.stage_dp import Boundaries, Chain, ChainSearch
-from hap.synthesizer.stages.stage_transfers import even_send_s, least_send
+from hap.synthesizer.stages.stage_transfers import even_send_s
 from hap.synthesizer.stages.time_axis import OverTime
 
 MICROBATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -10,39 +9,11 @@ from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph
 from hap.ir.stage_messages import given_placement, messages, rows_of
 from hap.ir.stages import Stage, Transfer
+from hap.synthesizer.cost.message_cost import link_loads, messages_s
 from hap.synthesizer.schedule.pipeline_simulator import OnceTransfer, StageSeconds
 from hap.synthesizer.stages.stage_times import StageFigures
 
 Ranks = tuple[int, ...]
-
-
-def messages_s(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> float:
-    """Return the seconds of messages that are sent at once, given as (sender, receiver, bytes).
-
-    A message inside a machine loads its sender's and its receiver's link, each in one direction. One between
-    machines loads the adapters of both machines, which all messages from or to a machine share.
-    """
-    latency_s, loads = _loads(cluster, sent)
-    return latency_s + max(loads.values(), default=0.0)
-
-
-Loads = dict[tuple[object, str, bool], float]
-"""(device or node, direction, inside a machine) -> seconds."""
-
-
-def _loads(cluster: Cluster, sent: Iterable[tuple[int, int, float]]) -> tuple[float, Loads]:
-    """Return the largest latency of some messages, and what they load."""
-    loads: Loads = {}
-    latency_s, devices = 0.0, cluster.devices
-    for src, dst, nbytes in sent:
-        here, there = devices[src].node, devices[dst].node
-        inside = here == there
-        link = cluster.intra[here] if inside else cluster.inter
-        latency_s = max(latency_s, link.latency_s)
-        for end, direction in ((src if inside else here, "out"), (dst if inside else there, "in")):
-            key = end, direction, inside
-            loads[key] = loads.get(key, 0.0) + nbytes / link.bandwidth_bytes_per_s
-    return latency_s, loads
 
 
 def even_send_s(cluster: Cluster, src: Ranks, dst: Ranks, nbytes: float) -> float:
@@ -54,14 +25,6 @@ def even_send_s(cluster: Cluster, src: Ranks, dst: Ranks, nbytes: float) -> floa
     ]
     sent = messages(*ends_of, split=True)
     return messages_s(cluster, ((m.src, m.dst, (m.stop - m.start) * each * nbytes) for m in sent))
-
-
-def least_send(cluster: Cluster) -> tuple[float, float]:
-    """Return (latency, seconds per byte) that a message between two devices does not fall below."""
-    links = [cluster.intra[node] for node in cluster.nodes if len(cluster.ranks(node)) > 1]
-    links += [cluster.inter] * (len(cluster.nodes) > 1)
-    fastest = max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
-    return min((link.latency_s for link in links), default=0.0), 1 / fastest
 
 
 class StageTransfers:
@@ -142,7 +105,7 @@ class StageTransfers:
         nodes = {self._cluster.devices[r].node for r in ranks}
         inside = len(nodes) == 1
         ends: set[object] = {*ranks} if inside else {*nodes}
-        _, loads = _loads(self._cluster, (m for t in transfers for m in self.messages(t)))
+        _, loads = link_loads(self._cluster, (m for t in transfers for m in self.messages(t)))
         way = "out" if transfers[0].src == number else "in"
         return max((loads.get((end, way, inside), 0.0) for end in ends), default=0.0)
 

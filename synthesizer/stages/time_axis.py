@@ -9,13 +9,14 @@ from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InfeasibleError, PlanError
 from hap.ir.axes import Shares
-from hap.ir.graph import FREE, Graph, Node
+from hap.ir.graph import Graph
 from hap.ir.mesh import divide
 from hap.ir.microbatch import phases
 from hap.ir.microbatch_sizes import even_parts, sized_stages
 from hap.ir.placement import Placement, R
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages
+from hap.ir.widening import widened_later
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.search.cost_tables import Allowed
@@ -124,32 +125,12 @@ def _wide_sums(space: Space, usual: Allowed) -> Allowed:
 
     So autocast's gradients are added up in the parameter's dtype, as PyTorch accumulates them.
     """
-    graph, narrow = space.graph, set[str]()
-    for name in reversed(list(graph.tensors)):
-        readers = graph.consumers[name]
-        if readers and all(_widens(n, graph) or narrow.issuperset(_views(n)) for n in readers):
-            narrow.add(name)
+    narrow = widened_later(space.graph)
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
         return usual(tensor, p, stored) and not (p == R and tensor in narrow)
 
     return allowed
-
-
-def _widens(node: Node, graph: Graph) -> bool:
-    """Return whether an operator casts a floating-point tensor of the backward to a wider dtype."""
-    if node.name not in graph.backward or len(node.inputs) != 1 or len(node.outputs) != 1:
-        return False
-    before, after = (graph.tensors[str(name)] for name in (*node.inputs, *node.outputs))
-    return (
-        "float" in before.dtype and "float" in after.dtype
-        and before.shape == after.shape and before.nbytes < after.nbytes
-    )  # fmt: skip
-
-
-def _views(node: Node) -> list[str]:
-    """Return what a view makes; a name that no tensor has for other operators."""
-    return [o for o in node.outputs if o] if node.op in FREE else [""]
 
 
 def _on_one_axis(space: Space, usual: Allowed) -> Allowed:
