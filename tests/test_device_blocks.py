@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,12 +62,6 @@ def test_large_clusters_have_several_blocks_of_each_kind(name: str) -> None:
             inside = Counter(cluster.devices[r].node for r in part)
             if len(inside) > 1:
                 assert all(n == len(cluster.ranks(node)) for node, n in inside.items())
-
-
-def test_blocks_of_unequal_machines_are_about_equal() -> None:
-    cluster = load_cluster(Path(__file__).parents[1] / "benchmarks/clusters/irregular29.yaml")
-    sizes = [Counter(map(len, kind.parts)) for kind in DeviceBlocks(cluster).kinds]
-    assert sorted(map(dict, sizes), key=str) == [{1: 21}, {4: 2}]
 
 
 def test_a_group_is_estimated_by_the_devices_that_it_has() -> None:

@@ -115,53 +115,26 @@ def _kinds(cluster: Cluster, keep: frozenset[int]) -> tuple[Kind, ...]:
         own = [sorted(each, key=lambda r: r not in keep) for each in inside.values() if each]
         machines.append(sorted(own, key=lambda each: each[0] not in keep))
     steps = [_steps(each) for each in machines]
-    blocks = _finest(steps)
-    if any(_uneven(each, n) for each, n in zip(machines, blocks, strict=True)):
-        # A group counts as if it had the largest blocks. So about equal ones are better.
-        alike = [
-            [n for n in own if not _uneven(each, n)]
-            for own, each in zip(steps, machines, strict=True)
-        ]
-        least = min(2, *blocks)
-        few = [
-            found for found in itertools.product(*alike)
-            if min(found) >= least and _pairs(blocks) <= 2 * _pairs(found) <= 2 * MOST_PAIRS
-        ]  # fmt: skip
-        blocks = max(few, key=lambda found: (min(found), _pairs(found)), default=blocks)
-    parts = [_parts(each, n) for each, n in zip(machines, blocks, strict=True)]
-    # Kept devices come first, then larger blocks: a lone group has the most of its blocks.
-    return tuple(
-        Kind(tuple(sorted(each, key=lambda p: (keep.isdisjoint(p), -len(p))))) for each in parts
-    )
+    at = [0] * len(steps)
 
+    def pairs() -> int:
+        counts = [own[k] for own, k in zip(steps, at, strict=True)]
+        return math.prod((n + 1) * (n + 2) // 2 for n in counts)
 
-def _pairs(blocks: Sequence[int]) -> int:
-    """Return the pairs of a set of devices and a group in it, from the blocks of each kind."""
-    return math.prod((n + 1) * (n + 2) // 2 for n in blocks)
-
-
-def _finest(steps: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the number of blocks of each kind: as many as the number of pairs allows.
-
-    Raises:
-        HapError: even one block of each kind is too many.
-    """
-    left = [list(own) for own in steps]
-    while _pairs([own[0] for own in left]) > MOST_PAIRS:
-        open_ = [k for k, own in enumerate(left) if len(own) > 1]
+    while pairs() > MOST_PAIRS:
+        open_ = [k for k, own in enumerate(steps) if at[k] + 1 < len(own)]
         if not open_:
             raise HapError(
                 f"the cluster has {len(steps)} kinds of devices, and stages are searched for at most "
                 f"{MOST_KINDS}: plan for a cluster file without the slowest kinds"
             )
-        del left[max(open_, key=lambda k: (left[k][0], -k))][0]
-    return tuple(own[0] for own in left)
-
-
-def _uneven(machines: Sequence[Sequence[int]], blocks: int) -> bool:
-    """Return whether some of so many blocks of a kind have twice the devices of others, or more."""
-    sizes = [len(part) for part in _parts(machines, blocks)]
-    return max(sizes) >= 2 * min(sizes)
+        largest = max(open_, key=lambda k: (steps[k][at[k]], -k))
+        at[largest] += 1
+    parts = [_parts(each, own[k]) for each, own, k in zip(machines, steps, at, strict=True)]
+    # Kept devices come first, then larger blocks: a lone group has the most of its blocks.
+    return tuple(
+        Kind(tuple(sorted(each, key=lambda p: (keep.isdisjoint(p), -len(p))))) for each in parts
+    )
 
 
 def _steps(machines: Sequence[Sequence[int]]) -> list[int]:
