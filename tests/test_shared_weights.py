@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hap.ir import shared_pieces
 from hap.ir.plan import Plan
+from hap.ir.shared_pieces import in_pieces
 from tests.random_plans import Case, benchmark_case, make_case, verdict
 from tests.random_stages import random_staged_plan
 from tests.test_verify import story
@@ -67,5 +69,22 @@ def test_a_stage_passes_on_what_it_makes_of_a_received_weight() -> None:
     graphs, transfers = plan.cut
     weights = {(t.src, t.dst): t.tensor for t in transfers if t.once and not t.backward}
     assert graphs[1].producer[weights[1, 2]].inputs == (weights[0, 1],)
+    found = verdict(case, plan)
+    assert found.ok, story(found)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_sum_to_which_another_stage_contributes_is_reduced_whole(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle stage adds the last one's sum to its own before it reduces both and passes them on."""
+    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", 64)
+    case = passed()
+    plan = random_staged_plan(case, (1, 2, 2), seed, 4, ("sigmoid", "sigmoid_1"))
+    assert plan.stages is not None
+    (_, graph, _), (_, stage, _) = plan.cut[0], plan.stages.stages
+    reduced = {s for s in stage.program.collectives if s.kind == "reduce_scatter"}
+    pieces = in_pieces(graph, stage.program, len(stage.ranks))
+    assert reduced - {stage.program.instructions[k] for k in pieces}
     found = verdict(case, plan)
     assert found.ok, story(found)

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import pairwise
 
 from hap.ir.graph import Graph
-from hap.ir.microbatch import BEFORE
+from hap.ir.microbatch import BEFORE, SUMMED
 from hap.ir.placement import S
 from hap.ir.program import Convert, Program, Value
 from hap.ir.returned_sums import returned_conversions, returned_values
@@ -26,14 +26,16 @@ def in_pieces(graph: Graph, program: Program, world_size: int) -> dict[int, int]
     """Return the instructions of a stage that run in pieces, and how many pieces each has.
 
     They gather a received weight, or reduce a sum that the stage returns, along dim 0, and are not fused
-    with others.
+    with others. A sum to which another stage contributes is reduced whole.
     """
     if world_size == 1:
         return {}
-    weights = {
-        Value(i.tensor, program.inputs[i.tensor])
-        for i in graph.role("received") if i.target == BEFORE
-    }  # fmt: skip
+    received = {i: Value(i.tensor, program.inputs[i.tensor]) for i in graph.role("received")}
+    weights = {value for i, value in received.items() if i.target == BEFORE}
+    awaited = {value for i, value in received.items() if i.target == SUMMED}
+    for step in program.instructions:
+        if not awaited.isdisjoint(step.reads(graph)):
+            awaited.update(step.writes(graph))
     sums = set(returned_values(graph, program, summed=True))
     once = returned_conversions(graph, program)
     readers = Counter(v for step in program.instructions for v in step.reads(graph))
@@ -47,7 +49,10 @@ def in_pieces(graph: Graph, program: Program, world_size: int) -> dict[int, int]
             step.kind == "all_gather" and not step.backward and step.src == S(0)
             and source in weights
         )  # fmt: skip
-        reduces = step.kind == "reduce_scatter" and step.dst == S(0) and first in once
+        reduces = (
+            step.kind == "reduce_scatter" and step.dst == S(0) and first in once
+            and source not in awaited
+        )  # fmt: skip
         if gathers or (reduces and made in sums and not readers[made]):
             tensor = graph.tensors[step.tensor]
             count = min(MOST_PIECES, tensor.nbytes // PIECE_BYTES, tensor.shape[0] // world_size)
