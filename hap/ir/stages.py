@@ -14,11 +14,12 @@ from functools import cached_property
 
 from hap.errors import PlanError
 from hap.ir.axes import Shares
-from hap.ir.graph import FREE, Graph, Input, Node, Output
+from hap.ir.graph import Graph, Input, Node, Output
 from hap.ir.mesh import origin
 from hap.ir.microbatch import BEFORE, EACH, SUMMED, Phase, is_sum, phases
 from hap.ir.placement import P
 from hap.ir.program import Program
+from hap.ir.widening import widened_later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,19 +218,12 @@ class _Cutter:
 
         They stay where the term is made, whose sum over the microbatches is then of the wider dtype.
         """
-        graph, found = self._graph, set[str]()
-        for node in reversed(nodes):
-            maker = graph.producer.get(node.inputs[0]) if len(node.inputs) == 1 else None
-            made = [o for o in node.outputs if o]
-            if maker is None or maker.name not in graph.backward:
-                continue
-            if any(origin(name).placement != P for name in (*node.inputs, *made)):
-                continue
-            before, after = (sum(graph.tensors[x].nbytes for x in xs) for xs in (node.inputs, made))
-            read = {n.name for o in made for n in graph.consumers[o]}
-            if before < after or (node.op in FREE and read and read <= found):
-                found.add(node.name)
-        return frozenset(found)
+        graph, narrow = self._graph, widened_later(self._graph)
+        return frozenset(
+            n.name for n in nodes
+            if n.inputs and narrow.issuperset(n.inputs) and graph.producer[n.inputs[0]].name in graph.backward
+            and all(origin(x).placement == P for x in (*n.inputs, *n.outputs) if x)
+        )  # fmt: skip
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return what :func:`stage_ranges` does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -42,7 +43,7 @@ class Pieces:
         whole: Tensor | None = None
         running: Pending | None = None
         for number in range(self.count):
-            rows = ctx.idle(lambda number=number: arrival.wait_piece(number))  # type: ignore[misc]
+            rows = ctx.idle(partial(arrival.wait_piece, number))
             sizes = [end - first for first, end in self._ends(number)]
             following = ctx.issue("all_gather", rows, 0, sizes, self.step.implementation)
             if running is not None:

@@ -103,7 +103,8 @@ def over_time(space: Space, cluster: Cluster, optimizer_states: int) -> OverTime
     clock = Cluster(name="time", devices=places, intra={"time": slow}, inter=slow)
     usual = data_parallel(space)
     wide = _wide_sums(space, usual)
-    # Gradients in half precision are cheaper to reduce in shards, which needs them between parts.
+    # Gradients in half precision are cheaper to reduce in shards, which needs them between parts: hence the
+    # programs on one axis. Some models have no program whose sums are all behind their casts.
     for allowed in (wide, _on_one_axis(space, wide), usual):
         with contextlib.suppress(PlanError, InfeasibleError):
             return _divided(space, clock, optimizer_states, allowed)
