@@ -95,6 +95,17 @@ def test_ranks_agree_on_one_step(
     assert found == [decided] * len(steps)
 
 
+def test_a_rank_that_arrives_during_the_choice_is_part_of_it(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    (folder / "rank-3.json").write_text("7")
+
+    def holds(ranks: Collection[int]) -> bool:
+        (folder / "rank-1.json").write_text("7")
+        return True
+
+    assert Survivors(folder, 0, 4).agree(7, holds) == SaveDecision(7, (0, 1, 3))
+
+
 def test_ranks_of_an_earlier_start_are_shut_out(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     (folder / "part").mkdir()

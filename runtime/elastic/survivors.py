@@ -71,9 +71,10 @@ class Survivors:
             decided = self._read("decision.json")
             if decided is not None:
                 return SaveDecision(decided["step"], tuple(decided["ranks"]))
-            choice = _choice(self._steps(), holds)
+            steps = self._steps()
+            choice = _choice(steps, holds)
             waited_s = time.monotonic() - begun
-            almost_all = len(self._steps()) >= self._world_size - 1
+            almost_all = len(steps) >= self._world_size - 1
             enough = almost_all or waited_s > PATIENCE_S
             hopeless = (almost_all and waited_s > PATIENCE_S) or waited_s > DECIDE_S
             if (choice.step is not None and enough) or hopeless:
