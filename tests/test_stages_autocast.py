@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 from importlib import import_module
 
 import pytest
 import torch
+from rich.console import Console
 
 from hap.capture.tracing import capture
+from hap.cli.plan_screen import plan_screen
 from hap.ir.microbatch import is_sum
+from hap.ir.plan import Plan
 from hap.ir.stages import crossing, cut_stages
+from hap.synthesizer.stages import time_axis
 from tests.random_plans import Case, make_case, verdict
 from tests.random_stages import divided, random_staged_plan
 from tests.test_verify import story
@@ -75,3 +80,18 @@ def test_pipelines_under_autocast_compute_what_one_device_does(
     case = half_case(family)
     found = verdict(case, random_staged_plan(case, groups, seed))
     assert found.ok, story(found)
+
+
+def text_of(plan: Plan) -> str:
+    out = io.StringIO()
+    Console(file=out, width=500).print(plan_screen(plan))
+    return out.getvalue()
+
+
+def test_screen_names_gradients_that_are_summed_before_their_casts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, says = half_case("bert"), "are summed over the microbatches in bfloat16"
+    assert says not in text_of(random_staged_plan(case, (1, 1), 1, microbatches=2))
+    monkeypatch.setattr(time_axis, "_wide_sums", lambda space, usual: usual)
+    assert says in text_of(random_staged_plan(case, (1, 1), 1, microbatches=2))

@@ -26,6 +26,7 @@ from hap.ir.prediction import Collective, Prediction
 from hap.ir.program import Compute, Value
 from hap.ir.regather import ALIAS
 from hap.ir.stages import PipelineStages, Stage
+from hap.ir.widening import narrow_sums
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -192,10 +193,16 @@ def _stages(plan: Plan, stages: PipelineStages) -> RenderableType:
     )  # fmt: skip
     units = next(iter(plan.shares.values()), (1,))
     sizes = " or ".join(str(n * plan.batch_size // sum(units)) for n in dict.fromkeys(units))
-    return Group(
-        Text(f"{plan.microbatches} microbatches of {sizes} rows"),
-        table(head, rows, right=(0, 4, 5)),
-    )
+    text = Text(f"{plan.microbatches} microbatches of {sizes} rows")
+    part = plan.microbatch()
+    if narrow := narrow_sums(part):
+        dtypes = " and ".join(sorted({part.tensors[name].dtype for name in narrow}))
+        text.append(
+            f"\n{len(narrow)} gradients are summed over the microbatches in {dtypes}, "
+            "and then cast to the parameter's dtype; PyTorch casts before it sums",
+            style="yellow",
+        )
+    return Group(text, table(head, rows, right=(0, 4, 5)))
 
 
 def _extras(stage: Stage) -> str:

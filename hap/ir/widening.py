@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hap.ir.graph import FREE, Graph, Node
+from hap.ir.microbatch import is_sum
 
 
 def widened_later(graph: Graph) -> frozenset[str]:
@@ -13,6 +14,15 @@ def widened_later(graph: Graph) -> frozenset[str]:
         if readers and all(_widens(n, graph) or _passes_on(n, found) for n in readers):
             found.add(name)
     return frozenset(found)
+
+
+def narrow_sums(graph: Graph) -> list[str]:
+    """Return the sums over the microbatches that are cast to a wider dtype afterwards.
+
+    PyTorch casts a microbatch's gradient first, and accumulates in the parameter's dtype.
+    """
+    later = widened_later(graph)
+    return [o for n in graph.nodes if is_sum(n) for o in n.outputs if o in later]
 
 
 def _widens(node: Node, graph: Graph) -> bool:
