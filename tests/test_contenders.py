@@ -82,7 +82,7 @@ def on_two_ranks(file: ModelFile, folder: Path, names: list[str]) -> Losses:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("model", ["vgg19", "vit", "bert", "gpt2", "bert_moe", "wide_mlp"])
+@pytest.mark.parametrize("model", ["vgg19", "bert", "bert_moe", "wide_mlp"])
 def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
     file = load_model_file(f"{MODELS / model}.py:race_tiny")
     want = reference(file, STEPS)

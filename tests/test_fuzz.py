@@ -31,7 +31,7 @@ SMALL = Recipe(
 
 @pytest.mark.slow
 @settings(
-    max_examples=60, derandomize=True, deadline=None, database=None,
+    max_examples=40, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink],
 )  # fmt: skip
 @given(recipes())

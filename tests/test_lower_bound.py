@@ -149,12 +149,12 @@ SPACES = {"one layer": build_space(one_layer()), "two layers": build_space(small
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_program_is_faster_than_the_bounds(name: str, seed: int) -> None:
     rng = random.Random(f"{name}/{seed}")
     space = random_space(SPACES[name], rng)
     cluster = random_cluster(rng)
-    if seed >= 7:
+    if seed >= 4:
         cluster = disturbed(cluster, rng)
     synthesizer = Synthesizer(space, cluster, 2)
     every = [program for _, program, _ in programs(space)]

@@ -27,6 +27,7 @@ from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
+from hap.synthesizer.stages import stage_estimates
 from hap.synthesizer.stages.device_blocks import DeviceBlocks
 from hap.synthesizer.stages.even_pipeline import NAME, even_pipeline, even_pipelines
 from hap.synthesizer.stages.flights import chosen_flights
@@ -364,6 +365,27 @@ def test_estimates_learn_from_pipelines() -> None:
     known = [s for s in after if (s.groups, s.cuts) in bounds]
     assert known
     assert all(s.least_s == bounds[s.groups, s.cuts] for s in known)
+
+
+def test_cuts_are_moved_to_where_the_estimate_is_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = searched("vit").estimates
+    places = estimates.places
+    sketches = [s for s in estimates.sketches() if len(s.groups) == 2]
+    assert len(places) > 4
+    assert len(sketches) > 4
+
+    def at(sketch: Sketch, place: str) -> Sketch:
+        return replace(sketch, cuts=(place,), estimate_s=np.inf)
+
+    for sketch in sketches[::4]:
+        found = estimates.recut(at(sketch, places[0]))
+        with monkeypatch.context() as patch:
+            patch.setattr(stage_estimates, "MOVED", 0)
+            each = [estimates.recut(at(sketch, place)).estimate_s for place in places]
+        own = places.index(found.cuts[0])
+        near = each[max(0, own - stage_estimates.MOVED) : own + stage_estimates.MOVED + 1]
+        assert found.estimate_s == each[own] == min(near)
+        assert each[places.index(sketch.cuts[0])] == sketch.estimate_s
 
 
 @pytest.mark.slow

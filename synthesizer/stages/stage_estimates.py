@@ -53,6 +53,9 @@ MANY_ROWS = 16
 INSIDE = 1.05
 """Most that a group inside one machine is estimated to take over one device of the sum of its speeds."""
 
+MOVED = 2
+"""Places by which a cut is moved at once."""
+
 CUTS = 48
 """Most places of a cut that are tried: in each part of the work the one where the fewest bytes cross."""
 
@@ -226,6 +229,31 @@ class StageEstimates:
         for group, ideal_s, found_s in zip(sketch.indices, sketch.ideal_s, each_s, strict=True):
             self._counts[count].excess[group] = max(1.0, found_s / max(ideal_s, 1e-15))
         self._sketched.pop(count, None)
+
+    def recut(self, sketch: Sketch) -> Sketch:
+        """Move single cuts of a pipeline while that lowers its estimate.
+
+        The search balances stages by their groups' usual sizes and by a bound; an estimate simulates
+        the microbatches on the devices that the groups really have.
+        """
+        count, best, chosen = sketch.microbatches, sketch, [*map(self.places.index, sketch.cuts)]
+        each, tried = self._counts[count], set[tuple[int, ...]]()
+        while True:
+            near = {
+                tuple(sorted({*chosen[:k], place + step, *chosen[k + 1 :]}))
+                for k, place in enumerate(chosen) for step in range(-MOVED, MOVED + 1)
+            }  # fmt: skip
+            for places in sorted(near - tried):
+                if len(places) == len(chosen) and places[0] >= 0 and places[-1] < len(self.places):
+                    least_s = each.optimistic.of(places, sketch.indices)
+                    chain = Chain(places=places, groups=sketch.indices, least_s=least_s)
+                    found = self._sketch(count, each, chain, sketch.groups, least_s)
+                    best = min(best, found, key=lambda s: (s.lacking, s.estimate_s))
+            tried |= near
+            moved = [*map(self.places.index, best.cuts)]
+            if moved == chosen:
+                return best
+            chosen = moved
 
     def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
         """Return how much longer groups take if each device gets whole rows of a microbatch."""

@@ -102,13 +102,19 @@ class StageSearch:
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
         best: Pipeline | None = None
-        tried = set[object]()
-        for _ in range(SEARCHED):
+        tried, searched = set[object](), set[object]()
+        while len(searched) < SEARCHED:
+            # Estimates of other devices for the same cuts hardly differ.
             new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
             if (sketch := next(new, None)) is None:
                 break
-            # Estimates of other devices for the same cuts hardly differ.
             tried.add((sketch.cuts, sketch.microbatches))
+            sketch = self.estimates.recut(sketch)
+            key = sketch.cuts, sketch.microbatches
+            if key in searched:
+                continue
+            tried.add(key)
+            searched.add(key)
             shown = " | ".join(str(len(g)) for g in sketch.groups)
             progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
             found = self.pipeline(sketch)
