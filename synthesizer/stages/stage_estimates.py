@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -236,7 +236,8 @@ class StageEstimates:
         The search balances stages by their groups' usual sizes and by a bound; an estimate simulates
         the microbatches on the devices that the groups really have.
         """
-        count, best, chosen = sketch.microbatches, sketch, [*map(self.places.index, sketch.cuts)]
+        best = replace(sketch, estimate_s=math.inf)  # its stages may have been searched since
+        count, chosen = sketch.microbatches, [*map(self.places.index, sketch.cuts)]
         each, tried = self._counts[count], set[tuple[int, ...]]()
         while True:
             near = {

@@ -101,29 +101,32 @@ class StageSearch:
         self, limit_s: float, progress: Callable[[str], None] = lambda text: None
     ) -> Pipeline | None:
         """Return the fastest pipeline found that fits, if one is faster than ``limit_s``."""
-        best: Pipeline | None = None
-        tried, searched = set[object](), set[object]()
-        while len(searched) < SEARCHED:
-            # Estimates of other devices for the same cuts hardly differ.
+        best: tuple[Pipeline, Sketch] | None = None
+        tried = set[object]()
+        for _ in range(SEARCHED):
             new = (s for s in self._promising(limit_s) if (s.cuts, s.microbatches) not in tried)
             if (sketch := next(new, None)) is None:
                 break
+            # Estimates of other devices for the same cuts hardly differ.
             tried.add((sketch.cuts, sketch.microbatches))
-            sketch = self.estimates.recut(sketch)
-            key = sketch.cuts, sketch.microbatches
-            if key in searched:
-                continue
-            tried.add(key)
-            searched.add(key)
-            shown = " | ".join(str(len(g)) for g in sketch.groups)
-            progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
-            found = self.pipeline(sketch)
-            if found is None:
-                continue
+            found = self._tried(sketch, progress)
+            if found and found.fits and found.times.step_s < limit_s:
+                best, limit_s = (found, sketch), found.times.step_s
+        while best and (near := self.estimates.recut(best[1])).cuts != best[1].cuts:
+            found = self._tried(near, progress)
+            if not (found and found.fits and found.times.step_s < limit_s):
+                break
+            best, limit_s = (found, near), found.times.step_s
+        return best[0] if best else None
+
+    def _tried(self, sketch: Sketch, progress: Callable[[str], None]) -> Pipeline | None:
+        """Search the stages of a sketch; later estimates learn from it."""
+        shown = " | ".join(str(len(g)) for g in sketch.groups)
+        progress(f"stages on {shown} devices, {sketch.microbatches} microbatches")
+        found = self.pipeline(sketch)
+        if found is not None:
             self.estimates.learn(sketch, [s.forward_s + s.backward_s for s in found.seconds])
-            if found.fits and found.times.step_s < limit_s:
-                best, limit_s = found, found.times.step_s
-        return best
+        return found
 
     def _promising(self, limit_s: float) -> list[Sketch]:
         """Return the pipelines that may be faster, the one that is estimated to be fastest first."""
