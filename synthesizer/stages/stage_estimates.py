@@ -54,7 +54,7 @@ INSIDE = 1.05
 """Most that a group inside one machine is estimated to take over one device of the sum of its speeds."""
 
 MOVED = 2
-"""Places by which a cut is moved at once."""
+"""Most places by which a cut moves at once."""
 
 CUTS = 48
 """Most places of a cut that are tried: in each part of the work the one where the fewest bytes cross."""
@@ -236,7 +236,7 @@ class StageEstimates:
         The search balances stages by their groups' usual sizes and by a bound; an estimate simulates
         the microbatches on the devices that the groups really have.
         """
-        best = replace(sketch, estimate_s=math.inf)  # its stages may have been searched since
+        best = replace(sketch, estimate_s=math.inf)  # made anew, by what was learnt since
         count, chosen = sketch.microbatches, [*map(self.places.index, sketch.cuts)]
         each, tried = self._counts[count], set[tuple[int, ...]]()
         while True:
