@@ -389,6 +389,34 @@ def test_cuts_are_moved_to_where_the_estimate_is_least(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_moved_cuts_count_only_if_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Sketch]()
+
+    def elsewhere(sketch: Sketch) -> Sketch:
+        """Move all cuts to the first places, which makes the last stage long."""
+        places = search.estimates.places
+        tried.append(replace(sketch, cuts=places[: len(sketch.cuts)]))
+        return tried[-1]
+
+    def best_s() -> float:
+        found = search.best(np.inf)
+        assert found is not None
+        return found.times.step_s
+
+    search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
+    monkeypatch.setattr(search.estimates, "recut", lambda sketch: sketch)
+    unmoved_s = best_s()
+    search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
+    monkeypatch.setattr(search.estimates, "recut", elsewhere)
+    assert best_s() == unmoved_s
+    moved = search.pipeline(tried[-1])
+    assert moved is not None
+    assert moved.times.step_s > unmoved_s
+    search = StageSearch(benchmark_case("vit", "tiny").space, unlike(3), 2)
+    assert best_s() <= unmoved_s
+
+
+@pytest.mark.slow
 def test_no_row_is_faster_than_a_plan_with_stages() -> None:
     case = benchmark_case("vit", "tiny")
     options = PlanOptions(stages=True, compare=True)
