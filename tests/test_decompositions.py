@@ -79,6 +79,48 @@ def test_means_of_halves_are_summed_in_float32(dtype: torch.dtype, middle: float
         assert found.ok, found.first_bad
 
 
+@pytest.mark.parametrize(
+    ("pixels", "out"), [((1, 1), (7, 7)), ((2, 3), (4, 9)), ((2, 3), (2, 6)), ((3, 3), (3, 3))]
+)
+def test_adaptive_pooling_to_a_multiple_of_the_pixels(
+    pixels: tuple[int, int], out: tuple[int, int]
+) -> None:
+    for planes in ((2, 3), (3,)):
+        x = f(*planes, *pixels)
+        same(aten._adaptive_avg_pool2d.default, x, list(out))
+        same(aten._adaptive_avg_pool2d_backward.default, f(*planes, *out), x)
+
+
+def test_adaptive_pooling_to_other_sizes_keeps_the_kernel() -> None:
+    forward = decompositions.DECOMPOSED[aten._adaptive_avg_pool2d.default]
+    backward = decompositions.DECOMPOSED[aten._adaptive_avg_pool2d_backward.default]
+    assert forward(f(2, 3, 4, 4), [7, 7]) is NotImplemented
+    assert forward(f(2, 3, 7, 4), [7, 2]) is NotImplemented
+    assert backward(f(2, 3, 7, 7), f(2, 3, 4, 4)) is NotImplemented
+
+
+class Pooled(nn.Module):
+    """Repeats pixels; then leaves their number, and changes the result in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 6, 3, stride=2)
+        self.repeat, self.keep = nn.AdaptiveAvgPool2d((4, 6)), nn.AdaptiveAvgPool2d((4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.repeat(self.layer(x))
+        z = self.keep(y).mul_(2).relu_()
+        return (y * z).square().sum()
+
+
+def test_pooling_that_repeats_pixels_in_random_plans() -> None:
+    case = make_case(Pooled().double(), f(6, 2, 6, 7))
+    assert not any("pool" in node.op for node in case.graph.nodes)
+    for world in (2, 3):
+        found = verdict(case, random_plan(case, world, seed=1))
+        assert found.ok, found.first_bad
+
+
 @pytest.mark.parametrize("repeats", [[2, 3], [1, 1], [4, 1, 3]])
 def test_repeat(repeats: list[int]) -> None:
     same(aten.repeat.default, f(2, 5), repeats)

@@ -30,13 +30,14 @@ def cross_entropy_terms(x: Tensor, target: Tensor, skip: int) -> tuple[Tensor, T
     float32 if ``x`` has half precision.
     """
     acc = wide_dtype(x)
-    lse = torch.empty(target.shape, dtype=acc, device=x.device)
+    largest = torch.empty(target.shape, dtype=x.dtype, device=x.device)
+    shifted = torch.empty(target.shape, dtype=acc, device=x.device)
     for rows in _chunks(x):
         # The fused kernel is twice as fast as an exponential and a sum; the log-sum-exp is the
         # largest logit less the kernel's largest result.
-        largest = x[rows].amax(-1).to(acc)
-        found = largest - torch.log_softmax(x[rows], -1, dtype=acc).amax(-1)
-        lse[rows] = torch.where(largest == -math.inf, largest, found)
+        torch.amax(x[rows], -1, out=largest[rows])
+        torch.amax(torch.log_softmax(x[rows], -1, dtype=acc), -1, out=shifted[rows])
+    lse = torch.where(largest == -math.inf, largest, largest.to(acc) - shifted)
     skipped = target == skip
     at = target.masked_fill(skipped, 0).unsqueeze(-1)
     picked = x.gather(-1, at).squeeze(-1).masked_fill(skipped, 0.0)
@@ -50,20 +51,21 @@ def cross_entropy_backward(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first = x[next(_chunks(x), slice(0))]
     y, seed = (torch.zeros_like(first, dtype=lse.dtype) for _ in range(2))
+    negated = -grad_lse
     for rows in _chunks(x):
-        # ``exp(y) * scale`` by the fastest kernel: the gradient of a log-softmax y
+        # ``exp(y) * grad_lse`` by the fastest kernel: the gradient of a log-softmax y
         # is ``g - exp(y) * sum(g)``, here with all of g in the first column, corrected after.
-        scale = grad_lse[rows]
+        scale = negated[rows]
         y, seed = y[: len(scale)], seed[: len(scale)]  # the last chunk may be shorter
         torch.sub(x[rows], lse[rows].unsqueeze(-1), out=y)
-        seed[..., 0] = -scale
+        seed[..., 0] = scale
         if out.dtype == y.dtype:
             aten._log_softmax_backward_data.out(seed, y, -1, y.dtype, out=out[rows])
         else:
             out[rows] = aten._log_softmax_backward_data(seed, y, -1, y.dtype)
-        out[rows][..., 0] = y[..., 0].exp() * scale
-    skipped = target == skip
     if out.numel():
+        out[..., 0] = (x[..., 0] - lse).exp() * grad_lse
+        skipped = target == skip
         # One entry per row, by index: scatter_add_ would copy a whole half-precision tensor.
         lines, at = out.view(-1, out.shape[-1]), target.masked_fill(skipped, 0).reshape(-1)
         given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).reshape(-1)

@@ -9,7 +9,7 @@ ordinary view, and a tensor that fills another replaces it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,35 @@ def _index_put(x: Tensor, indices: list[Any], values: Tensor, accumulate: bool =
     return aten.index_put.default(x, indices, values, accumulate)
 
 
+def _adaptive_pool(x: Tensor, size: list[int]) -> Any:
+    """Return ``x`` with each pixel repeated, if the output has a multiple of its pixels."""
+    by = _repeats(x.shape[-2:], size)
+    if by is None:
+        return NotImplemented
+    (h, w), (rows, columns) = x.shape[-2:], by
+    pixels = x.reshape(*x.shape[:-2], h, 1, w, 1)
+    spread = pixels.expand(*x.shape[:-2], h, rows, w, columns)
+    return spread.clone(memory_format=torch.contiguous_format).view(*x.shape[:-2], *size)
+
+
+def _adaptive_pool_backward(grad: Tensor, x: Tensor) -> Any:
+    """Return the sum over each pixel's repetitions, where CUDA's kernel adds them atomically.
+
+    In half precision an atomic addition is a loop: it took 29 of 37 ms of a step of VGG19.
+    """
+    by = _repeats(x.shape[-2:], grad.shape[-2:])
+    if by is None:
+        return NotImplemented
+    (h, w), (rows, columns) = x.shape[-2:], by
+    return grad.reshape(*x.shape[:-2], h, rows, w, columns).sum((-3, -1))
+
+
+def _repeats(pixels: Sequence[int], out: Sequence[int]) -> tuple[int, int] | None:
+    if any(size % given for given, size in zip(pixels, out, strict=True)):
+        return None
+    return out[0] // pixels[0], out[1] // pixels[1]
+
+
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
     **torch_private.get_decompositions([aten.baddbmm]),
     aten.native_group_norm.default: _group_norm,
@@ -138,6 +167,8 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.repeat.default: _repeat,
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
+    aten._adaptive_avg_pool2d.default: _adaptive_pool,
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_pool_backward,
     aten.fill.Tensor: _fill,
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
