@@ -35,6 +35,8 @@ PARTS = 5
 """Batches of calls per window; a window ends after its time, whatever the number of calls."""
 
 _CALLS_AFTER = 24  # calls per window if each is timed after another call
+_CALLS_QUEUED = 200  # fewer than a CUDA stream's queue holds
+_CALLS_ISSUED = 4  # the same, of some 100 kernels each
 _LONG_WINDOWS = 2  # windows if a single call takes longer than a window
 
 
@@ -88,6 +90,35 @@ def seconds_after(
         found.append(spent_s / _CALLS_AFTER)
     waited = (time.perf_counter() - begun[0]) / (clock() - begun[1])
     return [s * waited for s in found]
+
+
+def seconds_in_queue(
+    long: Callable[[], object], call: Callable[[], object], windows: int
+) -> list[float]:
+    """Return the seconds of one call on a CUDA device, per window, if the host is ahead of it.
+
+    ``long``: a call during which the host issues all calls of a window.
+    """
+    found = []
+    for window in range(windows + 1):
+        long()
+        seconds = timed(call, _CALLS_QUEUED, torch.device("cuda")) / _CALLS_QUEUED
+        found += [seconds] * (window > 0)  # the first one loads kernels
+    return found
+
+
+def seconds_of_host(call: Callable[[], object], device: torch.device, windows: int) -> list[float]:
+    """Return the seconds in which the host issues one call, per window; it waits for no result."""
+    found = []
+    for window in range(windows + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_CALLS_ISSUED):
+            call()
+        seconds = (time.perf_counter() - start) / _CALLS_ISSUED
+        found += [seconds] * (window > 0)
+    return found
 
 
 def timed(call: Callable[[], object], count: int, device: torch.device) -> float:

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from hap.cluster.device import Device
 from hap.cluster.work import ELEMENTWISE, PRODUCTS
 from hap.profiler.fit import Timing, fit_device, predict
-from hap.profiler.probes import LAUNCH, LOOPED, UPDATE
+from hap.profiler.probes import HOST, LAUNCH, LOOPED, UPDATE
 from hap.profiler.samples import BesideRecord, OpRecord, RankInfo, middle, spread
 from hap.units import format_bytes
 
@@ -78,7 +78,9 @@ def _fitted(
     ranks: Sequence[RankInfo], records: Sequence[OpRecord], group: list[int], date: str
 ) -> Type:
     """Fit one device to the trimmed means over all windows of a group's ranks."""
-    records, later_s, relaunch = _as_in_a_step(records, group)
+    host = next((r for r in records if r.name == HOST), None)
+    host_s = middle([s for rank in group for s in host.seconds[rank]]) if host else 0.0
+    records, later_s, relaunch = _as_in_a_step([r for r in records if r is not host], group)
     windows = [[s for rank in group for s in record.seconds[rank]] for record in records]
     took_s = [
         middle(seconds) + later_s[record.name]
@@ -103,6 +105,7 @@ def _fitted(
         )
         for record, sample, seconds in zip(records, samples, windows, strict=True)
     )  # fmt: skip
+    device = replace(device, host_s=host_s)
     device = replace(device, source=_provenance(device, residuals, date, len(group)))
     return Type(ranks=tuple(group), device=device, residuals=residuals)
 
@@ -209,7 +212,8 @@ def _provenance(
         "memory_bytes_per_s": told("memory"),
         "operand_bytes_per_s": told("matmul"),
         **dict.fromkeys(
-            ("launch_s", "relaunch"), f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}"
+            ("launch_s", *["host_s"] * (device.host_s > 0), "relaunch"),
+            f"measured {date}, n=1 on {ranks} rank{'s' * (ranks > 1)}",
         ),
         "efficiency": f"measured {date}, fit off by: {kinds}",
     }

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -23,10 +22,13 @@ from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.capture.matmul_precision import matmul_precision
 from hap.cluster.work import Work
+from hap.profiler import fixed_costs
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"
 """Probes of the fixed cost of an operator, in a step and in a loop; CUDA has only the first."""
+HOST = "host"
+"""Probe of the time in which the host issues an operator; on CUDA only."""
 UPDATE = "update"
 """Probe of the fixed cost of a parameter's update."""
 Call = Callable[[], object]
@@ -102,6 +104,8 @@ class Probe:
         quick: Whether ``--quick`` measures it too.
         after: Makes a call that runs before each timed one, and is not timed.
         count: Number of repetitions of the work in a call.
+        clock: What is timed: calls one after the other (``device``), calls that are queued on the
+            device (``queue``), or the issuing of calls by the host (``host``).
     """
 
     name: str
@@ -110,6 +114,7 @@ class Probe:
     quick: bool = False
     after: Callable[[Arena], Call] | None = None
     count: int = 1
+    clock: str = "device"
 
 
 class Arena:
@@ -415,35 +420,19 @@ def _launch(device: torch.device) -> Iterator[Probe]:
 
     On a CPU, a step's products evict everything else from the caches, including code: an operator
     after one takes ten times as long to start as in a loop. So they run in both ways: between
-    products, as in a step, and in a loop, as all other probes.
+    products, as in a step, and in a loop, as all other probes. A GPU runs them from its queue.
     """
-    work = Work("memory", "float32", 16.0, 192.0)
-    if device.type != "cpu":
-
-        def alone(arena: Arena) -> Call:
-            x = arena.cut(16)
-            return lambda: torch.add(x, x)
-
-        yield Probe(name=LAUNCH, work=work, make=alone, quick=True)
+    launch = Probe(
+        name=LAUNCH, work=Work("memory", "float32", 16.0, 192.0), quick=True,
+        make=lambda arena: fixed_costs.small(arena.cut),
+    )  # fmt: skip
+    if device.type == "cpu":
+        yield replace(launch, after=lambda arena: fixed_costs.product(arena.cut))
+        yield replace(launch, name=LOOPED)
         return
-
-    yield Probe(name=LAUNCH, work=work, make=_small, quick=True, after=_product)
-    yield Probe(name=LOOPED, work=work, make=_small, quick=True)
-
-
-def _small(arena: Arena) -> Call:
-    """Return a call that runs the next of several small operators, with two views each."""
-    x, row = arena.cut(4, 4).clone(), arena.cut(4).clone()
-    operators: Iterator[Call] = cycle([
-        lambda: aten.add.Tensor(aten.t(aten.alias(x)), x),
-        lambda: aten.addmm(row, aten.transpose.int(x, 0, 1), aten.view(x, [4, 4])),
-        lambda: aten.sum.dim_IntList(aten.unsqueeze(aten.t(x), 0), [0], True),
-        lambda: aten.gelu(aten.view(aten.slice.Tensor(x, 0, 0, 2), [8])),
-        lambda: aten.native_layer_norm(aten.view(aten.alias(x), [1, 4, 4]), [4], row, row, 1e-5),
-        lambda: aten.clone(aten.permute(aten.expand(x, [4, 4]), [1, 0])),
-    ])  # fmt: skip
-    return lambda: next(operators)()
-
-
-def _product(arena: Arena) -> Call:
-    return lambda: torch.mm(arena.cut(512, 512), arena.cut(512, 512))
+    yield replace(launch, after=lambda arena: fixed_costs.long(arena.cut), clock="queue")
+    half = _torch_dtype(sizes_on(device).fused)
+    yield replace(
+        launch, name=HOST, make=lambda arena: fixed_costs.layer(arena.cut, half),
+        count=fixed_costs.KERNELS, clock="host",
+    )  # fmt: skip

@@ -93,7 +93,7 @@ def test_a_device_refuses_impossible_figures(changes) -> None:
 # --- the table of figures: one test over all its rows ---------------------------------------
 
 OTHERS = {
-    "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "operands": 3e10, "delay": 0.01,
+    "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "host": 3e-5, "operands": 3e10, "delay": 0.01,
     "interference": 0.25, "drag": 1.5, "relaunch": 0.25, "flops": {"float32": 2e12, "float16": 4e12},
     "efficiency": {"attention": 0.25}, "price_per_hour": 2.5,
 }  # fmt: skip

@@ -178,6 +178,37 @@ def test_no_rank_ends_before_its_computing_and_the_interference() -> None:
     assert streams.least_s == pytest.approx([2.7, 2.0])
 
 
+def test_the_device_waits_for_its_host() -> None:
+    """Rank 0 is issued an operator each 2 s, rank 1 each half second; long ones let the host run ahead."""
+    machine = Machine(small_cluster(1, 1))
+    machine.host_s = np.array([2.0, 0.5])
+    streams = Streams(machine)
+    _, end = streams.compute(np.array([1.0, 1.0]))
+    assert end == pytest.approx([3.0, 1.5])
+    _, end = streams.compute(np.array([7.0, 1.0]))
+    assert end == pytest.approx([11.0, 2.5]), "issued at 4 s and at 1 s"
+    _, end = streams.compute(np.array([1.0, 0.0]))  # rank 1 has no share and is issued nothing
+    assert end == pytest.approx([12.0, 2.5])
+    number = streams.issue(1.0, 1)
+    streams.wait(number)
+    assert streams.jobs[number].end_s == pytest.approx(13.0)
+    _, end = streams.compute(np.array([1.0, 1.0]))
+    assert end == pytest.approx([14.0, 14.0]), "issued long ago"
+
+
+def test_a_step_takes_at_least_the_time_of_its_host(plan: Plan) -> None:
+    host_s = 1e-3
+    devices = tuple(dataclasses.replace(d, host_s=host_s) for d in plan.cluster.devices)
+    slow = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, devices=devices))
+    _, fast_run = both(plan)
+    _, run = both(slow)
+    issued = np.zeros(plan.world_size)
+    for span in run.spans:
+        issued += (span.end_s > span.start_s) if span.stream == COMPUTE else 1
+    assert run.step_s >= max(fast_run.step_s, host_s * issued.max()) - 1e-9
+    assert run.step_s <= fast_run.step_s + host_s * len(run.spans) + 1e-9
+
+
 def test_only_readers_of_a_collective_wait_for_it() -> None:
     """y1 reads a gathered weight and waits; y0, which is issued after the gather, does not."""
     graph, program = small_graph(), small_program()

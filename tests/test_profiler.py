@@ -27,10 +27,10 @@ from hap.cluster.link import IMPLEMENTATIONS
 from hap.cluster.work import ELEMENTWISE, PRODUCTS, Work
 from hap.errors import HapError, InputError
 from hap.ir.graph import Graph, Input, Node, Ref, Tensor
-from hap.profiler import device_figures
-from hap.profiler.call_timing import QUICK, seconds_per_call
+from hap.profiler import device_figures, fixed_costs
+from hap.profiler.call_timing import QUICK, seconds_in_queue, seconds_of_host, seconds_per_call
 from hap.profiler.fit import predict
-from hap.profiler.probes import LAUNCH, UPDATE, Arena, Probe, probes
+from hap.profiler.probes import HOST, LAUNCH, UPDATE, Arena, Probe, probes
 from hap.profiler.rank_watch import Watch
 from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, RankInfo, line, read
 from hap.runtime.launch import report, spawn
@@ -165,6 +165,41 @@ def test_the_fit_recovers_a_gpu_from_noisy_samples() -> None:
         assert getattr(fitted, figure) == pytest.approx(getattr(GPU, figure), rel=0.15), figure
     assert max(abs(r.error) for r in found.residuals) < 0.12
     assert all("n=7 " in fitted.source[f"flops_per_s.{dtype}"] for dtype in GPU.flops_per_s)
+    assert fitted.host_s == pytest.approx(GPU.launch_s, rel=0.05), "the time of its probe"
+    assert "measured today" in fitted.source["host_s"]
+
+
+def test_the_host_issues_a_layer_of_operators() -> None:
+    call = fixed_costs.layer(torch.randn, torch.float16)
+    with Counter() as seen:
+        call()
+    views = ("view", "t", "transpose", "clone")  # a view that must copy counts as one
+    kernels = [op for op in seen.ops if op.split(".")[1] not in views]
+    assert len(kernels) == fixed_costs.KERNELS
+    (host,) = (probe for probe in probes(CUDA) if probe.name == HOST)
+    assert (host.count, host.clock, host.quick) == (fixed_costs.KERNELS, "host", True)
+    seconds = seconds_of_host(call, CPU, 5)
+    assert len(seconds) == 5
+    assert min(seconds) > 1e-5 * len(kernels) / 10
+
+
+def test_the_profile_of_a_cpu_has_no_time_of_the_host() -> None:
+    assert not [probe for probe in probes(CPU) if probe.name == HOST]
+    (found,) = device_figures.types(ranks(1), op_records([1.0], 0.0, random.Random(0)), "today")
+    assert found.device.host_s == 0
+    assert "host_s" not in found.device.source
+
+
+class Counter(TorchDispatchMode):
+    """Records the names of all operators of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_quick_profile_of_a_gpu_has_a_rate_of_each_dtype() -> None:
@@ -218,7 +253,9 @@ class Recorder(TorchDispatchMode):
 
 
 # Probes of several operators, or of operators that never occur in a graph.
-COMPOSED = ("dropout", "sgd", "adamw", "update", "launch", "transposed", "exp", "relu", "sum")
+COMPOSED = (
+    "dropout", "sgd", "adamw", "update", "launch", "host", "transposed", "exp", "relu", "sum",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -267,6 +304,15 @@ def test_a_call_is_timed_by_windows() -> None:
     assert all(s > 0 for s in one)
     assert (arena.cut(100) != 0).all()
     assert arena.cut(64).data_ptr() != arena.cut(64).data_ptr()
+
+
+@pytest.mark.gpu
+def test_a_queue_runs_small_operators_sooner_than_the_host_issues_a_step() -> None:
+    arena = Arena(torch.device("cuda"))
+    seconds_in_queue(fixed_costs.long(arena.cut), fixed_costs.small(arena.cut), 1)
+    (queued_s,) = seconds_in_queue(fixed_costs.long(arena.cut), fixed_costs.small(arena.cut), 1)
+    issued_s = min(seconds_of_host(fixed_costs.layer(arena.cut, torch.float16), arena.device, 8))
+    assert 1e-7 < queued_s < issued_s / fixed_costs.KERNELS
 
 
 @pytest.mark.gpu

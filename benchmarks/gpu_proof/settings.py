@@ -40,10 +40,16 @@ class Settings:
     def backend(self) -> str:
         return "nccl" if self.on_gpu else "gloo"
 
-    def on_ranks(self, target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """Run ``target(comm, device, *args)`` on every rank; results in rank order."""
+    def on_ranks(
+        self, target: Callable[..., Any], world_size: int, *args: Any,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Run ``target(comm, device, *args)`` on every rank; results in rank order.
+
+        ``on_report``: called with (rank, object) for each :func:`hap.runtime.launch.report`.
+        """
         return spawn(
-            _as_rank, world_size, args=(target, args), backend=self.backend,
+            _as_rank, world_size, args=(target, args), backend=self.backend, on_report=on_report,
             timeout_s=self.timeout_s, where=SharedGpus() if self.on_gpu else None,
         )  # fmt: skip
 

@@ -16,8 +16,9 @@ import torch
 from benchmarks.gpu_proof.models import FAMILIES, Prepared, built
 from benchmarks.gpu_proof.report import MET, MISSED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
+from hap.errors import HapError
 from hap.runtime.collectives import Comm
-from hap.runtime.launch import RankError
+from hap.runtime.launch import report
 from hap.runtime.one_device import Observed, observe_reference
 from hap.runtime.shards import join
 from hap.runtime.verify import TOLERANCE, Observer, compare
@@ -25,8 +26,8 @@ from hap.runtime.verify import TOLERANCE, Observer, compare
 PART = "verification"
 LOSS_ROOM, GRADIENT_ROOM = 0.02, 0.1
 KINDS = (
-    ("random", "float64"), ("random", "float32"), ("autocast", "float32"),
-    ("staged", "float64"), ("staged", "float32"),
+    ("random", "float64"), ("staged", "float64"), ("autocast", "float32"),
+    ("random", "float32"), ("staged", "float32"),
 )  # fmt: skip
 """(kind of prepared plan, dtype of the parameters)."""
 
@@ -48,62 +49,60 @@ class Job(NamedTuple):
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """Yield one line per family and precision.
-
-    One group of ranks observes all of them; if it fails, a group for each precision.
-    """
-    jobs = [Job(f"{kind}-{family}", dtype) for family in FAMILIES for kind, dtype in KINDS]
-    plans = {job: Prepared.load(settings.folder, job.name) for job in jobs}
-    there = {job: prepared for job, prepared in plans.items() if prepared}
-    found, failures = _observed_by_all(settings, there)
-    for job, prepared in plans.items():
-        claim = f"{job.name.split('-')[1]}, {job.precision}: losses and gradients of one device"
-        if prepared is None:
-            yield unprepared(PART, claim)
-            continue
-        if job in failures:
-            yield Line(part=PART, claim=claim, outcome=MISSED, reason=failures[job])
-            continue
-        check = _autocast if job.kind == "autocast" else _exact
-        ok, seen, aim, reason = check(settings, job, prepared, found[job])
-        yield Line(
-            part=PART, claim=f"{claim}, {prepared.plan.world_size} ranks",
-            outcome=MET if ok else MISSED, seen=seen, aim=aim, reason=reason,
-        )  # fmt: skip
+    """Yield one line per family and precision; a group of ranks observes all families in one precision."""
+    for kind, dtype in KINDS:
+        jobs = [Job(f"{kind}-{family}", dtype) for family in FAMILIES]
+        plans = {job: Prepared.load(settings.folder, job.name) for job in jobs}
+        there = {job: prepared for job, prepared in plans.items() if prepared}
+        found, failures = _observed_by_all(settings, there)
+        for job, prepared in plans.items():
+            claim = f"{job.name.split('-')[1]}, {job.precision}: losses and gradients of one device"
+            if prepared is None:
+                yield unprepared(PART, claim)
+                continue
+            if job in failures:
+                yield Line(part=PART, claim=claim, outcome=MISSED, reason=failures[job])
+                continue
+            check = _autocast if kind == "autocast" else _exact
+            ok, seen, aim, reason = check(settings, job, prepared, found[job])
+            yield Line(
+                part=PART, claim=f"{claim}, {prepared.plan.world_size} ranks",
+                outcome=MET if ok else MISSED, seen=seen, aim=aim, reason=reason,
+            )  # fmt: skip
 
 
 def _observed_by_all(
     settings: Settings, plans: Mapping[Job, Prepared]
 ) -> tuple[dict[Job, list[Observed]], dict[Job, str]]:
-    """Return (results of the ranks per job, the error per job whose group of ranks failed)."""
-    found: dict[Job, list[Observed]] = {}
+    """Return (results of the ranks per job, the error per job that failed).
+
+    Ranks report each job that they have finished. The first one that some rank has not finished is
+    the one that failed; a new group of ranks goes on after it.
+    """
+    done: dict[Job, dict[int, Observed]] = {job: {} for job in plans}
     failures: dict[Job, str] = {}
-    groups = [dict(plans)]
-    while groups:
-        group = groups.pop(0)
+    while waiting := {j: p for j, p in plans.items() if j not in failures and not done[j]}:
         try:
-            ranks = settings.on_ranks(observed, settings.ranks, group)
-        except RankError as error:
-            precisions = dict.fromkeys(job.precision for job in group)
-            if len(precisions) > 1:
-                groups += [{j: p for j, p in group.items() if j.precision == k} for k in precisions]
-            else:
-                failures |= dict.fromkeys(group, str(error))
-            continue
-        found |= {job: [seen[job] for seen in ranks] for job in group}
+            settings.on_ranks(
+                observed, settings.ranks, waiting,
+                on_report=lambda rank, told: done[told[0]].update({rank: told[1]}),
+            )  # fmt: skip
+        except HapError as error:
+            failed = next(job for job in waiting if len(done[job]) < settings.ranks)
+            failures[failed] = str(error)
+            for job in waiting:
+                if len(done[job]) < settings.ranks:
+                    done[job].clear()
+    found = {job: [of[rank] for rank in sorted(of)] for job, of in done.items() if of}
     return found, failures
 
 
-def observed(
-    comm: Comm, device: torch.device, plans: Mapping[Job, Prepared]
-) -> dict[Job, Observed]:
-    """Return this rank's results under each plan."""
-    found = {}
+def observed(comm: Comm, device: torch.device, plans: Mapping[Job, Prepared]) -> None:
+    """Report this rank's results under each plan."""
     for job, prepared in plans.items():
         model, batch, _, optimizer = built(prepared.family)
         observer = Observer.make(prepared.plan, model, batch, optimizer, job.dtype, device=device)
-        found[job] = observer(comm)
-    return found
+        report((job, observer(comm)))
 
 
 Checked = tuple[bool, str, str, str]

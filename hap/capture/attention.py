@@ -73,7 +73,9 @@ def attention_backward(
         )  # fmt: skip
     elif kernel == "efficient":
         rows = -(-q.shape[-2] // 32) * 32  # the kernel reads the log-sum-exp in padded rows
-        padded = F.pad(lse, (0, rows - lse.shape[-1]), value=math.inf)
+        padded = lse
+        if rows > lse.shape[-1]:
+            padded = F.pad(lse, (0, rows - lse.shape[-1]), value=math.inf)
         none = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, _aligned(mask, q, k), out, padded, none, none, 0.0, [True, True, True, False],
@@ -137,7 +139,7 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     mask = _rows(mask.reshape((1,) * (4 - mask.dim()) + mask.shape))
     if mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    return torch.where(mask, 0.0, -math.inf).to(q.dtype)
 
 
 def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -148,7 +150,8 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if bias.shape[-1] == 1:
         bias = bias.expand(*bias.shape[:-1], k.shape[-2])
     width = bias.shape[-1]
-    bias = F.pad(bias, (0, -width % 16))[..., :width]
+    if width % 16 or bias.storage_offset() % 16 or not bias.is_contiguous():
+        bias = F.pad(bias, (0, -width % 16))[..., :width]
     return bias.expand(*q.shape[:-1], k.shape[-2])
 
 

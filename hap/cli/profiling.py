@@ -297,10 +297,15 @@ class _Work:
     def _measured(self, probe: Probe, arena: Arena) -> OpRecord:
         dist.barrier()  # all ranks at the same time, as in a step
         call = probe.make(arena)
-        if probe.after is None:
+        windows, before = self.pace.windows, probe.after and probe.after(arena)
+        if probe.clock == "host":
+            seconds = call_timing.seconds_of_host(call, self.device, 4 * windows)
+        elif before is None:
             seconds = call_timing.seconds_per_call(call, self.device, self.pace)
+        elif probe.clock == "queue":
+            seconds = call_timing.seconds_in_queue(before, call, windows)
         else:
-            seconds = call_timing.seconds_after(probe.after(arena), call, self.pace.windows)
+            seconds = call_timing.seconds_after(before, call, windows)
         mine = [s / probe.count for s in seconds]
         return OpRecord(
             name=probe.name, work=probe.work, seconds=tuple(gathered_from_all(tuple(mine)))

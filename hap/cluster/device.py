@@ -58,6 +58,7 @@ class Device:
         flops_per_s: achieved rate of large matrix products, per dtype.
         memory_bytes_per_s: achieved rate of operators that only move data.
         launch_s: constant cost of one operator.
+        host_s: time in which the host issues one operator; the device cannot run it earlier.
         efficiency: rate of another kind of work as a fraction of ``flops_per_s``, for example
             ``{"attention": 0.5, "conv": 0.8}``. A kind that is absent runs like its more general
             one, or at the full rate: elementwise work then takes as long as its memory traffic.
@@ -81,6 +82,7 @@ class Device:
     flops_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes_per_s: float
     launch_s: float
+    host_s: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     operand_bytes_per_s: float = math.inf
     contention: Contention = Contention()
@@ -116,12 +118,13 @@ class Device:
         """Return the device with all rates divided by a factor; ``why`` goes to their sources."""
         rates = {dtype: rate / factor for dtype, rate in self.flops_per_s.items()}
         names = ["memory_bytes_per_s", "launch_s", *(f"flops_per_s.{dtype}" for dtype in rates)]
+        names += ["host_s"] * (self.host_s > 0)
         names += ["operand_bytes_per_s"] * (self.operand_bytes_per_s < math.inf)
         notes = {name: f"{self.source.get(name, 'assumed')}; {why}" for name in names}
         return replace(
             self, flops_per_s=rates, memory_bytes_per_s=self.memory_bytes_per_s / factor,
             operand_bytes_per_s=self.operand_bytes_per_s / factor, launch_s=self.launch_s * factor,
-            source={**self.source, **notes},
+            host_s=self.host_s * factor, source={**self.source, **notes},
         )  # fmt: skip
 
     @classmethod

@@ -127,6 +127,12 @@ FIGURES: Final = (
         hint="give a time of 0 or more", meaning="constant cost of one operator",
     ),
     Figure(
+        key="host", path="host_s", dimension="seconds", default=0.0, open=")", unit=(1e-6, "us"),
+        hint="give a time of 0 or more",
+        meaning="time in which the host issues one operator. The device waits for it where operators "
+        "take less, as on a fast GPU in half precision; 0: never, as on a CPU",
+    ),
+    Figure(
         key="operands", path="operand_bytes_per_s", dimension="bytes/s", default=math.inf,
         open="(", together=sum, unit=(1e9, "GB/s"),
         meaning="rate at which products read and write their tensors, in addition to their "

@@ -5,6 +5,9 @@ ranks at once. Ranks that compute meanwhile slow it down, and it slows them down
 (:class:`hap.cluster.device.Contention`). It takes ``drag`` times as long, and ``delay_s`` more per
 message, by the slowest rank that computes; computing loses ``interference`` of its undisturbed
 seconds. If ranks compute only during a part of the collective, that part of the delay counts.
+
+The host issues operators and collectives one by one, each in its device's ``host_s``. It does not wait
+for the device; the device starts none earlier than it was issued.
 """
 
 from __future__ import annotations
@@ -45,6 +48,9 @@ class Streams:
         self.now_s = 0.0
         self.jobs: list[Job] = []
         self._overlap = overlap
+        self._host_s = machine.host_s
+        self._by_host = bool(machine.host_s.any())
+        self._issued_s: PerRank = np.zeros_like(self.clock_s)  # the end of the host's issuing
         self._lost = machine.interference
         self._disturbed = bool(machine.interference.any())
         self._drag, self._delay_s = machine.drag, machine.delay_s
@@ -75,6 +81,8 @@ class Streams:
 
     def compute(self, seconds: PerRank) -> tuple[PerRank, PerRank]:
         """Return (start, end) of an operator that can start at once."""
+        if self._by_host:
+            self._wait_for_host(np.where(seconds > 0, self._host_s, 0.0))
         start = self.clock_s
         self._computed_s = self._computed_s + seconds
         if self._disturbed and not self.idle:
@@ -88,6 +96,8 @@ class Streams:
 
     def issue(self, seconds: float, messages: int) -> int:
         """Issue a collective; return its number."""
+        if self._by_host:
+            self._wait_for_host(self._host_s)
         self._communicated_s += seconds
         self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
@@ -110,6 +120,12 @@ class Streams:
     def drain(self) -> None:
         """Stop computing until all collectives have ended."""
         self.wait(len(self.jobs) - 1)
+
+    def _wait_for_host(self, seconds: PerRank) -> None:
+        """Issue one operator; ranks that run it wait until it is issued."""
+        self._issued_s = self._issued_s + seconds
+        self.clock_s = np.where(seconds > 0, np.maximum(self.clock_s, self._issued_s), self.clock_s)
+        self.now_s = max(self.now_s, float(self.clock_s.max()))
 
     def _begin(self) -> None:
         job = self.jobs[self._open]

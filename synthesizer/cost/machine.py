@@ -35,6 +35,7 @@ class Machine:
     Attributes:
         interference: per rank, the part of a collective's time that simultaneous computing loses.
         drag: per rank, duration of a collective while the rank computes over its usual duration.
+        host_s: per rank, seconds in which the host issues one operator.
         delay_s: per rank, seconds by which computing delays each message of a collective.
         chunk: per rank, the number of elements that a loss processes at once.
         on_gpu: per rank, 1 if its device is a GPU, 0 if it is a CPU.
@@ -51,6 +52,7 @@ class Machine:
         self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference, self.drag = _contention_of_all(cluster)
         self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
+        self.host_s: PerRank = np.array([d.host_s for d in cluster.devices])
         self.vectors: dict[tuple[int, ...], PerRank] = {}
         self.one: PerRank = np.ones(cluster.world_size)
         self.one_apart = self.one.copy()

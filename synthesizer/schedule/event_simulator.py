@@ -6,6 +6,7 @@ All ranks issue the instructions in program order, as :mod:`hap.runtime.lanes` r
 * a collective is issued when the compute stream reaches it. It starts when all ranks have issued
   it, its inputs exist and the communication streams are free, and ends on all ranks at once;
 * the forward and the backward end when all their collectives have ended; the update is last;
+* neither starts before the rank's host has issued it, one after the other;
 * each rank's end is at least its computing plus its loss to all communication.
 
 Without ``overlap`` the compute stream waits for each collective, and the step is the sum of

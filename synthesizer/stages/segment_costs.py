@@ -27,15 +27,15 @@ FORWARD, BACKWARD, ONCE = range(3)
 class SegmentCosts:
     """Work of each segment between neighbouring places of a cut, on one device of each kind.
 
-    ``busy_s`` and ``start_s`` have dims [side, segment, kind]. ``least_s`` is the least weighted time of
+    ``work_s`` has dims [busy, launches, issuing by the host; side, segment, kind]: see :func:`together_s`.
+    ``least_s`` is the least weighted time of
     operators that belong to segments from ``first`` to ``last``, with dims [side, first, last, set of
     kinds]: see :func:`optimistic`. ``forward_bytes`` and ``backward_bytes`` are of one microbatch at each
     place, and ``parameter_bytes`` are of each segment.
     """
 
     microbatches: int
-    busy_s: Floats
-    start_s: Floats
+    work_s: Floats
     least_s: Floats
     forward_bytes: Floats
     backward_bytes: Floats
@@ -68,7 +68,7 @@ def segment_costs(
         return np.array([(speed * seconds)[s].min() for s in subsets])
 
     phase_of, price = phases(part), _Prices(part, cluster.keep(kinds), states)
-    busy, start = (np.zeros((3, len(graphs), len(kinds))) for _ in range(2))
+    seconds = np.zeros((3, 3, len(graphs), len(kinds)))
     sure = np.zeros((3, len(graphs), len(graphs), len(subsets)))
     for at, graph in enumerate(graphs):
         for node in graph.nodes:
@@ -77,18 +77,16 @@ def segment_costs(
             side = _side(phase_of[node.name], node.name in part.backward)
             if is_sum(node) and microbatches == 1:
                 continue  # the only term is the sum
-            own, begin = price.adding(node) if is_sum(node) else price.node(node)
+            took = price.adding(node) if is_sum(node) else price.node(node)
             side = BACKWARD if is_sum(node) else side
-            busy[side, at] += own
-            start[side, at] += begin
+            seconds[:, side, at] += took
             if node.name in ranges:
-                sure[side, *ranges[node.name]] += least(own + begin)
+                sure[side, *ranges[node.name]] += least(took[0] + took[1])
         for i in graph.role("parameter"):
             if i.target in part.gradients:
-                own, begin = price.update(i.tensor)
-                busy[ONCE, at] += own
-                start[ONCE, at] += begin
-                sure[ONCE, at, at] += least(own + begin)
+                took = price.update(i.tensor)
+                seconds[:, ONCE, at] += took
+                sure[ONCE, at, at] += least(took[0] + took[1])
     parameters = np.array(
         [float(sum(g.tensors[i.tensor].nbytes for i in g.role("parameter"))) for g in graphs]
     )
@@ -115,8 +113,7 @@ def segment_costs(
                 seen.add((t.tensor, place, t.backward))
                 crossing[int(t.backward), place] += part.tensors[t.tensor].nbytes
     return SegmentCosts(
-        microbatches=microbatches, busy_s=busy, start_s=start, least_s=sure,
-        once_bytes=once, forward_bytes=crossing[0], backward_bytes=crossing[1], parameter_bytes=parameters,
+        microbatches=microbatches, work_s=seconds, least_s=sure, once_bytes=once, forward_bytes=crossing[0], backward_bytes=crossing[1], parameter_bytes=parameters,
         stored_bytes=trained,
         saved_bytes=np.array([_saved_bytes(part, g) for g in graphs]),
     )  # fmt: skip
@@ -157,14 +154,14 @@ def _read_below(
 
 
 class _Prices:
-    """Seconds of operators on each kind of device alone: (busy, start)."""
+    """Seconds of operators on each kind of device alone: rows of busy, launches, issuing by the host."""
 
     def __init__(self, graph: Graph, kinds: Cluster, states: int) -> None:
         self._graph, self._machine, self._states = graph, Machine(kinds), states
         self._one = np.ones(kinds.world_size)
-        self._known: dict[object, tuple[PerRank, PerRank]] = {}
+        self._known: dict[object, Floats] = {}
 
-    def node(self, node: Node) -> tuple[PerRank, PerRank]:
+    def node(self, node: Node) -> Floats:
         key = self._graph.alike[node.name]
         if key not in self._known:
             work = node_work(node, self._graph)
@@ -173,24 +170,24 @@ class _Prices:
             self._known[key] = self._priced(work, work.flops, nbytes)
         return self._known[key]
 
-    def adding(self, node: Node) -> tuple[PerRank, PerRank]:
+    def adding(self, node: Node) -> Floats:
         """Return the seconds of adding a microbatch's term to a sum: two reads and a write."""
         tensor = self._graph.tensors[node.inputs[0]]
         small = 3 * tensor.nbytes <= SMALL_BYTES
         work = Work("memory", tensor.dtype, tensor.numel, 0.0, small)
         return self._priced(work, 0.0, 3.0 * tensor.nbytes)
 
-    def update(self, parameter: str) -> tuple[PerRank, PerRank]:
+    def update(self, parameter: str) -> Floats:
         tensor = self._graph.tensors[parameter]
         work = update_work(tensor.dtype, self._states)
         return self._priced(work, work.flops * tensor.numel, work.bytes * tensor.nbytes)
 
-    def _priced(self, work: Work, flops: float, nbytes: float) -> tuple[PerRank, PerRank]:
+    def _priced(self, work: Work, flops: float, nbytes: float) -> Floats:
         if not work.flops and not work.bytes:  # a view
-            return 0 * self._one, 0 * self._one
+            return np.zeros((3, len(self._one)))
         seconds = self._machine.seconds(work, flops * self._one, nbytes * self._one)
         start = self._machine.seconds(work, 0 * self._one, 1e-12 * self._one)
-        return seconds - start, start
+        return np.array([seconds - start, start, self._machine.host_s])
 
 
 def _subsets(kinds: int) -> list[tuple[int, ...]]:
@@ -240,24 +237,34 @@ def optimistic(costs: SegmentCosts, speed: Floats, devices: npt.NDArray[np.int64
     return priced
 
 
+def together_s(work_s: Floats, devices: npt.NDArray[np.int64]) -> Floats:
+    """Return the seconds of groups, dims [..., group]: each as one device of the sum of its speeds.
+
+    Args:
+        work_s: dims [busy, launches, issuing by the host; ..., kind].
+        devices: of each kind in each group, shape [groups, kinds].
+    """
+    busy, launches, issuing = work_s[..., None, :]
+    speed = np.maximum((devices / np.maximum(busy, 1e-15)).sum(axis=-1), 1e-300)
+    present = devices > 0
+    computing = 1.0 / speed + (present * launches).max(axis=-1)
+    found: Floats = np.maximum(computing, (present * issuing).max(axis=-1))
+    return found
+
+
 def estimated(
     costs: SegmentCosts, devices: npt.NDArray[np.int64], excess: Floats,
     reduce_s: Callable[[Floats], Floats],
 ) -> Priced:  # fmt: skip
-    """Return seconds by which pipelines are chosen: a group is one device of the sum of its speeds.
+    """Return seconds by which pipelines are chosen, those of :func:`together_s`.
 
     Args:
         excess: of each group, the factor by which its microbatches take longer than that.
         reduce_s: bytes of parameters, per segment -> seconds of reducing their gradients, per group.
     """
-    present = devices > 0
 
     def side(which: int, first: int) -> Floats:
-        busy = np.maximum(np.cumsum(costs.busy_s[which, first:], axis=0), 1e-15)
-        start = np.cumsum(costs.start_s[which, first:], axis=0)
-        together = np.maximum((devices[None] / busy[:, None]).sum(axis=2), 1e-300)
-        found: Floats = 1.0 / together + (present[None] * start[:, None]).max(axis=2)
-        return found
+        return together_s(np.cumsum(costs.work_s[:, which, first:], axis=1), devices)
 
     def priced(first: int) -> GroupSeconds:
         each = excess * (side(FORWARD, first) + side(BACKWARD, first))

@@ -22,7 +22,7 @@ from hap.synthesizer.schedule.pipeline_simulator import (
     StageSeconds,
     simulate_pipeline,
 )
-from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ints, Ranks, shape
+from hap.synthesizer.stages.device_blocks import DeviceBlocks, Ranks, shape
 from hap.synthesizer.stages.flights import in_flight
 from hap.synthesizer.stages.segment_costs import (
     BACKWARD,
@@ -33,6 +33,7 @@ from hap.synthesizer.stages.segment_costs import (
     estimated,
     optimistic,
     segment_costs,
+    together_s,
 )
 from hap.synthesizer.stages.stage_dp import Boundaries, Chain, ChainSearch
 from hap.synthesizer.stages.stage_transfers import even_send_s
@@ -259,7 +260,7 @@ class StageEstimates:
     def _rounding(self, costs: SegmentCosts, count: int) -> Floats:
         """Return how much longer groups take if each device gets whole rows of a microbatch."""
         rows = math.ceil(max(self._over_time.program.used_axes().values()) / count)
-        alone = costs.busy_s[:2].sum(axis=(0, 1))
+        alone = costs.work_s[0, :2].sum(axis=(0, 1))
         excess = np.ones(len(self.blocks.vectors))
         if rows > MANY_ROWS * self._cluster.world_size:
             return excess
@@ -275,7 +276,7 @@ class StageEstimates:
 
     def even_cuts(self, stages: int) -> tuple[str, ...]:
         """Return the cuts by which stages have about equal work; empty if there are too few places."""
-        work = np.cumsum(self._costs(1).busy_s.sum(axis=0)[:, 0])
+        work = np.cumsum(self._costs(1).work_s[0].sum(axis=0)[:, 0])
         ends = work[-1] * np.arange(1, stages) / stages
         found = [int(np.abs(work[:-1] - end).argmin()) for end in ends] if self.places else []
         return tuple(self.places[k] for k in found) if len(set(found)) == stages - 1 else ()
@@ -310,7 +311,8 @@ class StageEstimates:
         costs, stages, lacking, ideal = each.costs, [], False, []
         for number, (first, last, group) in enumerate(zip(starts, ends, chain.groups, strict=True)):
             devices = self.blocks.counts(groups[number])
-            sides = [_side_s(costs, side, first, last, devices) for side in range(3)]
+            work_s = costs.work_s[:, :, first:last].sum(axis=2)
+            sides = together_s(work_s, devices[None])[:, 0].tolist()
             ideal.append(sides[FORWARD] + sides[BACKWARD])
             excess = each.excess[group]
             there = back = 0.0
@@ -390,13 +392,6 @@ class StageEstimates:
                 rate[group] = (many - few) / (sizes[1] - sizes[0])
                 start[group] = max(0.0, few - sizes[0] * rate[group])
         return start, rate
-
-
-def _side_s(costs: SegmentCosts, side: int, first: int, last: int, devices: Ints) -> float:
-    """Return the seconds of segments on some devices of each kind, as on one of the sum of their speeds."""
-    busy = np.maximum(costs.busy_s[side, first:last].sum(axis=0), 1e-15)
-    start = costs.start_s[side, first:last].sum(axis=0)
-    return float(1.0 / (devices / busy).sum() + (start * (devices > 0)).max())
 
 
 def _possible(graph: Graph, places: tuple[str, ...]) -> tuple[str, ...]:

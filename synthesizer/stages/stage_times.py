@@ -118,7 +118,8 @@ def figures(
     """Return the figures of a stage's program; ``recompute``: the forward runs again."""
     cost = stage_cost(part, program, shares, machine, states)
     world = machine.cluster.world_size
-    compute = {phase: np.zeros(world) for phase in _PHASES}
+    compute, issued = ({phase: np.zeros(world) for phase in _PHASES} for _ in range(2))
+    host_s = machine.host_s
     slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
@@ -138,8 +139,10 @@ def figures(
             pieces[step.tensor] = float(seconds.max()) + more_s, split[first]
         elif messages:
             moved[name] += float(seconds.max())
+            issued[name] += host_s
         else:
             compute[name] += seconds
+            issued[name] += host_s * (seconds > 0)
         if name == "backward" and first in late:
             weights_moved += float(seconds.max()) if messages else 0.0
             weights += 0.0 if messages else seconds
@@ -148,12 +151,15 @@ def figures(
     weights_s = float((weights + adding).max()) + weights_moved if late else 0.0
     for i in part.role("parameter"):
         if i.target in part.gradients:
-            compute["after"] += cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
+            seconds = cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
+            compute["after"] += seconds
+            issued["after"] += host_s * (seconds > 0)
     if recompute:
         compute["backward"] += compute["forward"]
+        issued["backward"] += issued["forward"]
         moved["backward"] += moved["forward"]
     for name, each in compute.items():
-        slowest[name] = float(each.max()) + moved[name]
+        slowest[name] = max(float(each.max()) + moved[name], float(issued[name].max()))
 
     def nbytes(values: Iterable[Value]) -> PerRank:
         found: PerRank = np.zeros(world)
