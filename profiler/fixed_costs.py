@@ -3,7 +3,7 @@
 On a fast GPU in half precision kernels are shorter than their issuing, so that the step takes the time of
 the host. The host issues a single operator in a loop three times as fast as the
 operators of a step, which differ, convert their inputs, and take views. So :func:`layer` is a layer of
-a transformer, on tiny tensors.
+a transformer, of the size of BERT-base: libraries choose kernels by the sizes, which takes time too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Call = Callable[[], object]
 Cut = Callable[..., Tensor]
 """Sizes -> a tensor in single precision, most likely in no cache."""
 
-ROWS, HEADS, WIDTH = 16, 2, 64
+LENGTH, HEADS, WIDTH = 128, 12, 768
 KERNELS = 74
 """Operators of a call of :func:`layer` that are not views."""
 
@@ -52,15 +52,16 @@ def long(cut: Cut) -> Call:
     return lambda: torch.mm(cut(8192, 8192), cut(8192, 8192))
 
 
-def layer(cut: Cut, half: torch.dtype) -> Call:
+def layer(cut: Cut, half: torch.dtype, *, batch: int = 32) -> Call:
     """Return a call that runs the forward and the backward of one layer as emitted code does.
 
     Args:
         half: the dtype of products, to which parameters are converted at each use.
+        batch: number of sequences.
     """
-    x, norm = cut(ROWS, WIDTH).clone(), cut(WIDTH).clone()
+    x, norm = cut(batch * LENGTH, WIDTH).clone(), cut(WIDTH).clone()
     weights = [(cut(WIDTH, WIDTH).clone(), cut(WIDTH).clone()) for _ in range(6)]
-    heads = (1, ROWS, HEADS, WIDTH // HEADS)
+    heads = (batch, LENGTH, HEADS, WIDTH // HEADS)
     scale = (WIDTH // HEADS) ** -0.5
 
     def linear(x: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,7 @@ from hap.capture.checks import (
     numbers_of,
     state_of,
 )
+from hap.capture.constant_masks import simplify_masks
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.cluster.work import PRECISIONS
@@ -143,6 +144,7 @@ def capture(
             f"the forward changes the parameter {name!r}, which only the optimizer may do",
             hint="change it outside of the forward, or make it a buffer",
         )
+    simplify_masks(joint.graph)
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
     check_state(
         before, after, {i.target for i in graph.role("buffer") if graph.consumers[i.tensor]}
