@@ -1,10 +1,11 @@
-"""Compare what the planner predicts now with steps that were measured on an H200.
+"""Compare what the planner predicts now with steps that were measured on an H200 and an H100.
 
     python -m benchmarks.gpu_proof --prepare plans
     python -m benchmarks.gpu_proof.recorded plans
 
 The measurements are those of docs/gpu.md: ``benchmarks/data/h200_steps.json``, by the part *one rank*,
-and ``benchmarks/clusters/h200.yaml``, by ``hap profile`` on the same GPU. Needs no GPU.
+and ``benchmarks/clusters/h200.yaml``, by ``hap profile`` on the same GPU, likewise for ``h100``. The steps
+ran the plans of their time; a later planner's may have fewer operators. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,11 @@ from hap.plan_simulation import plan_costs, simulate_plan
 from hap.synthesizer.cost.peak_memory import memory
 
 BENCHMARKS = Path(__file__).parents[1]
-STEPS = BENCHMARKS / "data" / "h200_steps.json"
-CLUSTERS = {
-    "profile": str(BENCHMARKS / "clusters" / "h200.yaml"),
-    "catalogue": "nodes:\n  - {name: node, gpus: 1, type: H200}\n",
-}
-COLUMNS = ("model", "plain", "planned", "operators", *CLUSTERS, "peak memory", "predicted")
+STEPS = {gpu: BENCHMARKS / "data" / f"{gpu.lower()}_steps.json" for gpu in ("H200", "H100")}
+CATALOGUE = "nodes:\n  - {{name: node, gpus: 1, type: {gpu}}}\n"
+COLUMNS = (
+    "model", "plain", "planned", "operators", "profile", "catalogue", "peak memory", "predicted",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -37,22 +38,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plans", type=Path, help="the folder of the prepared plans")
     options = parser.parse_args()
-    clusters = {name: load_cluster(text) for name, text in CLUSTERS.items()}
-    errors: dict[str, list[float]] = {name: [] for name in (*CLUSTERS, "peak memory")}
+    for gpu, file in STEPS.items():
+        steps = json.loads(file.read_text())["steps"]
+        plans = [
+            Prepared.load(options.plans, f"single-{step['model']}-{step['precision']}")
+            for step in steps
+        ]
+        lacking = next((s["model"] for s, p in zip(steps, plans, strict=True) if p is None), "")
+        if lacking:
+            parser.error(f"{options.plans} has no plan of {lacking}; prepare it")
+        compare(gpu, steps, [prepared.plan for prepared in plans if prepared])
+
+
+def compare(gpu: str, steps: Sequence[dict[str, Any]], plans: Sequence[Plan]) -> None:
+    """Print a table of the steps of one GPU, and the median and worst errors."""
+    clusters = {
+        "profile": load_cluster(str(BENCHMARKS / "clusters" / f"{gpu.lower()}.yaml")),
+        "catalogue": load_cluster(CATALOGUE.format(gpu=gpu)),
+    }
+    errors: dict[str, list[float]] = {name: [] for name in (*clusters, "peak memory")}
     rows = []
-    for step in json.loads(STEPS.read_text())["steps"]:
-        prepared = Prepared.load(options.plans, f"single-{step['model']}-{step['precision']}")
-        if prepared is None:
-            parser.error(f"{options.plans} has no plan of {step['model']}; prepare it")
+    for step, plan in zip(steps, plans, strict=True):
         measured_s = step["plain_ms"] / 1e3 * step["planned_over_plain"]
         found = {}
         for name, cluster in clusters.items():
-            predicted_s = simulate_plan(replace(prepared.plan, cluster=cluster)).run.step_s
+            predicted_s = simulate_plan(replace(plan, cluster=cluster)).run.step_s
             found[name] = predicted_s / measured_s - 1
-        found["peak memory"] = peak_bytes(prepared.plan) / (step["peak_gib"] * 2**30) - 1
+        found["peak memory"] = peak_bytes(plan) / (step["peak_gib"] * 2**30) - 1
         for name, error in found.items():
             errors[name].append(abs(error))
-        rows.append(_row(step, prepared.plan, found))
+        rows.append(_row(step, plan, found))
+    emit(gpu)
     emit(table(COLUMNS, rows))
     for name, each in errors.items():
         emit(f"{name}: median {statistics.median(each):.1%} off, worst {max(each):.1%}")
@@ -68,7 +84,7 @@ def _row(step: dict[str, Any], plan: Plan, found: dict[str, float]) -> tuple[str
     return (
         f"{step['model']}, {step['precision']}", f"{step['plain_ms']} ms",
         f"{step['planned_over_plain']:.3f}x", str(len(plan.graph.nodes)),
-        *(f"{found[name]:+.0%}" for name in CLUSTERS),
+        f"{found['profile']:+.0%}", f"{found['catalogue']:+.0%}",
         f"{step['peak_gib']:.2f} GiB", f"{found['peak memory']:+.1%}",
     )  # fmt: skip
 

@@ -118,9 +118,8 @@ def figures(
     """Return the figures of a stage's program; ``recompute``: the forward runs again."""
     cost = stage_cost(part, program, shares, machine, states)
     world = machine.cluster.world_size
-    compute, issued = ({phase: np.zeros(world) for phase in _PHASES} for _ in range(2))
-    host_s = machine.host_s
-    slowest, moved = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
+    work = {phase: np.zeros((2, world)) for phase in _PHASES}  # computing, and issuing by the host
+    slowest, moved, host_s = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0), machine.host_s
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
     late, once = delayable(part, program), returned_conversions(part, program)
@@ -139,27 +138,24 @@ def figures(
             pieces[step.tensor] = float(seconds.max()) + more_s, split[first]
         elif messages:
             moved[name] += float(seconds.max())
-            issued[name] += host_s
+            work[name][1] += host_s
         else:
-            compute[name] += seconds
-            issued[name] += host_s * (seconds > 0)
+            work[name] += seconds, host_s * (seconds > 0)
         if name == "backward" and first in late:
             weights_moved += float(seconds.max()) if messages else 0.0
             weights += 0.0 if messages else seconds
     adding = _adding(part, program, cost)
-    compute["backward"] += adding
+    work["backward"][0] += adding
     weights_s = float((weights + adding).max()) + weights_moved if late else 0.0
     for i in part.role("parameter"):
         if i.target in part.gradients:
             seconds = cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
-            compute["after"] += seconds
-            issued["after"] += host_s * (seconds > 0)
+            work["after"] += seconds, host_s * (seconds > 0)
     if recompute:
-        compute["backward"] += compute["forward"]
-        issued["backward"] += issued["forward"]
+        work["backward"] += work["forward"]
         moved["backward"] += moved["forward"]
-    for name, each in compute.items():
-        slowest[name] = max(float(each.max()) + moved[name], float(issued[name].max()))
+    for name, (computing, issuing) in work.items():
+        slowest[name] = max(float(computing.max()) + moved[name], float(issuing.max()))
 
     def nbytes(values: Iterable[Value]) -> PerRank:
         found: PerRank = np.zeros(world)
@@ -183,7 +179,7 @@ def figures(
         backward_s=slowest["backward"], after_s=slowest["returned"] + slowest["after"],
         **last_turn(part, program, cost)._asdict(),
         returned_s=slowest["returned"], pieces=pieces,
-        compute_s=sum((times.get(n, 1) * c for n, c in compute.items()), np.zeros(world)),
+        compute_s=sum((times.get(n, 1) * w[0] for n, w in work.items()), np.zeros(world)),
         communicate_s=sum(times.get(n, 1) * s for n, s in moved.items())
         + sum(s for s, _ in pieces.values()),
         stored_bytes=stored, saved_bytes=saved, sums_bytes=sums, message_bytes=beside,
