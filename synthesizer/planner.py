@@ -360,9 +360,7 @@ def _on_two_axes(
     """
     cut_short = options.mesh is None and not options.pins and synthesizer.engine is bound
     if cut_short and is_mesh(cluster):
-        progress(
-            "two mesh axes are not searched: searches would be cut short; --mesh searches them"
-        )
+        progress("two mesh axes are searched only with --mesh: searches would be cut short")
     limit = None if options.mesh else best.merit
 
     def found_on(part: Cluster) -> MeshCandidate | None:
@@ -380,9 +378,7 @@ def _on_two_axes(
     found = [found_on(part) for part in parts]
     two = min((c for c in found if c), key=lambda c: c.pair.merit, default=None)
     if two is None and options.mesh:
-        raise InputError(
-            "no program leaves every machine a share of the step", hint="plan over one axis"
-        )
+        raise InputError("no program leaves every machine a share", hint="plan over one axis")
     return two if two and (options.mesh or two.pair.merit < best.merit) else None
 
 

@@ -381,10 +381,7 @@ def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> P
         converts = [s for s in steps[first:end] if isinstance(s, Convert)]
         if moved not in fastest:
             fastest[moved] = cost.convert_group(converts)[0].implementation
-        how = fastest[moved]
-        steps[first:end] = [
-            s if s.implementation == how else replace(s, implementation=how) for s in converts
-        ]
+        steps[first:end] = [replace(s, implementation=fastest[moved]) for s in converts]
     instructions = tuple(steps)
     if instructions == program.instructions:
         return program

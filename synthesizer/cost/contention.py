@@ -13,8 +13,10 @@ for the device; the device starts none earlier than it was issued.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.synthesizer.cost.machine import Machine, PerRank
 
@@ -81,8 +83,7 @@ class Streams:
 
     def compute(self, seconds: PerRank) -> tuple[PerRank, PerRank]:
         """Return (start, end) of an operator that can start at once."""
-        if self._by_host:
-            self._wait_for_host(np.where(seconds > 0, self._host_s, 0.0))
+        self._wait_for_host(seconds > 0)
         start = self.clock_s
         self._computed_s = self._computed_s + seconds
         if self._disturbed and not self.idle:
@@ -96,8 +97,7 @@ class Streams:
 
     def issue(self, seconds: float, messages: int) -> int:
         """Issue a collective; return its number."""
-        if self._by_host:
-            self._wait_for_host(self._host_s)
+        self._wait_for_host(np.ones_like(self.clock_s))
         self._communicated_s += seconds
         self.jobs.append(Job(self.clock_s, messages, seconds))
         number = len(self.jobs) - 1
@@ -121,11 +121,12 @@ class Streams:
         """Stop computing until all collectives have ended."""
         self.wait(len(self.jobs) - 1)
 
-    def _wait_for_host(self, seconds: PerRank) -> None:
-        """Issue one operator; ranks that run it wait until it is issued."""
-        self._issued_s = self._issued_s + seconds
-        self.clock_s = np.where(seconds > 0, np.maximum(self.clock_s, self._issued_s), self.clock_s)
-        self.now_s = max(self.now_s, float(self.clock_s.max()))
+    def _wait_for_host(self, runs: npt.NDArray[Any]) -> None:
+        """Issue one operator to the ranks that run it; they wait until it is issued."""
+        if self._by_host:
+            self._issued_s = self._issued_s + runs * self._host_s
+            self.clock_s = np.maximum(self.clock_s, runs * self._issued_s)
+            self.now_s = max(self.now_s, float(self.clock_s.max()))
 
     def _begin(self) -> None:
         job = self.jobs[self._open]

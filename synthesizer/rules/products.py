@@ -93,22 +93,19 @@ def _planes(call: Call) -> list[str | None]:
     return letters(call.out, fixed=(rank - 2, rank - 1))
 
 
-@rule("aten.max_pool2d_with_indices.default")
-def _max_pool(call: Call) -> list[Row]:
-    planes = _planes(call)
-    return equation(call, [planes], [planes for _ in call.node.outputs])
+@rule(
+    "aten.max_pool2d_with_indices.default", "aten._adaptive_avg_pool2d.default",
+    "aten.avg_pool2d.default",
+)  # fmt: skip
+def _pool(call: Call) -> list[Row]:
+    planes, linear = _planes(call), [] if "max" in call.node.op else [{0}]
+    return equation(call, [planes], [planes for _ in call.node.outputs], linear=linear)
 
 
 @rule("aten.max_pool2d_with_indices_backward.default")
 def _max_pool_backward(call: Call) -> list[Row]:
     planes = _planes(call)
     return equation(call, [planes, planes, planes], [planes], linear=[{0}])
-
-
-@rule("aten._adaptive_avg_pool2d.default", "aten.avg_pool2d.default")
-def _avg_pool(call: Call) -> list[Row]:
-    planes = _planes(call)
-    return equation(call, [planes], [planes], linear=[{0}])
 
 
 @rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")

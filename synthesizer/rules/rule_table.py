@@ -14,7 +14,7 @@ A dim of size 1 has no letter: it never counts as sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,16 +92,10 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def equation(
-    call: Call,
-    ins: Sequence[Letters],
-    outs: Sequence[Letters],
-    *,
-    linear: Iterable[set[int]] = (),
-    additive: set[int] = frozenset(),  # type: ignore[assignment]
-    depends: Sequence[set[int]] | None = None,
-    terms: Mapping[int, Placement] | None = None,
-    units: Mapping[str, int] | None = None,
-) -> list[Row]:
+    call: Call, ins: Sequence[Letters], outs: Sequence[Letters], *, linear: Iterable[set[int]] = (),
+    additive: Set[int] = frozenset(), depends: Sequence[Set[int]] | None = None,
+    terms: Mapping[int, Placement] | None = None, units: Mapping[str, int] | None = None,
+) -> list[Row]:  # fmt: skip
     """Return the rows of an operator by the letters of its dims; see the module's docstring.
 
     Args:

@@ -136,12 +136,10 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
     for v, scope, best_label in reversed(trail):
         labels[v] = int(best_label[tuple([labels[n] for n in scope])])
     return Labelling(
-        cost=constant,
+        cost=constant, largest_table=plan.largest, entries=plan.total,
         labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
         width=max(len(scope) for _, scope in plan.steps),
-        largest_table=plan.largest,
-        entries=plan.total,
-    )
+    )  # fmt: skip
 
 
 _Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
