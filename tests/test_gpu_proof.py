@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_proof import recorded
+from benchmarks.gpu_proof import recorded, verification
 from benchmarks.gpu_proof.__main__ import PARTS, main
 from benchmarks.gpu_proof.collectives import shards
+from benchmarks.gpu_proof.models import Prepared
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, page
+from benchmarks.gpu_proof.settings import Settings
 from hap.ir.plan import Plan
+from tests.random_plans import benchmark_case, random_plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,6 +56,22 @@ def test_a_part_that_raises_is_a_missed_line_and_an_exit_code(
     (line,) = json.loads(out.read_text())["lines"]
     assert line["outcome"] == MISSED
     assert "the driver is gone" in line["reason"]
+
+
+@pytest.mark.gloo
+def test_verification_goes_on_after_a_plan_that_fails(tmp_path: Path) -> None:
+    plan = random_plan(benchmark_case("mlp", "tiny"), 2, 1)
+    jobs = {
+        verification.Job(f"random-{name}", "float64"): Prepared(family=family, plan=plan)
+        for name, family in (("first", "mlp"), ("broken", "vgg19"), ("last", "mlp"))
+    }
+    settings = Settings(ranks=2, device=torch.device("cpu"), folder=tmp_path)
+    found, failures = verification._observed_by_all(settings, jobs)
+    first, broken, last = jobs
+    assert set(found) == {first, last}
+    assert all(len(ranks) == 2 for ranks in found.values())
+    assert set(failures) == {broken}
+    assert "rank" in failures[broken]
 
 
 def test_without_prepared_plans_parts_skip_and_say_why(tmp_path: Path) -> None:

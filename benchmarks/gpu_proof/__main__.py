@@ -113,21 +113,22 @@ def run_part(part: str, settings: Settings, console: Console) -> Iterator[Line]:
     console.print(f"[bold]{part}[/]")
     try:
         for line in import_module(f"benchmarks.gpu_proof.{PARTS[part]}").run(settings):
-            _show(line, console)
+            _show(line, console, time.perf_counter() - start)
             yield line
     except Exception as error:
         console.print(traceback.format_exc(), markup=False)
         reason = f"{type(error).__name__}: {error}"
         line = Line(part=part, claim="the part runs to its end", outcome=MISSED, reason=reason)
-        _show(line, console)
+        _show(line, console, time.perf_counter() - start)
         yield line
     console.print(f"{part}: {time.perf_counter() - start:.0f} s")
 
 
-def _show(line: Line, console: Console) -> None:
+def _show(line: Line, console: Console, passed_s: float) -> None:
     told = f"{line.seen} (aim {line.aim})" if line.aim else line.seen
     text = "; ".join(filter(None, (line.claim, told, cell(line.reason))))
-    console.print(f"  [{COLORS[line.outcome]}]{line.outcome:7}[/] {escape(text)}")
+    begin = f"{passed_s:5.0f} s  [{COLORS[line.outcome]}]{line.outcome:7}[/]"
+    console.print(f"{begin} {escape(text)}")
 
 
 if __name__ == "__main__":

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line
 from benchmarks.gpu_proof.settings import Settings
 
 PART = "suite"
 ROOT = Path(__file__).parents[2]
+OUTCOMES = {"PASSED": MET, "SKIPPED": SKIPPED, "FAILED": MISSED, "ERROR": MISSED}
+RAN = re.compile(rf"(tests/\S+::.+?) ({'|'.join(OUTCOMES)})(?: \((.*)\))?\s+\[ *\d+%\]$")
+"""A line of ``pytest -v``: the test, its outcome, and the reason of a skip."""
 
 
 def run(settings: Settings) -> Iterator[Line]:
-    """Yield one line per test."""
-    output = settings.folder.absolute() / "suite.xml"
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={output}"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode not in (0, 1) or not output.exists():
-        text = (done.stdout + done.stderr)[-2000:]
-        yield Line(part=PART, claim="pytest -m gpu runs", outcome=MISSED, reason=text)
-        return
-    for case in ElementTree.parse(output).getroot().iter("testcase"):
-        problem = next(
-            (case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None
-        )
-        skipped = case.find("skipped")
-        told = problem if problem is not None else skipped
-        yield Line(
-            part=PART, claim=f"{case.get('classname')}.{case.get('name')}",
-            outcome=MISSED if problem is not None else SKIPPED if skipped is not None else MET,
-            reason="" if told is None else str(told.get("message", "")),
-        )  # fmt: skip
+    """Yield one line per test as it ends; the reasons of failures are in pytest's own output."""
+    files = sorted(
+        str(file.relative_to(ROOT)) for file in (ROOT / "tests").glob("test_*.py")
+        if "mark.gpu" in file.read_text()
+    )  # fmt: skip
+    words = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", *files]
+    log = settings.folder / "suite.log"
+    with (
+        log.open("w") as kept,
+        subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "400"},  # for whole reasons
+        ) as tests,
+    ):
+        assert tests.stdout is not None
+        for text in tests.stdout:
+            kept.write(text)
+            kept.flush()
+            if found := RAN.match(text.strip()):
+                name, outcome, reason = found.groups()
+                yield Line(
+                    part=PART, claim=name, outcome=OUTCOMES[outcome],
+                    reason=reason or (f"see {log}" if OUTCOMES[outcome] == MISSED else ""),
+                )  # fmt: skip
+    if tests.returncode not in (0, 1):
+        reason = f"exit {tests.returncode}: {log.read_text()[-2000:]}"
+        yield Line(part=PART, claim="pytest -m gpu runs", outcome=MISSED, reason=reason)
