@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hap.errors import PlanError
 from hap.ir.plan import Plan
 from hap.plan_rows import check_rows
@@ -11,7 +13,7 @@ from hap.stage_simulation import pipeline_schedule
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
-from hap.synthesizer.schedule.event_simulator import Schedule, Usage, schedule, usage
+from hap.synthesizer.schedule.event_simulator import COMPUTE, Schedule, Usage, schedule, usage
 from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
 
 
@@ -23,6 +25,18 @@ class Simulation:
     run: Schedule
     usage: Usage
     memory: tuple[Curve, ...]
+
+    @property
+    def issuing_s(self) -> tuple[float, ...]:
+        """Per rank, the seconds in which the host issues the step; 0 if unknown, as in stages."""
+        if self.plan.stages:
+            return (0.0,) * self.plan.world_size
+        issued = np.zeros(self.plan.world_size)
+        for span in self.run.spans:
+            issued += span.end_s > span.start_s if span.stream == COMPUTE else 1.0
+        return tuple(
+            float(n * d.host_s) for n, d in zip(issued, self.plan.cluster.devices, strict=True)
+        )
 
 
 def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:

@@ -235,6 +235,7 @@ EXAMPLES = {  # file: (ranks of each type, nodes)
     "lab_mixed.yaml": ([4, 8], 2),
     "unlike8.yaml": ([4, 4], 2),
     "even8.yaml": ([8], 1),
+    "h100.yaml": ([1], 1),
     "h200.yaml": ([1], 1),
     "demo4.yaml": ([2, 2], 4),
     "prediction4.yaml": ([2, 2], 4),

@@ -18,6 +18,7 @@ from hap.cli.terminal import emit
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert
 from hap.plan_simulation import Simulation, simulate_plan
+from hap.synthesizer.schedule.event_simulator import COMPUTE
 from tests.random_plans import benchmark_case, random_plan
 from tests.small_plan import small_cluster, small_plan
 
@@ -190,6 +191,22 @@ def test_the_screen(shown: Callable[[RenderableType], list[str]]) -> None:
     assert any("all_reduce, grad layers.1.weight, backward" in line for line in lines)
     lines = shown(simulation_screen(simulate_plan(plan, overlap=False)))
     assert any("in turn, which the runtime does not do" in line for line in lines)
+
+
+def test_the_screen_says_which_host_is_the_limit(
+    shown: Callable[[RenderableType], list[str]],
+) -> None:
+    plan = real(small_plan())
+    first, *others = plan.cluster.devices
+    made = simulate_plan(
+        replace(plan, cluster=replace(plan.cluster, devices=(replace(first, host_s=1.0), *others)))
+    )
+    spans = [s for s in made.run.spans if s.stream != COMPUTE or s.end_s[0] > s.start_s[0]]
+    assert made.issuing_s == (len(spans), *(0.0 for _ in others))
+    assert made.run.step_s >= len(spans)
+    (line,) = (line for line in shown(simulation_screen(made)) if "the host is the limit" in line)
+    assert line.startswith("rank 0: ")
+    assert not any("the host" in line for line in shown(simulation_screen(simulate_plan(plan))))
 
 
 def test_many_alike_ranks_share_a_line(shown: Callable[[RenderableType], list[str]]) -> None:

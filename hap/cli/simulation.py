@@ -50,7 +50,7 @@ def write_trace(made: Simulation, path: str) -> None:
 class RankUse:
     """One rank's step; :class:`hap.synthesizer.schedule.event_simulator.Usage` defines the times.
 
-    ``peak_at`` names the instruction that allocates when memory is fullest.
+    ``issuing_s``: see :attr:`hap.plan_simulation.Simulation.issuing_s`. ``peak_at`` names the instruction that allocates when memory is fullest.
     """
 
     rank: int
@@ -61,6 +61,7 @@ class RankUse:
     communicate_s: float
     overlapped_s: float
     idle_s: float
+    issuing_s: float
     peak_bytes: int
     memory_bytes: int
     peak_s: float
@@ -90,7 +91,7 @@ def rank_uses(made: Simulation) -> list[RankUse]:
                 compute_s=float(used.compute_s[rank]), waiting_s=float(used.waiting_s[rank]),
                 communicate_s=float(used.communicate_s[rank]),
                 overlapped_s=float(used.overlapped_s[rank]), idle_s=float(used.idle_s[rank]),
-                peak_bytes=round(float(curve.bytes[k])), memory_bytes=device.memory_bytes,
+                issuing_s=made.issuing_s[rank], peak_bytes=round(float(curve.bytes[k])), memory_bytes=device.memory_bytes,
                 peak_s=float(curve.times_s[k]), peak_at=_instruction(made, int(curve.at[k])),
             )
         )  # fmt: skip
@@ -159,7 +160,7 @@ def simulation_screen(made: Simulation) -> RenderableType:
         else "communication and computing in turn, which the runtime does not do"
     )
     sections = (
-        ("Step", Text(f"{_time(made.run.step_s)}, {how}")),
+        ("Step", Text(f"{_time(made.run.step_s)}, {how}").append(_by_host(made), "yellow")),
         ("Time", _times(made)),
         ("Memory", _memory(made)),
         ("Longest", _longest(made)),
@@ -168,6 +169,19 @@ def simulation_screen(made: Simulation) -> RenderableType:
     for title, body in sections:
         parts += [Text(title, style="bold"), Padding(body, (0, 0, 1, 2))]
     return Group(*parts)
+
+
+def _by_host(made: Simulation) -> str:
+    """Return a note on the ranks whose hosts issue operators for longer than the devices compute."""
+    late = [u for u in rank_uses(made) if u.issuing_s > max(u.compute_s, 0.9 * made.run.step_s)]
+    if not late:
+        return ""
+    worst = max(late, key=lambda use: use.issuing_s)
+    return (
+        f"\nrank {spans([use.rank for use in late])}: the host is the limit. It issues operators for "
+        f"{_time(worst.issuing_s)}, the device computes for {_time(worst.compute_s)}; "
+        "compiled code has fewer of them: --backend inductor"
+    )
 
 
 def _time(seconds: float) -> str:
