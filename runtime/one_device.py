@@ -167,8 +167,9 @@ def _held(tensor: Tensor) -> Tensor:
 def settle(module: nn.Module) -> None:
     """Set gradients that are pure rounding error to zero.
 
-    A bias before a batch norm has one. Adam divides a gradient by its own magnitude, and would
-    turn rounding error into a full step.
+    A bias before a batch norm has one, and so have the entries of attention's keys in a bias of queries, keys and
+    values. Adam divides a gradient by its own magnitude, and would turn rounding error into a full step. In
+    lower precision than float64, only whole tensors are: too many entries are so small by right.
     """
     params = [p for p in module.parameters() if p.grad is not None]
     if not params:
@@ -176,7 +177,11 @@ def settle(module: nn.Module) -> None:
     norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
     limit = rounding(params[0], float(norms.max()))
     for p, norm in zip(params, norms, strict=True):
-        if norm <= limit and p.grad is not None:
+        if p.grad is None:
+            continue
+        if p.grad.dtype == torch.float64:
+            p.grad.masked_fill_(p.grad.abs() <= limit, 0.0)
+        elif norm <= limit:
             p.grad.zero_()
 
 
