@@ -3,7 +3,7 @@
 On a fast GPU in half precision kernels are shorter than their issuing, so that the step takes the time of
 the host. The host issues a single operator in a loop three times as fast as the
 operators of a step, which differ, convert their inputs, and take views. So :func:`layer` is a layer of
-a transformer, of the size of BERT-base: libraries choose kernels by the sizes, which takes time too.
+a transformer, of the size of BERT-base, so that libraries choose kernels as in a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the package on a GPU with one command, within ten minutes.
+"""Check the package on a GPU with one command.
 
     python -m benchmarks.gpu_proof --prepare DIR          make the plans, on any machine
     python -m benchmarks.gpu_proof --plans DIR            run every part

@@ -36,7 +36,7 @@ def run(settings: Settings) -> Iterator[Line]:
             text=True,
             cwd=ROOT,
             env={**os.environ, "COLUMNS": "400"},  # for whole reasons
-        ) as tests,
+        ) as tests,  # fmt: skip
     ):
         assert tests.stdout is not None
         for text in tests.stdout:

@@ -88,7 +88,9 @@ def _observed_by_all(
                 on_report=lambda rank, told: done[told[0]].update({rank: told[1]}),
             )  # fmt: skip
         except HapError as error:
-            failed = next(job for job in waiting if len(done[job]) < settings.ranks)
+            failed = next((job for job in waiting if len(done[job]) < settings.ranks), None)
+            if failed is None:  # all had reported when a rank failed to end
+                break
             failures[failed] = str(error)
             for job in waiting:
                 if len(done[job]) < settings.ranks:

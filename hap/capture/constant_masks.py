@@ -20,7 +20,12 @@ SDPA: dict[Any, tuple[int, int]] = {
 """Operators of attention -> the places of their mask and of their causal flag."""
 
 aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
+LIKE_POINTWISE = (
+    aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default,
+    aten.unsqueeze.default,
+)  # fmt: skip
+"""Operators that compute the compact form of a result from compact forms, as pointwise ones do."""
+
 LARGEST = 1 << 27
 """Elements of the largest tensor that is computed to look at a mask."""
 
@@ -95,11 +100,10 @@ class _Constants:
         target: Any = node.target
         if torch.Tag.nondeterministic_seeded in target.tags:
             return None
-        pointwise = torch.Tag.pointwise in target.tags or target in COPIES
+        pointwise = torch.Tag.pointwise in target.tags or target in LIKE_POINTWISE
         if target is aten.expand.default:
             compact = self._known[node.all_input_nodes[0]]
             return compact.reshape((1,) * (made.dim() - compact.dim()) + compact.shape)
-        pointwise |= target is aten.unsqueeze.default  # like these, it takes the compact form
 
         def value(x: fx.Node) -> Tensor:
             compact: Tensor = self._known[x]

@@ -145,8 +145,8 @@ def figures(
             weights_moved += float(seconds.max()) if messages else 0.0
             weights += 0.0 if messages else seconds
     adding = _adding(part, program, cost)
-    work["backward"][0] += adding
-    weights_s = float((weights + adding).max()) + weights_moved if late else 0.0
+    work["backward"] += adding
+    weights_s = float((weights + adding[0]).max()) + weights_moved if late else 0.0
     for i in part.role("parameter"):
         if i.target in part.gradients:
             seconds = cost.update(part.tensors[i.tensor], program.inputs[i.tensor])
@@ -190,16 +190,17 @@ def figures(
 
 
 def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
-    """Return the seconds of adding a microbatch's terms to the sums: two reads and a write."""
+    """Return the seconds of adding a microbatch's terms, two reads and a write, and of issuing that."""
     machine = cost.machine
-    seconds: PerRank = np.zeros(machine.cluster.world_size)
+    seconds: PerRank = np.zeros((2, machine.cluster.world_size))
     for step in program.instructions:
         if isinstance(step, Compute) and is_sum(part.by_name[step.node]):
             (term,) = step.reads(part)
             tensor = part.tensors[term.tensor]
             held = cost.local_bytes(tensor, term.placement)
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
-            seconds = seconds + machine.seconds(work, np.zeros_like(held), 3 * held)
+            took = machine.seconds(work, np.zeros_like(held), 3 * held)
+            seconds += took, machine.host_s * (took > 0)
     return seconds
 
 
