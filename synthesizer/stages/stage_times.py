@@ -199,8 +199,7 @@ def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
             tensor = part.tensors[term.tensor]
             held = cost.local_bytes(tensor, term.placement)
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
-            took = machine.seconds(work, np.zeros_like(held), 3 * held)
-            seconds += took, machine.host_s * (took > 0)
+            seconds += machine.seconds(work, 0 * held, 3 * held), machine.host_s * (held > 0)
     return seconds
 
 
