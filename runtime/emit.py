@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap.capture import attention, batch_norm, cross_entropy, gradient_rounding, tensor_constants  # noqa: F401  (register the logical operators)
+from hap.capture import gradient_rounding, logical_operators  # noqa: F401  (register operators)
 from hap.ir.axes import Shares
 from hap.ir.graph import Dtype, Graph, Node, Ref, substitute
 from hap.ir.graph_builder import RANDOM

@@ -400,3 +400,22 @@ add("stack.default", [f(5, 3), f(5, 3), f(5, 3)])
 add("hardsigmoid.default", f(5, 3))
 add("hardswish_backward.default", f(5, 3), f(5, 3))
 add("hardsigmoid_backward.default", f(5, 3), 9 * f(5, 3))
+
+# --- recurrences ---
+
+
+def _recur(kind: str, gates: int, parts: int, *, reverse: bool = False) -> None:
+    state = f(5, parts * 3)
+    sums, weight = f(5, 2, gates * 3), f(gates * 3, 3)
+    bias = f(gates * 3) if kind == "gru" else None
+    add("hap.recurrence.default", sums, weight, bias, state, kind, reverse)
+    states, saved = SAMPLES[-1].run()
+    grad = torch.randn_like(states)  # type: ignore[arg-type]
+    add("hap.recurrence_backward.default", grad, states, saved, weight, state, kind, reverse)
+
+
+_recur("lstm", 4, 2)
+_recur("lstm", 4, 2, reverse=True)
+_recur("gru", 3, 1)
+_recur("rnn_tanh", 1, 1)
+_recur("rnn_relu", 1, 1, reverse=True)

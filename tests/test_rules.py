@@ -69,6 +69,10 @@ EXPLAINED: dict[str, list[Reason]] = {
         Reason(VALUES, partial(3)),
         Reason(WIDTH, lambda row, _: row.ins[3] == S(3)),
     ],
+    "hap.recurrence_backward.default": [
+        Reason("tanh and relu need no states; the forward, not linear, makes none partial",
+               lambda row, node: "rnn" in str(node.args) and P in row.ins[1:]),
+    ],
     "aten.max_pool2d_with_indices_backward.default": [SHAPE],
     "aten.nll_loss_backward.default": [SHAPE],
     "aten.nll_loss_forward.default": [

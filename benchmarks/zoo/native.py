@@ -43,6 +43,26 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tags.flatten())
 
 
+class Speech(nn.Module):
+    """Convolutions over time and frequency, then GRUs both ways (Deep Speech 2, Amodei et al. 2016)."""
+
+    def __init__(self, bands: int, channels: int, width: int, layers: int, letters: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(1, channels, (11, 5), stride=(2, 2), padding=(5, 2)),
+            nn.BatchNorm2d(channels), nn.Hardtanh(0, 20),
+            nn.Conv2d(channels, channels, (11, 5), stride=(1, 2), padding=(5, 2)),
+            nn.BatchNorm2d(channels), nn.Hardtanh(0, 20),
+        )  # fmt: skip
+        self.gru = nn.GRU(channels * (bands // 4), width, layers, bidirectional=True)
+        self.head = nn.Linear(2 * width, letters)
+
+    def forward(self, sound: Tensor, text: Tensor) -> Tensor:
+        x = self.convolutions(sound.unsqueeze(1)).permute(2, 0, 1, 3).flatten(2)
+        letters = self.head(self.gru(x)[0])
+        return F.cross_entropy(letters.flatten(0, 1), text.flatten())
+
+
 class Twice(nn.Sequential):
     """Two convolutions with group norm."""
 
@@ -133,6 +153,14 @@ def tagger(words: int, width: int, layers: int, tags: int, text: tuple[int, int]
     return model, {"text": torch.randint(words, text), "tags": torch.randint(tags, text)}
 
 
+def speech(
+    bands: int, channels: int, width: int, layers: int, letters: int, sound: tuple[int, int]
+) -> Built:
+    rows, frames = sound
+    text = torch.randint(letters, (frames // 2, rows))
+    return Speech(bands, channels, width, layers, letters), (torch.randn(*sound, bands), text)
+
+
 def unet(widths: tuple[int, ...], classes: int, rows: int, size: int) -> Built:
     labels = torch.randint(classes, (rows, size, size))
     return UNet(widths, classes), (torch.randn(rows, 3, size, size), labels)
@@ -178,7 +206,12 @@ NATIVE = (
     Entry(
         name="nn.LSTM", family="torch", brings="a recurrence, both ways",
         tiny=partial(tagger, 61, 24, 2, 7, (6, 5)),
-        full=partial(tagger, 30522, 1024, 2, 50, (64, 32)),
+        full=partial(tagger, 30522, 1024, 2, 50, (64, 512)),
+    ),
+    Entry(
+        name="nn.GRU", family="torch", brings="a recurrence after convolutions, time first",
+        tiny=partial(speech, 8, 3, 5, 2, 7, (6, 10)),
+        full=partial(speech, 160, 32, 800, 7, 29, (64, 1000)),
     ),
     Entry(
         name="u-net", family="torch", brings="transposed convolutions, group and batch norm",

@@ -210,8 +210,8 @@ def scaled_dot_product_attention(
         key, value = (_repeat_heads(x, query.shape[-3]) for x in (key, value))
     if torch.is_autocast_enabled("cpu"):  # torch's own function casts; a custom op doesn't
         half = torch.get_autocast_dtype("cpu")
-        query, key, value = (_lowered(x, half) for x in (query, key, value))
-        attn_mask = None if attn_mask is None else _lowered(attn_mask, half)
+        query, key, value = (lowered(x, half) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else lowered(attn_mask, half)
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     trained = attn_mask is not None and attn_mask.requires_grad
@@ -230,7 +230,7 @@ def scaled_dot_product_attention(
     return torch.matmul(F.dropout(weights, dropout_p), value)
 
 
-def _lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
+def lowered(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap.capture import attention, batch_norm, cross_entropy, tensor_constants, torch_private
+from hap.capture import tensor_constants, torch_private
 from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.checks import (
     changed_number,
@@ -42,6 +41,7 @@ from hap.capture.checks import (
 )
 from hap.capture.constant_masks import simplify_masks
 from hap.capture.local_counts import DECOMPOSITIONS
+from hap.capture.logical_operators import name_logical
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.cluster.work import PRECISIONS
 from hap.errors import HapError, InputError, ModelError
@@ -130,7 +130,7 @@ def capture(
             traced = torch_private.dynamo_graph(step, tensors)
             if counter:
                 _check_same(step, tensors, traced, counter)
-            _name_logical(traced)
+            name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
         except torch_private.GraphBreak as error:
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
@@ -202,26 +202,6 @@ def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> 
                 hint=f"keep the tensors {held} by register_buffer, each by its own name; "
                 "hap plan -v shows the traceback",
             ) from error
-
-
-def _name_logical(traced: fx.GraphModule) -> None:
-    """Replace torch's functions by logical operators, also inside of checkpoints."""
-    for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
-        for node in graph.graph.nodes:
-            node.target = LOGICAL.get(node.target, node.target)
-        graph.recompile()
-
-
-LOGICAL: dict[Any, Callable[..., TorchTensor]] = {
-    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
-    F.cross_entropy: cross_entropy.cross_entropy,
-    F.batch_norm: batch_norm.batch_norm,
-    torch.tensor: tensor_constants.tensor,
-    F.dropout1d: attention.channel_dropout,
-    F.dropout2d: attention.channel_dropout,
-    F.dropout3d: attention.channel_dropout,
-}
-"""Functions of torch -> the logical operators that replace them."""
 
 
 AUTOCAST = ("bfloat16", "float16")

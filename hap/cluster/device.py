@@ -154,7 +154,8 @@ class Device:
 
     def launch_of(self, work: Work) -> float:
         """Return the constant cost of an operator, in seconds."""
-        return self.launch_s * (self.relaunch if work.small or work.kind == "update" else 1.0)
+        looped = work.small or work.kind == "update"
+        return self.launch_s * (self.relaunch if looped else 1.0) * work.launches
 
     def seconds(self, work: Work) -> float:
         """Return the time of one operator: launch plus the larger of arithmetic and traffic.

@@ -40,6 +40,7 @@ class Work(NamedTuple):
         bytes: bytes read from and written to the device's memory.
         small: its undivided tensors have :data:`SMALL_BYTES` at most. Small operators mostly follow
             one another, and a CPU's caches then still hold what an operator needs to start.
+        launches: kernels that follow one another, as the steps of a recurrence do.
     """
 
     kind: str
@@ -47,3 +48,4 @@ class Work(NamedTuple):
     flops: float
     bytes: float
     small: bool = False
+    launches: int = 1

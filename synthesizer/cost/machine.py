@@ -49,7 +49,7 @@ class Machine:
         self._products = products or {"float32": 1.0}
         self.network = NetworkModel(cluster)
         self._memory = np.array([d.memory_bytes_per_s for d in cluster.devices])
-        self._rates: dict[tuple[str, str, bool], tuple[PerRank, PerRank, PerRank]] = {}
+        self._rates: dict[tuple[str, str, bool, int], tuple[PerRank, PerRank, PerRank]] = {}
         self.interference, self.drag = _contention_of_all(cluster)
         self.delay_s: PerRank = np.array([d.contention.delay_s for d in cluster.devices])
         self.host_s: PerRank = np.array([d.host_s for d in cluster.devices])
@@ -63,7 +63,7 @@ class Machine:
 
     def seconds(self, work: Work, flops: PerRank, nbytes: PerRank) -> PerRank:
         """Return the time per rank of one operator, given each rank's operations and traffic."""
-        key = (work.kind, work.dtype, work.small)
+        key = (work.kind, work.dtype, work.small, work.launches)
         if key not in self._rates:
             devices = self.cluster.devices
             rates = np.array([d.rate(work.kind, work.dtype) for d in devices])

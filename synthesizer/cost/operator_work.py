@@ -40,6 +40,11 @@ def _attention(products: int, first: int) -> Callable[[Call], float]:
     return flops
 
 
+def _recurrence(call: Call) -> float:
+    weight = next(t for t in call.ins if len(t.shape) == 2)
+    return 2.0 * numel(call.ins[0].shape[:2]) * weight.numel
+
+
 FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
     "aten.mm.default": ("matmul", _mm),
     "aten.bmm.default": ("matmul", _mm),
@@ -48,8 +53,13 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
     "aten.convolution_backward.default": ("conv_backward", _convolution_backward),
     "hap.sdpa.default": ("attention", _attention(2, 0)),
     "hap.sdpa_backward.default": ("attention_backward", _attention(5, 1)),
+    "hap.recurrence.default": ("matmul", _recurrence),
+    "hap.recurrence_backward.default": ("matmul", _recurrence),
 }
 """Op -> (kind of work, floating-point operations of the whole call)."""
+
+STEP_LAUNCHES = {"hap.recurrence.default": 7, "hap.recurrence_backward.default": 7}
+"""Op -> kernels of each step; the steps are the second dim."""
 
 LOWERED = ("matmul", "attention", "attention_backward")
 """Kinds of work that :func:`torch.set_float32_matmul_precision` makes faster."""
@@ -113,7 +123,10 @@ def node_work(node: Node, graph: Graph) -> Work:
             dtype = graph.products
         if dtype == "float32" and kind in ALWAYS_LOWERED:
             dtype = "tfloat32"
-        return Work(kind, dtype, flops(call), traffic, small)
+        launches = 1
+        if node.op in STEP_LAUNCHES:
+            launches = STEP_LAUNCHES[node.op] * call.ins[0].shape[1]
+        return Work(kind, dtype, flops(call), traffic, small, launches)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
         dtype = graph.products if dtype == "float32" else dtype

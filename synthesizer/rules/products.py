@@ -87,6 +87,14 @@ def _sdpa_backward(call: Call) -> list[Row]:
     )
 
 
+@rule("hap.recurrence.default", "hap.recurrence_backward.default")
+def _recurrence(call: Call) -> list[Row]:
+    by_row, backward = ["b", None, None], "backward" in call.node.op
+    ins = [by_row if len(t.shape) == 3 else [None for _ in t.shape] for t in call.ins[:-1]]
+    outs = [by_row, ["b", None] if backward else by_row]
+    return equation(call, [*ins, ["b", None]], outs, linear=[{0}] if backward else [])
+
+
 def _planes(call: Call) -> list[str | None]:
     """Images are pooled separately: all dims but the last two, with or without a batch."""
     rank = len(call.out.shape)

@@ -37,10 +37,7 @@ def _sum(call: Call) -> list[Row]:
 @rule("aten.amax.default", "aten.amin.default", "aten.any.dim", "aten.argmax.default",
       "aten.prod.dim_int")  # fmt: skip
 def _whole(call: Call) -> list[Row]:
-    (x,) = call.ins
-    dims = _dims(call.arg(1, "dim"), x)
-    given = letters(x, fixed=dims)
-    return equation(call, [given], [_reduced(given, dims, bool(call.arg(2, "keepdim", False)))])
+    return reduced_rows(call, 1, 2)
 
 
 def reduced_rows(call: Call, dims: int | None, keepdim: int | None) -> list[Row]:
@@ -65,20 +62,12 @@ def _logsumexp(call: Call) -> list[Row]:
 
 
 @rule("aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default",
-      "aten.topk.default", "aten.sort.default")  # fmt: skip
+      "aten.topk.default", "aten.sort.default", "aten.cumsum.default")  # fmt: skip
 def _along(call: Call) -> list[Row]:
     (x,) = call.ins
-    position, default = (2, -1) if call.node.op == "aten.topk.default" else (1, -1)
-    dim = call.dim(position, x, default=default)
-    given = letters(x, fixed=(dim,))
-    return equation(call, [given], [given for _ in call.node.outputs])
-
-
-@rule("aten.cumsum.default")
-def _cumsum(call: Call) -> list[Row]:
-    (x,) = call.ins
-    given = letters(x, fixed=(call.dim(1, x),))
-    return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
+    given = letters(x, fixed=(call.dim(2 if "topk" in call.node.op else 1, x, default=-1),))
+    linear = [{0}] if "cumsum" in call.node.op and "float" in x.dtype else []
+    return equation(call, [given], [given for _ in call.node.outputs], linear=linear)
 
 
 @rule("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")

@@ -1,0 +1,36 @@
+"""Functions of torch that a captured graph calls by logical operators.
+
+They do not depend on the capturing machine, have rows that torch's own operators lack, and run by the
+best kernel of each device. Importing this module registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from hap.capture import attention, batch_norm, cross_entropy, recurrence, tensor_constants
+
+LOGICAL: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
+    F.cross_entropy: cross_entropy.cross_entropy,
+    F.batch_norm: batch_norm.batch_norm,
+    torch.tensor: tensor_constants.tensor,
+    F.dropout1d: attention.channel_dropout,
+    F.dropout2d: attention.channel_dropout,
+    F.dropout3d: attention.channel_dropout,
+    **{getattr(torch, kind): recurrence.layers(kind) for kind in recurrence.CELLS},
+}
+"""Functions of torch -> the functions that replace them."""
+
+
+def name_logical(traced: fx.GraphModule) -> None:
+    """Replace torch's functions in the graph, also inside of checkpoints."""
+    for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            node.target = LOGICAL.get(node.target, node.target)
+        graph.recompile()

@@ -1,0 +1,128 @@
+"""LSTM, GRU and RNN layers are one operator per layer and direction, equal to torch's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hap.capture import recurrence
+from hap.capture.tracing import capture
+from hap.ir.placement import S
+from hap.synthesizer.cost.operator_work import node_work
+from tests.random_plans import Case, make_case, random_plan, verdict
+
+MODULES: dict[str, Any] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+}
+WAYS = [*itertools.product((False, True), repeat=3)]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(("batch_first", "both", "bias"), WAYS)
+def test_results_and_gradients_are_those_of_torch(
+    kind: str, batch_first: bool, both: bool, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    options = {"batch_first": batch_first, "bidirectional": both, "bias": bias}
+    module = MODULES[kind](4, 3, 2, **options, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    rows = x.shape[not batch_first]
+    state = [
+        torch.randn(2 * (1 + both), rows, 3, dtype=torch.float64, requires_grad=True)
+        for _ in range(recurrence.CELLS[kind].parts)
+    ]
+    given = tuple(state) if kind == "lstm" else state[0]
+    leaves = [x, *state, *module.parameters()]
+    out, last = module(x, given)
+    wanted = [out, *(last if kind == "lstm" else [last])]
+    found = recurrence.layers(kind)(
+        x, given, module._flat_weights, bias, 2, 0.0, True, both, batch_first
+    )
+    weights = [torch.randn_like(w) for w in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    grads = [
+        torch.autograd.grad(sum((w * t).sum() for w, t in zip(weights, each, strict=True)), leaves)
+        for each in (found, wanted)
+    ]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Net(nn.Module):
+    """Two layers of a recurrence between an embedding and a head."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 4)
+        self.layers = MODULES[kind](4, 3, 2, **options)
+        self.head = nn.Linear(3 * (1 + bool(options.get("bidirectional"))), 11)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden, _ = self.layers(self.words(text))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), text.flatten())
+
+
+def case(kind: str, *, length: int = 4, **options: Any) -> Case:
+    torch.manual_seed(0)
+    return make_case(Net(kind, **options), torch.randint(11, (5, length)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("lstm", {"batch_first": True, "bidirectional": True}),
+        ("gru", {"batch_first": False, "dropout": 0.3}),
+        ("rnn_tanh", {"batch_first": True, "bias": False}),
+    ],
+)
+def test_random_plans_compute_what_one_device_does(kind: str, options: dict[str, Any]) -> None:
+    made = case(kind, **options)
+    for world in (2, 3):
+        plan = random_plan(made, world, world)
+        assert verdict(made, plan).ok
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_graph_does_not_grow_with_the_steps(kind: str) -> None:
+    short, long = (case(kind, length=n, batch_first=True).graph for n in (3, 12))
+    assert len(short.nodes) == len(long.nodes)
+    ops = [n for n in long.nodes if n.op == "hap.recurrence.default"]
+    assert len(ops) == 2
+    per_step, all_steps = (
+        next(node_work(n, g).launches for n in g.nodes if n.op == "hap.recurrence.default")
+        for g in (short, long)
+    )
+    assert all_steps == 4 * per_step
+    assert any(row.ins[0] == S(0) for row in case(kind).space.rows[ops[0].name])
+
+
+@pytest.mark.parametrize("options", [{"proj_size": 2}])
+def test_projections_are_unrolled(options: dict[str, Any]) -> None:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3, batch_first=True, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0].square().mean()
+
+    torch.manual_seed(0)
+    made = make_case(Projected(), torch.randn(5, 2, 4))
+    assert "hap.recurrence.default" not in {n.op for n in made.graph.nodes}
+    assert verdict(made, random_plan(made, 2, 1)).ok
+
+
+def test_autocast_lowers_weights_and_states() -> None:
+    torch.manual_seed(0)
+    graph = capture(Net("lstm"), torch.randint(11, (5, 4)), autocast="bfloat16")
+    (first, *_) = (n for n in graph.nodes if n.op == "hap.recurrence.default")
+    assert {graph.tensors[name].dtype for name in (*first.inputs, *first.outputs)} == {"bfloat16"}
