@@ -34,9 +34,10 @@ PACKAGES = ("torchvision", "timm")
 
 FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransformer")
 ALIKE = (
-    "beit", "bert", "bloom", "deit", "distilbert", "electra", "falcon", "gpt-neox", "gpt2", "mistral",
+    "bart", "beit", "bert", "bert-moe", "bloom", "deit", "distilbert", "electra", "falcon", "gemma", "gpt-neox",
+    "gpt2", "hubert", "mistral",
     "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
-    "roberta", "vit", "wav2vec2",
+    "roberta", "t5", "vit", "wav2vec2",
 )  # fmt: skip
 """Built as others here are, or as the models of other tests."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def loaded(tmp_path: Path, data: dict[str, Any]) -> Plan | None:
 def test_entries_of_other_types_are_refused_or_harmless(tmp_path: Path, part: str) -> None:
     plan = small_plan()
     data = json.loads(json.dumps(plan.to_json()))
-    refused = 0
+    refused, rng = 0, random.Random(part)
     for path in places(data):
         if path[0] != part and (part or len(path) > 1):
             continue
-        for value in VALUES.values():
+        for value in rng.sample([*VALUES.values()], 3):
             made = loaded(tmp_path, changed(data, path, value))
             if made is None:
                 refused += 1

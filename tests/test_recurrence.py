@@ -43,7 +43,7 @@ def test_results_and_gradients_are_those_of_torch(
     leaves = [x, *state, *module.parameters()]
     out, last = module(x, given)
     wanted = [out, *(last if kind == "lstm" else [last])]
-    found = recurrence.layers(kind)(
+    found = recurrence.LAYERS[kind](
         x, given, module._flat_weights, bias, 2, 0.0, True, both, batch_first
     )
     weights = [torch.randn_like(w) for w in wanted]

@@ -44,19 +44,18 @@ GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
 # --- what they compute -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_pipelines_compute_what_one_device_does(family: str, seed: int) -> None:
+def test_random_pipelines_compute_what_one_device_does(family: str) -> None:
+    """``python -m benchmarks.random_pipelines`` draws more."""
     case = benchmark_case(family, "tiny")
-    groups = GROUPS[(FAMILIES.index(family) + 3 * seed) % len(GROUPS)]
-    plan = random_staged_plan(case, groups, seed)
+    plan = random_staged_plan(case, GROUPS[FAMILIES.index(family) % len(GROUPS)], 0)
     found = verdict(case, plan)
     assert found.ok, story(found)
     assert len(found.rows) > len(plan.graph.gradients)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "t5", "bert_moe", "wide_mlp"])
 def test_unequal_microbatches_compute_what_one_device_does(family: str) -> None:
     case = benchmark_case(family, "tiny")
     plan = random_staged_plan(case, (1, 2, 2), 7, uneven_count(case))

@@ -54,13 +54,16 @@ def planned(rows: int, width: int, classes: int, on: Cluster, **options: bool) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e13])
-@pytest.mark.parametrize("speeds", [(4e12, 1e12, 1e12), (1e12, 1e12), (1e13, 1e11, 3e12, 3e12)])
-@pytest.mark.parametrize("rows, width, classes", [(64, 256, 31), (4096, 64, 8), (8, 512, 4096)])
+@pytest.mark.parametrize(
+    "sizes, speeds",
+    [((64, 256, 31), (4e12, 1e12, 1e12)), ((4096, 64, 8), (1e12, 1e12)),
+     ((8, 512, 4096), (1e13, 1e11, 3e12, 3e12))],
+)  # fmt: skip
 def test_never_slower_than_a_baseline(
-    rows: int, width: int, classes: int, speeds: tuple[float, ...], bandwidth: float
+    sizes: tuple[int, int, int], speeds: tuple[float, ...], bandwidth: float
 ) -> None:
     on = cluster(*(device(r, speed=s) for r, s in enumerate(speeds)), bandwidth=bandwidth)
-    plan = planned(rows, width, classes, on)
+    plan = planned(*sizes, on)
     beside = [a for a in plan.prediction.alternatives if a.fits and a.name.startswith(("d", "Z"))]
     assert beside
     assert all(plan.prediction.step_s <= a.step_s * (1 + 1e-9) for a in beside)

@@ -92,6 +92,7 @@ CASES = [
     (file, variant, shape)
     for file, variant in (("mlp", "tiny"), ("bert", "tiny"), ("bert_moe", "tiny"))
     for shape in ((2, 2), (2, 3), (3, 2))
+    if shape == (2, 3) or file != "bert_moe"
 ]
 
 

@@ -23,7 +23,7 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     F.dropout1d: attention.channel_dropout,
     F.dropout2d: attention.channel_dropout,
     F.dropout3d: attention.channel_dropout,
-    **{getattr(torch, kind): recurrence.layers(kind) for kind in recurrence.CELLS},
+    **{getattr(torch, kind): function for kind, function in recurrence.LAYERS.items()},
 }
 """Functions of torch -> the functions that replace them."""
 

@@ -222,7 +222,7 @@ def layers(kind: str) -> Callable[..., Any]:
 
     Packed sequences, whose lengths are data, and LSTMs with projections keep torch's function.
     """
-    original, cell = getattr(torch, kind), CELLS[kind]
+    original, cell = getattr(torch, kind), CELLS[kind]  # never patched
 
     def run(
         x: Tensor, hx: Any, params: Any, biases: Any, count: Any = 1, dropout: float = 0.0,
@@ -266,3 +266,7 @@ def _layer(x: Tensor, weights: Any, state: Tensor, kind: str, reverse: bool) -> 
         own = weight.new_zeros(len(weight))
     gates = F.linear(x, into, bias)
     return _Recurrence.apply(gates, weight, own, state, kind, reverse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+LAYERS = {kind: layers(kind) for kind in CELLS}
+"""Name of a function of torch -> the one that replaces it."""

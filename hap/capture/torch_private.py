@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +48,9 @@ def building_without_data() -> Iterator[None]:
     A module then swaps its fake tensors for others, and torch refuses to swap tensors with weak
     references. Those to fake tensors are memos of the mode, which also hold for the new tensors.
     """
-    swapping: Any = torch.utils
-    weakref = swapping.weakref
-    swapping.weakref = types.SimpleNamespace(getweakrefs=lambda tensor: [])
-    try:
-        with fake_mode():
-            yield
-    finally:
-        swapping.weakref = weakref
+    none = types.SimpleNamespace(getweakrefs=lambda tensor: [])
+    with mock.patch.object(torch.utils, "weakref", none), fake_mode():
+        yield
 
 
 @contextlib.contextmanager
@@ -73,12 +69,22 @@ def attention_in_parts() -> Iterator[None]:
         return canonical(mask, *args, **named)
 
     torch.backends.mha.set_fastpath_enabled(False)
-    F._canonical_mask = converted
     try:
-        yield
+        with mock.patch.object(F, "_canonical_mask", converted):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-        F._canonical_mask = canonical
+
+
+@contextlib.contextmanager
+def recurrent_layers(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let ``nn.LSTM`` and its like call these: torch's own run every step, also without data."""
+    import torch._dynamo as dynamo
+
+    with mock.patch.multiple(
+        torch._VF, **{k: dynamo.allow_in_graph(f) for k, f in functions.items()}
+    ):
+        yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -178,7 +184,7 @@ def _without_hints() -> Iterator[None]:
     name = "call_setattr"  # until torch 2.12
     if hasattr(builtin, "SetAttrBuiltinVariable"):
         owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
-    detect, assign = transformer._detect_is_causal_mask, getattr(owner, name)
+    assign = getattr(owner, name)
 
     def given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
@@ -189,13 +195,9 @@ def _without_hints() -> Iterator[None]:
             return ConstantVariable.create(None)
         return assign(self, tx, obj, key, value)
 
-    transformer._detect_is_causal_mask = given
-    setattr(owner, name, set_attribute)
-    try:
+    causal = mock.patch.object(transformer, "_detect_is_causal_mask", given)
+    with causal, mock.patch.object(owner, name, set_attribute):
         yield
-    finally:
-        transformer._detect_is_causal_mask = detect
-        setattr(owner, name, assign)
 
 
 @contextlib.contextmanager

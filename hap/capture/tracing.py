@@ -43,6 +43,7 @@ from hap.capture.constant_masks import simplify_masks
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
+from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
 from hap.errors import HapError, InputError, ModelError
 from hap.gc_pause import gc_paused
@@ -116,7 +117,8 @@ def capture(
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
     before = state_of(step.module)
-    with mode, gc_paused(), casts_of_cuda(), torch_private.attention_in_parts():
+    layers = torch_private.recurrent_layers(LAYERS)
+    with mode, gc_paused(), casts_of_cuda(), torch_private.attention_in_parts(), layers:
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
