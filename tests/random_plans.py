@@ -7,9 +7,9 @@ include zeros and primes, so ranks without a share and odd cuts are common.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
 
@@ -43,15 +43,23 @@ from hap.synthesizer.synthesize import choose_implementations
 WEIGHTS = (0, 0, 1, 2, 3, 5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with its batch, loss and optimizer, and the program space of its captured graph."""
+    """A model with its batch, loss and optimizer, and the program space of its captured graph.
+
+    ``captured``: returns the space; called once, if it is needed: ranks in processes only train.
+    """
 
     model: torch.nn.Module
     batch: Any
     loss: Any
     optimizer: Any
-    space: Space
+    captured: Callable[[], Space]
+
+    @cached_property
+    def space(self) -> Space:
+        with torch.random.fork_rng():
+            return self.captured()
 
     @property
     def graph(self) -> Graph:
@@ -76,20 +84,22 @@ def make_case(
     graph: Graph | None = None,
 ) -> Case:  # fmt: skip
     """Return a case; ``graph`` replaces the capture."""
-    graph = graph or capture(model, batch, loss)
+    space = build_space(graph or capture(model, batch, loss))
     optimizer = optimizer or adamw
-    return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, space=build_space(graph))
+    return Case(model=model, batch=batch, loss=loss, optimizer=optimizer, captured=lambda: space)
 
 
 @cache
 def benchmark_case(file: str, variant: str) -> Case:
-    """Return a variant of a model of ``benchmarks/models``, captured once per process."""
+    """Return a variant of a model of ``benchmarks/models``, captured at most once per process."""
     module = import_module(f"benchmarks.models.{file}")
     torch.manual_seed(0)
     model, batch = getattr(module, variant)(), getattr(module, f"{variant}_batch")()
-    return make_case(
-        model, batch, getattr(module, "loss", None), getattr(module, "optimizer", None)
-    )
+    loss = getattr(module, "loss", None)
+    return Case(
+        model=model, batch=batch, loss=loss, optimizer=getattr(module, "optimizer", adamw),
+        captured=lambda: build_space(capture(model, batch, loss)),
+    )  # fmt: skip
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -48,7 +48,11 @@ def trains(optimizer: Any, case: Case | None = None) -> None:
     """Check that three steps under random plans end where one device ends."""
     base = case or net()
     case = Case(
-        model=base.model, batch=base.batch, loss=None, optimizer=optimizer, space=base.space
+        model=base.model,
+        batch=base.batch,
+        loss=None,
+        optimizer=optimizer,
+        captured=lambda: base.space,
     )
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed))

@@ -509,7 +509,7 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
 def test_chosen_recomputation_trains_the_same(way: str) -> None:
     model = Blocks((1,), p=0.3)
     space = build_space(capture(model, X, recompute=way))
-    case = Case(model=model, batch=X, loss=None, optimizer=adamw, space=space)
+    case = Case(model=model, batch=X, loss=None, optimizer=adamw, captured=lambda: space)
     for world, seed in PLANS:
         assert verdict(case, random_plan(case, world, seed)).ok
 

@@ -124,7 +124,7 @@ class Deep(nn.Module):
 def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
     torch.manual_seed(0)
     base = make_case(Deep(), (torch.randn(13, 3, 6, 6), torch.randint(6, (13,))))
-    case = Case(model=base.model, batch=base.batch, loss=None, space=base.space,
+    case = Case(model=base.model, batch=base.batch, loss=None, captured=lambda: base.space,
                 optimizer=lambda params: Lamb(params, lr=1e-2))  # fmt: skip
     found = verdict(case, random_mesh_plan(case, *shape, seed))
     wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
