@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -10,11 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import hap
 from hap.capture import recurrence
 from hap.capture.tracing import capture
 from hap.ir.placement import S
+from hap.runtime.collectives import LocalComm
+from hap.runtime.compiled import BACKENDS
+from hap.runtime.hap_module import HapModule
 from hap.synthesizer.cost.operator_work import node_work
 from tests.random_plans import Case, make_case, random_plan, verdict
+from tests.random_stages import random_staged_plan
+from tests.test_two_axes import random_mesh_plan
+
+CPU = torch.device("cpu")
 
 MODULES: dict[str, Any] = {
     "lstm": nn.LSTM,
@@ -25,18 +34,20 @@ MODULES: dict[str, Any] = {
 WAYS = [*itertools.product((False, True), repeat=3)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize(("batch_first", "both", "bias"), WAYS)
 def test_results_and_gradients_are_those_of_torch(
-    kind: str, batch_first: bool, both: bool, bias: bool
+    kind: str, batch_first: bool, both: bool, bias: bool, device: str
 ) -> None:
     torch.manual_seed(0)
     options = {"batch_first": batch_first, "bidirectional": both, "bias": bias}
-    module = MODULES[kind](4, 3, 2, **options, dtype=torch.float64)
-    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    wide = {"dtype": torch.float64, "device": device}
+    module = MODULES[kind](4, 3, 2, **options, **wide)
+    x = torch.randn(2, 5, 4, requires_grad=True, **wide)
     rows = x.shape[not batch_first]
     state = [
-        torch.randn(2 * (1 + both), rows, 3, dtype=torch.float64, requires_grad=True)
+        torch.randn(2 * (1 + both), rows, 3, requires_grad=True, **wide)
         for _ in range(recurrence.CELLS[kind].parts)
     ]
     given = tuple(state) if kind == "lstm" else state[0]
@@ -89,6 +100,28 @@ def test_random_plans_compute_what_one_device_does(kind: str, options: dict[str,
     for world in (2, 3):
         plan = random_plan(made, world, world)
         assert verdict(made, plan).ok
+
+
+def test_stages_and_a_mesh_compute_what_one_device_does() -> None:
+    """A microbatch and a machine have some of the rows, for all steps."""
+    lstm, gru = case("lstm", batch_first=True), case("gru", batch_first=False)
+    staged = random_staged_plan(lstm, (1, 2), 3)
+    assert staged.microbatches > 1
+    assert verdict(lstm, staged).ok
+    assert verdict(gru, random_mesh_plan(gru, 2, 2, 0)).ok
+
+
+@pytest.mark.slow
+def test_a_compiled_rank_calls_the_operator() -> None:
+    made = case("lstm", batch_first=True)
+    plan = hap.plan(made.model, made.batch, "local:1", optimizer=made.optimizer)
+    found = []
+    for backend in BACKENDS:
+        module = HapModule(plan, copy.deepcopy(made.model), LocalComm(), CPU, backend=backend)
+        module(made.batch).backward()
+        found.append({name: p.grad for name, p in module.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
 
 
 @pytest.mark.parametrize("kind", MODULES)
