@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -213,7 +212,7 @@ def by_chance(case: Any, world: int) -> Any:
     for narrow in range(len(NARROW)):
         space = build_space(case.graph, narrow=narrow) if narrow else case.space
         with contextlib.suppress(TooWide):
-            return random_plan(dataclasses.replace(case, space=space), world, seed=world)
+            return random_plan(case.within(space), world, seed=world)
     raise AssertionError("no space is narrow enough")
 
 

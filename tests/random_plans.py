@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
@@ -60,6 +60,10 @@ class Case:
     def space(self) -> Space:
         with torch.random.fork_rng():
             return self.captured()
+
+    def within(self, space: Space) -> Case:
+        """Return the case with another space."""
+        return replace(self, captured=lambda: space)
 
     @property
     def graph(self) -> Graph:

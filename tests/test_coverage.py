@@ -143,7 +143,7 @@ def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
     sums = {t for t in narrower if narrower[t] == ((P,),) and len(free[t]) > 1}
     assert len(sums) == 2 * (SHARED - 1), "of weight and bias, all sums but the whole one"
     assert total not in sums
-    narrow = dataclasses.replace(case, captured=lambda: build_space(case.graph, narrow=1))
+    narrow = case.within(build_space(case.graph, narrow=1))
     for world in (2, 3):
         assert verdict(narrow, by_chance(narrow, world)).ok
     for cluster in (two_machines(4), two_machines(2)):
@@ -274,7 +274,7 @@ def test_stages_report_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "WORLDS", (2,))
     found = verify("graph")
     assert found["ok"] and found["plans"] == 2 and found["error"] < 1e-9
-    small = coverage.dataclasses.replace(entry, full=entry.tiny, tiny=entry.tiny)
+    small = dataclasses.replace(entry, full=entry.tiny, tiny=entry.tiny)
     monkeypatch.setattr(coverage, "entries", lambda: {"graph": small})
     monkeypatch.setattr(coverage, "CLUSTER", two_machines(2))
     found = plan("graph")

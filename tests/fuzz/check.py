@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def check(recipe: Recipe) -> Outcome:
         return Outcome.REFUSED
     if outcome is Outcome.CLEAN and graph.rules:
         outcome = Outcome.DISCOVERED
-    case = Case(model=model, batch=batch, loss=None, optimizer=adamw, space=build_space(graph))
+    case = Case(
+        model=model, batch=batch, loss=None, optimizer=adamw, captured=partial(build_space, graph)
+    )
     for k in range(PROGRAMS):
         plans.append(random_plan(case, cluster.world_size, recipe.seed + k, cluster=cluster))
     for number, plan in enumerate(plans):
