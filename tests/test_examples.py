@@ -67,7 +67,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plan("trainer", PAIR, tmp_path_factory.mktemp("trainer"))
+    return make_plan("trainer", DEMO, tmp_path_factory.mktemp("trainer"))
 
 
 def one_device(steps: int, *, accumulate: int = 1, warmup: bool = True) -> dict[int, float]:
@@ -162,16 +162,16 @@ def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None
     rows = "--per_device_train_batch_size"
     alone = logged(run("hf_trainer.py", *TRAINER, rows, 16, "--output_dir", tmp_path / "one"))
     assert len(alone) == 16
-    words = ("hf_trainer.py", trainer_plan, *TRAINER, rows, 8, "--output_dir", tmp_path / "two")
+    words = ("hf_trainer.py", trainer_plan, *TRAINER, rows, 4, "--output_dir", tmp_path / "four")
 
     def compare(output: str, first: int) -> None:
         for ours, theirs in zip(logged(output, first), alone[first - 1 :], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
 
-    compare(run(*words, ranks=2), 1)
+    compare(run(*words, ranks=4), 1)
     for name in ("model.safetensors", "pytorch_model.bin"):
-        assert not list(tmp_path.glob(f"two/checkpoint-10/{name}")), "no rank has all weights"
-    resumed = run(*words, "--resume_from_checkpoint", tmp_path / "two/checkpoint-5", ranks=2)
+        assert not list(tmp_path.glob(f"four/checkpoint-10/{name}")), "no rank has all weights"
+    resumed = run(*words, "--resume_from_checkpoint", tmp_path / "four/checkpoint-5", ranks=4)
     compare(resumed, 6)
 
 
@@ -185,7 +185,7 @@ def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None
         ({"gradient_checkpointing": True}, "recompute"),
         ({"bf16_full_eval": True}, "evaluates as it trains"),
         ({"save_only_model": True}, "hap export"),
-        ({"per_device_train_batch_size": 7}, "the 16 of the plan's batch"),
+        ({"per_device_train_batch_size": 5}, "the 16 of the plan's batch"),
         ({"dataloader_drop_last": False}, "drop_last"),
         ({"optim": "adafactor"}, "adafactor"),
     ],
@@ -221,7 +221,7 @@ def assert_refused(
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert names.issuperset(CONFLICTS), "flags that this Trainer does not have"
     given = dict.fromkeys(CONFLICTS) | {
-        "bf16": False, "per_device_train_batch_size": 8, "world_size": 2, "optim": "adamw_torch",
+        "bf16": False, "per_device_train_batch_size": 4, "world_size": 4, "optim": "adamw_torch",
         "dataloader_drop_last": True, "average_tokens_across_devices": True,
     }  # fmt: skip
     loaded = hap.Plan.load(trainer_plan)
