@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,14 +47,7 @@ def net() -> Case:
 
 def trains(optimizer: Any, case: Case | None = None) -> None:
     """Check that three steps under random plans end where one device ends."""
-    base = case or net()
-    case = Case(
-        model=base.model,
-        batch=base.batch,
-        loss=None,
-        optimizer=optimizer,
-        captured=lambda: base.space,
-    )
+    case = replace(case or net(), loss=None, optimizer=optimizer)
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed))
         wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 import hap
 from hap.capture import recurrence
+from hap.capture.torch_private import TorchDispatchMode
 from hap.capture.tracing import capture
+from hap.errors import ModelError
 from hap.ir.placement import S
 from hap.runtime.collectives import LocalComm
 from hap.runtime.compiled import BACKENDS
 from hap.runtime.hap_module import HapModule
-from hap.synthesizer.cost.operator_work import node_work
+from hap.synthesizer.cost.operator_work import STEP_LAUNCHES, node_work
 from tests.random_plans import Case, make_case, random_plan, verdict
 from tests.random_stages import random_staged_plan
 from tests.test_two_axes import random_mesh_plan
@@ -138,12 +140,77 @@ def test_the_graph_does_not_grow_with_the_steps(kind: str) -> None:
     assert any(row.ins[0] == S(0) for row in case(kind).space.rows[ops[0].name])
 
 
-@pytest.mark.parametrize("options", [{"proj_size": 2}])
-def test_projections_are_unrolled(options: dict[str, Any]) -> None:
+class Kernels(TorchDispatchMode):
+    """Counts the operators that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        self.count += not views and func is not torch.ops.aten.split.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_step_has_as_many_kernels_as_it_is_priced_for(kind: str) -> None:
+    cell = recurrence.CELLS[kind]
+    gates, weight = torch.randn(5, 2, cell.gates * 3), torch.randn(cell.gates * 3, 3)
+    bias, state = (
+        torch.randn(len(weight)) if kind == "gru" else None,
+        torch.randn(5, cell.parts * 3),
+    )
+    states, saved = torch.ops.hap.recurrence(gates, weight, bias, state, kind, False)
+    slopes = cell.slopes(states, states, saved)
+    with torch.no_grad(), Kernels() as forward:
+        products = torch.addmm(gates[:, 0] if bias is None else bias, state[:, :3], weight.t())
+        cell.forward(products, gates[:, 0], state, states[:, 0], saved[:, 0])
+    with torch.no_grad(), Kernels() as backward:
+        now = (x[:, 0] for x in (saved, gates, *slopes))
+        cell.backward(states[:, 0] + state, weight, *now)
+    priced = (
+        STEP_LAUNCHES["hap.recurrence.default"],
+        STEP_LAUNCHES["hap.recurrence_backward.default"],
+    )
+    if kind == "lstm":
+        assert (forward.count, backward.count) == priced
+    assert forward.count <= priced[0]
+    assert backward.count <= priced[1]
+
+
+def test_a_direct_call_is_the_operator_too() -> None:
+    class Direct(Net):
+        def forward(self, text: Tensor) -> Tensor:
+            zeros = torch.zeros(2, text.shape[0], 3)
+            weights = self.layers._flat_weights
+            found = torch.gru(self.words(text), zeros, weights, True, 2, 0.0, True, False, True)
+            return F.cross_entropy(self.head(found[0]).flatten(0, 1), text.flatten())
+
+    torch.manual_seed(0)
+    graph = capture(Direct("gru", batch_first=True), torch.randint(11, (5, 4)))
+    assert [n.op for n in graph.nodes].count("hap.recurrence.default") == 2
+
+
+def test_packed_sequences_are_refused() -> None:
+    class Packed(Net):
+        def forward(self, text: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(
+                self.words(text), lengths, batch_first=True, enforce_sorted=False
+            )
+            return self.layers(packed)[0].data.square().mean()
+
+    with pytest.raises(ModelError, match="pack_padded_sequence"):
+        capture(
+            Packed("lstm", batch_first=True), (torch.ones(3, 4).long(), torch.tensor([4, 2, 3]))
+        )
+
+
+def test_projections_are_unrolled() -> None:
     class Projected(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm = nn.LSTM(4, 3, batch_first=True, **options)
+            self.lstm = nn.LSTM(4, 3, batch_first=True, proj_size=2)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.lstm(x)[0].square().mean()

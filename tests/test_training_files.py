@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hap.ir.plan import Plan
 from hap.optim import Lamb
 from hap.runtime.launch import spawn
 from hap.training import Trainer, _underflows
-from tests.random_plans import Case, make_case, two_machines, verdict
+from tests.random_plans import make_case, two_machines, verdict
 from tests.test_two_axes import random_mesh_plan
 
 FILE = '''
@@ -124,8 +125,7 @@ class Deep(nn.Module):
 def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
     torch.manual_seed(0)
     base = make_case(Deep(), (torch.randn(13, 3, 6, 6), torch.randint(6, (13,))))
-    case = Case(model=base.model, batch=base.batch, loss=None, captured=lambda: base.space,
-                optimizer=lambda params: Lamb(params, lr=1e-2))  # fmt: skip
+    case = replace(base, optimizer=lambda params: Lamb(params, lr=1e-2))
     found = verdict(case, random_mesh_plan(case, *shape, seed))
     wrong = [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
     assert found.ok, (found.first_bad, wrong[:4])

@@ -59,7 +59,7 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
 """Op -> (kind of work, floating-point operations of the whole call)."""
 
 STEP_LAUNCHES = {"hap.recurrence.default": 7, "hap.recurrence_backward.default": 7}
-"""Op -> kernels of each step; the steps are the second dim."""
+"""Op -> kernels of a step of an LSTM; a GRU has at most as many. The steps are the second dim."""
 
 LOWERED = ("matmul", "attention", "attention_backward")
 """Kinds of work that :func:`torch.set_float32_matmul_precision` makes faster."""
