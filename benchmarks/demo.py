@@ -53,8 +53,12 @@ def main(arguments: list[str] | None = None) -> None:
     ours, ddp = race(file, options.steps, out)
     ratio = statistics.median(d / o for o, d in zip(ours, ddp, strict=True))
     out.print(
-        f"\nmedian step: this plan {statistics.median(ours):.2f} s (predicted "
-        f"{plan.prediction.step_s:.2f} s), DDP with equal shares {statistics.median(ddp):.2f} s"
+        f"\nmedian step: this plan {statistics.median(ours):.2f} s, DDP with equal shares "
+        f"{statistics.median(ddp):.2f} s"
+    )
+    out.print(
+        f"predicted for the speeds in {Path(options.cluster).name}: {plan.prediction.step_s:.2f} s; "
+        "hap profile measures those of a machine"
     )
     out.print(f"[bold]speed-up over DDP: {ratio:.2f}x[/] (median of ratios within one step)")
     if ratio <= 1:
