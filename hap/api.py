@@ -292,8 +292,9 @@ def compile(
         seed: of dropout masks and other random numbers in the step; the same on all ranks.
         check: capture the model again and compare it with the plan, and the plan's rows with the
             rules.
-        backend: ``eager``, or ``inductor`` to compile what runs between collectives. That
-            happens in the first step, and takes from seconds to minutes.
+        backend: ``eager``; ``inductor`` to compile what runs between collectives, which
+            happens in the first step and takes from seconds to minutes; or ``cudagraphs`` to launch the
+            kernels of a step as CUDA graphs (:mod:`hap.runtime.cuda_graphs`).
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does; no rule gives an

@@ -8,8 +8,9 @@ strides of its inputs; repeated layers share compiled code.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +18,17 @@ import torch
 from torch import Tensor, fx
 
 from hap.capture import torch_private
+from hap.capture.matmul_precision import matmul_precision
 from hap.errors import HapError, InputError
-from hap.runtime.context import Context, kept_scale
+from hap.runtime.context import Context
+from hap.runtime.draws_first import DrawsFirst, boxed, draw_masks_apart
 from hap.runtime.emit import Emitted
 from hap.runtime.fused_operators import FUSED
-from hap.runtime.native_calls import with_native_calls
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """A function that empties its list of arguments, so that each can be freed after its last use."""
 
-BACKENDS = ("eager", "inductor")
+BACKENDS = ("eager", "inductor", "cudagraphs")
 DRAWN = frozenset({"mask", "scale"})
 """Methods of the context that need no tensor and may run in any order."""
 
@@ -47,6 +49,11 @@ def check_backend(backend: str, device: torch.device) -> None:
             f"backend 'inductor' cannot compile for {device.type}: {lack[0]}",
             hint=f"{lack[1]}, or use the backend 'eager'",
         )
+    if backend == "cudagraphs" and device.type != "cuda":
+        raise InputError(
+            f"backend 'cudagraphs' runs on CUDA devices, not on {device.type}",
+            hint="use the backend 'eager' or 'inductor'",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,13 @@ class Runnable:
     gradient_of: tuple[int | None, ...]
     precision: str = ""
     """Of float32 products: see :func:`hap.capture.matmul_precision.matmul_precision`."""
+
+    @contextlib.contextmanager
+    def as_planned(self, device: torch.device) -> Iterator[None]:
+        """Run the functions, which convert dtypes themselves, with the plan's precision."""
+        products = matmul_precision(self.precision, device)
+        with products, torch.autocast(device.type, enabled=False):
+            yield
 
 
 def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
@@ -80,10 +94,9 @@ def executable(
     """Return a graph's function ``(ctx, arguments)``, which empties the list; modifies the graph."""
     if backend == "inductor":
         return Staged(module, library, device)
-    with_native_calls(module.graph)
-    module.graph.set_codegen(torch_private.BoxedCode())
-    module.recompile()
-    return module.forward
+    if backend == "cudagraphs":
+        return DrawsFirst(module, device)
+    return boxed(module)
 
 
 class Library:
@@ -206,38 +219,6 @@ class Staged:
                 kept[slot] = results[place]
             del values, results
         return [kept[slot] for slot in self._results]
-
-
-def draw_masks_apart(graph: fx.Graph, device: torch.device) -> None:
-    """Split each dropout into a call that draws its mask and a product that can be compiled."""
-    ctx = next(iter(graph.nodes))
-    for node in list(graph.nodes):
-        if node.op != "call_method" or node.args[0] is not ctx:
-            continue
-        with graph.inserting_before(node):
-            if node.target == "dropout":
-                x, p, *place = _args(node)[1:]
-                mask = graph.call_method("mask", (ctx, node.meta["shape"], device, p, *place))
-                _replace_results(node, [_scaled(graph, ctx, x, mask, kept_scale(p), device), mask])
-            elif node.target == "dropout_backward":
-                x, mask, by = _args(node)[1:]
-                node.replace_all_uses_with(_scaled(graph, ctx, x, mask, by, device))
-            else:
-                continue
-        graph.erase_node(node)
-
-
-def _scaled(
-    graph: fx.Graph, ctx: fx.Node, x: fx.Node, mask: fx.Node, by: float, device: torch.device
-) -> fx.Node:
-    scale = graph.call_method("scale", (ctx, by, device))
-    return graph.call_function(torch.mul, (graph.call_function(torch.mul, (x, mask)), scale))
-
-
-def _replace_results(node: fx.Node, results: list[fx.Node]) -> None:
-    for user in list(node.users):
-        user.replace_all_uses_with(results[_args(user)[1]])
-        user.graph.erase_node(user)
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

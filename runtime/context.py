@@ -44,6 +44,8 @@ class Context:
         """Whether the step's gradients are wanted; a pipeline computes them with the loss."""
         self.loss_scale: Callable[[], float] | None = None
         """Returns the factor of the loss in the next backward, for a pipeline; a gradient scaler's."""
+        self.in_order = False
+        """Whether collectives run synchronously, by :meth:`in_turn`."""
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
         self.drawn: dict[str, Tensor] | None = None
@@ -65,11 +67,11 @@ class Context:
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
         """Run each collective synchronously inside this context."""
-        lane, self._lane = self._lane, InlineLane()
+        lane, self._lane, self.in_order = self._lane, InlineLane(), True
         try:
             yield
         finally:
-            self._lane = lane
+            self._lane, self.in_order = lane, False
 
     def issue(self, kind: str, *args: Any) -> Pending:
         """Start a collective, by the name of its method, and return without waiting for it."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hap import optim
 from hap.capture import torch_private
 from hap.capture.checks import check_names
-from hap.capture.matmul_precision import matmul_precision
 from hap.errors import PlanError
 from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
@@ -22,6 +21,7 @@ from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm
 from hap.runtime.compiled import Runnable, check_backend, runnable
 from hap.runtime.context import Context
+from hap.runtime.cuda_graphs import CudaGraphs, check_graphs
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
 from hap.runtime.pipeline.runner import pipeline
@@ -56,6 +56,8 @@ class HapModule(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_backend(backend, device)
+        if backend == "cudagraphs":
+            check_graphs(plan, comm)
         if comm.world_size != plan.world_size:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks, this run has {comm.world_size}",
@@ -99,6 +101,10 @@ class HapModule(nn.Module):
         self._planned_in_training = model.training
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
+        self._graphs = None
+        if backend == "cudagraphs":
+            batch = [k for k, (role, *_) in enumerate(self._order) if role == "input"]
+            self._graphs = CudaGraphs(self._code, self._ctx, batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss over the *global* batch, the same on every rank.
@@ -114,8 +120,11 @@ class HapModule(nn.Module):
             tensors.append(value)
         self._check_call(args, kwargs)
         self._ctx.training, self._ctx.wanted = self.training, torch.is_grad_enabled()
-        with _as_planned(self._code, self._device):
-            loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
+        with self._code.as_planned(self._device):
+            if self._graphs and self._graphs.ready():
+                loss, *buffers = self._graphs.step(tensors)
+            else:
+                loss, *buffers = _Step.apply(self._code, self._ctx, *tensors)  # type: ignore[no-untyped-call]
         if self.training or not self._planned_in_training:
             with torch.no_grad():
                 for target, new in zip(self._code.buffers, buffers, strict=True):
@@ -321,13 +330,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@contextlib.contextmanager
-def _as_planned(code: Runnable, device: torch.device) -> Iterator[None]:
-    """Run emitted code, which converts dtypes itself, with the plan's precision."""
-    with matmul_precision(code.precision, device), torch.autocast(device.type, enabled=False):
-        yield
-
-
 class _Step(torch.autograd.Function):
     """The emitted forward and backward as one autograd node.
 
@@ -364,7 +366,7 @@ class _Step(torch.autograd.Function):
         ctx, now = fn.rank_ctx, fn.rank_ctx.training
         ctx.training = fn.training  # of the forward, whatever ran since
         try:
-            with _as_planned(fn.code, grads[0].device):
+            with fn.code.as_planned(grads[0].device):
                 results = apart(fn.code.backward(ctx, saved))
         finally:
             ctx.training = now

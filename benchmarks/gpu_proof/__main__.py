@@ -7,9 +7,9 @@
 Parts, in their order: *collectives* (every collective on NCCL, bit by bit against the emulator), *verification*
 (random uneven plans of eight model families against one device), *overlap* (collectives beside
 computing on CUDA streams), *commands* (``hap plan``, ``verify`` and ``run`` as a user types them),
-*suite* (tests marked ``gpu``), *one rank* (against plain eager; peak memory), *profile* (predicted
-against measured steps), *compiled* (one rank against torch.compile). The file is written after every
-line, so that a run that is stopped loses nothing.
+*suite* (tests marked ``gpu``), *one rank* (against plain eager; peak memory), *cuda graphs* (the same
+with steps as CUDA graphs), *profile* (predicted against measured steps), *compiled* (one rank against
+torch.compile). The file is written after every line, so that a run that is stopped loses nothing.
 
 Several ranks may share one GPU. Without a GPU the same code runs on CPUs with gloo and tiny models,
 and prints a note. Running needs torch, numpy, rich, click, transformers; *profile* and *suite* need
@@ -40,7 +40,7 @@ from benchmarks.gpu_proof.settings import Settings
 PARTS = {
     "collectives": "collectives", "verification": "verification", "overlap": "overlap",
     "commands": "user_commands", "suite": "suite", "one-rank": "single_rank",
-    "profile": "profiled", "compiled": "compiled_rank",
+    "cuda-graphs": "graph_rank", "profile": "profiled", "compiled": "compiled_rank",
 }  # fmt: skip
 """Part -> module, imported when the part runs, because the parts have different dependencies."""
 

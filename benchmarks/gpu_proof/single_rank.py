@@ -66,7 +66,7 @@ def run(settings: Settings) -> Iterator[Line]:
             yield unprepared(PART, name)
             continue
         yield from against(PART, settings, name, found, "eager")
-        yield _memory(settings, name, found)
+        yield memory(PART, settings, name, found)
 
 
 def measured(settings: Settings, *, backend: str) -> Iterator[tuple[str, Measured | None]]:
@@ -98,13 +98,14 @@ def against(
     )  # fmt: skip
 
 
-def _memory(settings: Settings, name: str, found: Measured) -> Line:
+def memory(part: str, settings: Settings, name: str, found: Measured) -> Line:
+    """Return the line of the predicted peak memory of one pair."""
     claim = f"{name}: predicted peak memory"
     if not settings.on_gpu:
-        return Line(part=PART, claim=claim, outcome=SKIPPED, reason=ON_CPU)
+        return Line(part=part, claim=claim, outcome=SKIPPED, reason=ON_CPU)
     error = found.plan.prediction.ranks[0].peak_bytes / found.peak_bytes - 1
     return Line(
-        part=PART, claim=claim, outcome=MET if abs(error) <= MEMORY else MISSED,
+        part=part, claim=claim, outcome=MET if abs(error) <= MEMORY else MISSED,
         seen=f"{error:+.1%} of {found.peak_bytes / 2**30:.2f} GiB", aim=f"<= {MEMORY:.0%}",
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def _race(settings: Settings, single: Single, precision: str, plan: Plan, backen
         torch.cuda.reset_peak_memory_stats(device)
         planned()
         peak = torch.cuda.max_memory_allocated(device)
-    plain = _plain(model, batch, single, precision, device, compiled=backend != "eager")
+    plain = _plain(model, batch, single, precision, device, compiled=backend == "inductor")
     losses = first, plain()
     seconds: tuple[list[float], list[float]] = [], []
     for number in range(WARM_UP + ROUNDS):

@@ -146,10 +146,11 @@ def plan(
 
 _backend = click.option(
     "--backend",
-    type=click.Choice(["eager", "inductor"]),
+    type=click.Choice(["eager", "inductor", "cudagraphs"]),
     default="eager",
     show_default=True,
-    help="inductor: compile what each rank runs between collectives, in the first step.",
+    help="inductor: compile what each rank runs between collectives, in the first step. "
+    "cudagraphs: launch each rank's kernels as CUDA graphs.",
 )
 
 
