@@ -40,7 +40,7 @@ from benchmarks.gpu_proof.settings import Settings
 PARTS = {
     "collectives": "collectives", "verification": "verification", "overlap": "overlap",
     "commands": "user_commands", "suite": "suite", "one-rank": "single_rank",
-    "cuda-graphs": "graph_rank", "profile": "profiled", "compiled": "compiled_rank",
+    "cuda-graphs": "graph_rank", "profile": "profiled", "kernels": "kernels", "compiled": "compiled_rank",
 }  # fmt: skip
 """Part -> module, imported when the part runs, because the parts have different dependencies."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,6 +58,13 @@ class Single:
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     optimizer: MakeOptimizer
+
+
+@functools.lru_cache(maxsize=1)
+def built_single(single: Single) -> tuple[nn.Module, Batch]:
+    """Return the model and its batch, the same in every process; the last one is kept."""
+    torch.manual_seed(0)
+    return single.model(), single.batch()
 
 
 LLAMA_1B = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "seq": 512}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.gpu_proof.models import PRECISIONS, Prepared, Single, singles
+from benchmarks.gpu_proof.models import PRECISIONS, Prepared, Single, built_single, singles
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, unprepared
 from benchmarks.gpu_proof.settings import Settings
 from hap.capture.tracing import Step
@@ -128,7 +128,7 @@ def measure(settings: Settings, single: Single, precision: str, *, backend: str)
 
 def _race(settings: Settings, single: Single, precision: str, plan: Plan, backend: str) -> Measured:
     device = settings.device
-    model, batch = _built(single)
+    model, batch = built_single(single)
     batch = each(batch, lambda name, t: t.to(device))
     module = HapModule(plan, model, LocalComm(), device, backend=backend)
     mine = plan.local_batch(batch, 0)
@@ -150,12 +150,6 @@ def _race(settings: Settings, single: Single, precision: str, plan: Plan, backen
         plan=plan, planned_s=seconds[0], plain_s=seconds[1], first_losses=losses,
         peak_bytes=peak,
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1)
-def _built(single: Single) -> tuple[nn.Module, Batch]:
-    torch.manual_seed(0)
-    return single.model(), single.batch()
 
 
 def _plain(

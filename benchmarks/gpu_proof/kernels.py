@@ -1,0 +1,184 @@
+"""Kernel time of each operator on one rank, by torch's profiler, against the predicted one.
+
+    python -m benchmarks.gpu_proof.kernels plans cluster.yaml
+
+The part *kernels* writes ``plans/kernels.json``. The command above prints, for these figures and any
+cluster file, the measured and the predicted milliseconds per operator; it needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.gpu_proof.models import PRECISIONS, Prepared, Single, built_single, singles
+from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, unprepared
+from benchmarks.gpu_proof.settings import Settings
+from hap.cli.terminal import emit, table
+from hap.cluster.cluster_file import load_cluster
+from hap.ir.batch import call, each
+from hap.ir.plan import Plan
+from hap.ir.program import Compute
+from hap.plan_simulation import plan_costs
+from hap.runtime.collectives import LocalComm
+from hap.runtime.compiled import Runnable
+from hap.runtime.context import Context
+from hap.runtime.hap_module import HapModule
+from hap.runtime.hap_module import emit as emit_rank
+from hap.runtime.native_calls import with_native_calls
+from hap.synthesizer.rules.rule_table import Row
+
+PART = "kernels"
+AIM = 0.06
+UPDATE, OTHER = "(update)", "(other)"
+MARK = "hap/"
+
+
+def run(settings: Settings) -> Iterator[Line]:
+    """Yield a line per model and precision: the sum of its kernels, predicted and measured."""
+    if not settings.on_gpu:
+        reason = "this machine has no CUDA device"
+        yield Line(part=PART, claim="kernels of operators", outcome=SKIPPED, reason=reason)
+        return
+    kept: dict[str, dict[str, float]] = {}
+    profiled = settings.folder / "profiled.yaml"
+    text = f"nodes:\n  - {{name: node, gpus: 1, type: {torch.cuda.get_device_name()}}}\n"
+    cluster = load_cluster(profiled if profiled.exists() else text)
+    for single in singles(settings.device, settings.models):
+        for precision in PRECISIONS:
+            name = f"{single.name}-{precision}"
+            prepared = Prepared.load(settings.folder, f"single-{name}")
+            if prepared is None:
+                yield unprepared(PART, name)
+                continue
+            kept[name] = kernel_seconds(prepared.plan, single, settings.device)
+            (settings.folder / "kernels.json").write_text(json.dumps(kept))
+            predicted = sum(predicted_seconds(replace(prepared.plan, cluster=cluster)).values())
+            measured = sum(kept[name].values())
+            error = predicted / measured - 1
+            yield Line(
+                part=PART, claim=f"{name}: kernels, predicted",
+                outcome=MET if abs(error) <= AIM else MISSED, aim=f"<= {AIM:.0%}",
+                seen=f"{error:+.1%} of {measured * 1e3:.1f} ms",
+            )  # fmt: skip
+
+
+def kernel_seconds(plan: Plan, single: Single, device: torch.device) -> dict[str, float]:
+    """Return the seconds of the kernels of each operator of a step, and of the update."""
+    model, batch = built_single(single)
+    batch = each(batch, lambda name, t: t.to(device))
+    module = HapModule(plan, model, LocalComm(), device)
+    emitted = emit_rank(plan, 0, device)
+    makers = {o: n.name for n in plan.graph.nodes for o in n.outputs if o}
+    forward, backward = (_Marked(code, makers) for code in (emitted.forward, emitted.backward))
+    code = Runnable(
+        forward=forward, backward=backward, buffers=emitted.buffers,
+        gradient_of=emitted.gradient_of, precision=plan.recipe.float32_matmul_precision,
+    )  # fmt: skip
+    module._code = code
+    optimizer = single.optimizer([p for p in module.parameters() if p.requires_grad])
+    mine = plan.local_batch(batch, 0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        call(module, mine).backward()
+        with record_function(f"{MARK}{UPDATE}"):
+            optimizer.step()
+        torch.cuda.synchronize(device)
+
+    step(), step()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step()
+    events: Any = seen.key_averages()
+    return {
+        event.key.removeprefix(MARK): event.device_time_total / 1e6
+        for event in events
+        if event.key.startswith(MARK) and event.device_type == DeviceType.CPU
+    }
+
+
+class _Marked:
+    """A function ``(ctx, args)`` that runs a graph and marks each operator for the profiler."""
+
+    def __init__(self, code: fx.GraphModule, makers: Mapping[str, str]) -> None:
+        with_native_calls(code.graph)
+        self._code, self._makers = code, makers
+
+    def __call__(self, ctx: Context, args: list[Any]) -> list[Tensor]:
+        given = list(args)
+        args.clear()
+        return list(_Interpreter(self._code, self._makers).run(ctx, *given))
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, code: fx.GraphModule, makers: Mapping[str, str]) -> None:
+        super().__init__(code)
+        self._makers = makers
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        values = [x.meta["value"].tensor for x in (n, *n.users) if "value" in x.meta]
+        name = next((self._makers[v] for v in values if v in self._makers), OTHER)
+        with record_function(f"{MARK}{name}"):
+            return super().run_node(n)
+
+
+def predicted_seconds(plan: Plan) -> dict[str, float]:
+    """Return the predicted seconds of each operator of a plan for one rank, and of the update."""
+    cost = plan_costs(plan)
+    found = {}
+    for step in plan.program.instructions:
+        if isinstance(step, Compute):
+            node = plan.graph.by_name[step.node]
+            found[node.name] = float(cost.compute(node, Row(step.outs, step.ins))[0])
+    found[UPDATE] = sum(
+        float(cost.update(plan.graph.tensors[i.tensor], plan.program.inputs[i.tensor])[0])
+        for i in plan.graph.role("parameter") if i.target in plan.graph.gradients
+    )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Print, per model, the milliseconds of each kind of operator, those with the largest error first."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("plans", type=Path, help="the folder of the prepared plans")
+    parser.add_argument("cluster", help="the figures of the device: a cluster file")
+    options = parser.parse_args()
+    cluster = load_cluster(options.cluster)
+    for name, measured in json.loads((options.plans / "kernels.json").read_text()).items():
+        prepared = Prepared.load(options.plans, f"single-{name}")
+        if prepared is None:
+            parser.error(f"{options.plans} has no plan of {name}; prepare it")
+        plan = replace(prepared.plan, cluster=cluster)
+        predicted = predicted_seconds(plan)
+        sums = {}
+        for seconds in (measured, predicted):
+            by_kind: Counter[str] = Counter()
+            for node, s in seconds.items():
+                known = plan.graph.by_name.get(node)
+                by_kind[known.op if known else node] += s * 1e3
+            sums[id(seconds)] = by_kind
+        seen, said = sums[id(measured)], sums[id(predicted)]
+        order = sorted({*seen, *said}, key=lambda kind: -abs(said[kind] - seen[kind]))
+        total = seen.total(), said.total()
+        emit(f"{name}: {total[0]:.2f} ms measured, {total[1]:.2f} ms predicted")
+        counts = Counter(node.op for node in plan.graph.nodes)
+        emit(table(
+            ("operator", "calls", "measured ms", "predicted ms"),
+            [(kind, str(counts[kind] or 1), f"{seen[kind]:.3f}", f"{said[kind]:.3f}") for kind in order[:16]],
+        ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
