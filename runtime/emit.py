@@ -28,7 +28,9 @@ from hap.ir.microbatch import is_sum
 from hap.ir.placement import LOCAL, L, P, R, S
 from hap.ir.program import BETWEEN, Compute, Convert, Program, Value
 from hap.runtime import sharded_lookup
+from hap.runtime.aligned_rows import FEWEST, is_odd
 from hap.runtime.localize import FACTORIES, LOOKUPS, localize, reads_contiguous
+from hap.runtime.native_calls import ALIGNED_OPS, ODD_ROWS
 from hap.runtime.sharded_lookup import Span
 from hap.runtime.values import Values, named, set_apart
 
@@ -215,12 +217,27 @@ class Emitter:
                 call = self._look_up(out, node, plain, span)
             else:
                 call = out.call_function(resolve(node.op), plain, options)
+                if self._odd_rows(step, node):
+                    call.meta[ODD_ROWS] = True
         many = len(node.outputs) > 1 or node.op in MANY or _returns_list(node.op)
         for k, (name, p) in enumerate(zip(node.outputs, step.outs, strict=True)):
             if name and p:
                 value = Value(name, p)
                 part = out.call_function(operator.getitem, (call, k)) if many else call
                 env[value] = named(part, value)
+
+    def _odd_rows(self, step: Compute, node: Node) -> bool:
+        """Return whether tensor cores would read or write rows that are no multiple of 16 bytes."""
+        if self.device.type != "cuda" or node.op not in ALIGNED_OPS:
+            return False
+        (made,) = self._made(step)
+        kind = self.graph.tensors[made.tensor].dtype
+        dtype, shape = self._dtype(kind), self._shape(made)
+        lowered = dtype.itemsize == 2 or (dtype == torch.float32 and self.graph.products != kind)
+        sizes = {*shape[-1:]}
+        if node.op != "aten._to_copy.default":  # each dim of a product may be that of rows
+            sizes.update(size for value in self._used(step) for size in self._shape(value))
+        return lowered and math.prod(shape) >= FEWEST and any(is_odd(n, dtype) for n in sizes)
 
     def _span(self, step: Compute, node: Node) -> Span | None:
         """Return this rank's range of indices, or None if the looked-up dim is not sharded."""

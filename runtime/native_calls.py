@@ -4,7 +4,7 @@
 twice as long as ``torch.addmm(...)``. Where kernels are short, as in half precision on a fast GPU, the time
 of the host is the time of the step. Logical operators are called as functions, without the layers
 of a custom operator. A view that is taken
-twice is taken once.
+twice is taken once. Products of matrices with odd rows run by :mod:`hap.runtime.aligned_rows`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
+from hap.runtime import aligned_rows
 
 aten = torch.ops.aten
 
@@ -62,6 +63,19 @@ VIEWS: Final = frozenset({
 """Operators whose results depend on their arguments alone, and mostly share their memory."""
 
 
+ODD_ROWS: Final = "odd_rows"
+"""The mark, in a node's ``meta``, of an operator of :data:`ALIGNED` whose rows are not aligned."""
+
+ALIGNED: Final[Mapping[Any, Callable[..., Any]]] = {
+    aten.mm.default: aligned_rows.mm,
+    aten.addmm.default: aligned_rows.addmm,
+    aten._to_copy.default: aligned_rows.to,
+}
+"""Operator -> a function whose result has aligned rows."""
+
+ALIGNED_OPS: Final = frozenset(map(str, ALIGNED))
+
+
 def with_native_calls(code: fx.Graph) -> None:
     """Replace calls in emitted code by faster ones."""
     _share_views(code)
@@ -71,6 +85,8 @@ def with_native_calls(code: fx.Graph) -> None:
         if node.target is aten.alias.default and not _is_result(node):
             node.replace_all_uses_with(node.args[0])
             code.erase_node(node)
+        elif ODD_ROWS in node.meta and not _is_result(node) and not _has_options(node):
+            node.target = ALIGNED[node.target]
         elif node.target in NATIVE:
             node.target = NATIVE[node.target]
         elif node.target is aten.expand.default and not node.kwargs:
@@ -90,6 +106,11 @@ def _share_views(code: fx.Graph) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             code.erase_node(node)
+
+
+def _has_options(node: fx.Node) -> bool:
+    """Return whether a call has other keywords than :data:`ALIGNED` takes, such as a factor."""
+    return bool(node.kwargs.keys() - {"dtype"})
 
 
 def _is_result(node: fx.Node) -> bool:

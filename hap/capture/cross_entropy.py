@@ -48,7 +48,7 @@ def cross_entropy_backward(
     grad_lse: Tensor, grad_picked: Tensor, x: Tensor, target: Tensor, lse: Tensor, skip: int
 ) -> Tensor:
     """Return the gradient of ``x``: ``grad_lse * softmax(x)``, plus ``grad_picked`` at targets."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _like(x)
     first = x[next(_chunks(x), slice(0))]
     y, seed = (torch.zeros_like(first, dtype=lse.dtype) for _ in range(2))
     negated = -grad_lse
@@ -59,7 +59,7 @@ def cross_entropy_backward(
         y, seed = y[: len(scale)], seed[: len(scale)]  # the last chunk may be shorter
         torch.sub(x[rows], lse[rows].unsqueeze(-1), out=y)
         seed[..., 0] = scale
-        if out.dtype == y.dtype:
+        if out.dtype == y.dtype and out.is_contiguous():  # the kernel ignores strides of its result
             aten._log_softmax_backward_data.out(seed, y, -1, y.dtype, out=out[rows])
         else:
             out[rows] = aten._log_softmax_backward_data(seed, y, -1, y.dtype)
@@ -71,6 +71,13 @@ def cross_entropy_backward(
         given = grad_picked.masked_fill(skipped, 0.0).to(out.dtype).reshape(-1)
         lines[torch.arange(len(lines), device=out.device), at] += given
     return out
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return a tensor of the shape of ``x``; aligned rows stay aligned (:mod:`hap.runtime.aligned_rows`)."""
+    if x.dim() == 2 and x.stride(1) == 1 and 0 < (x.stride(0) - x.shape[1]) * x.itemsize < 16:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:

@@ -1,0 +1,89 @@
+"""Products of matrices with odd rows have the values of torch's, in rows of whole 16 bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
+from hap.runtime import aligned_rows
+from hap.runtime.aligned_rows import FEWEST, STEP
+from hap.runtime.collectives import LocalComm
+from hap.runtime.hap_module import HapModule, emit
+from hap.runtime.native_calls import ODD_ROWS
+from tests.random_plans import benchmark_case, call
+from tests.test_compiled import one_rank
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def x(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def step(matrix: Tensor) -> int:
+    return matrix.stride(0) * matrix.element_size() % STEP
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_have_the_values_of_torch(dtype: torch.dtype, turned: bool) -> None:
+    a, b = x(257, 301, dtype=dtype), x(301, 403, dtype=dtype, seed=1)
+    if turned:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    bias = x(403, dtype=dtype, seed=2)
+    for found, want in (
+        (aligned_rows.mm(a, b), torch.mm(a, b)),
+        (aligned_rows.addmm(bias, a, b), torch.addmm(bias, a, b)),
+    ):
+        assert step(found) == 0
+        torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-1)
+
+
+def test_only_odd_and_large_matrices_are_copied() -> None:
+    even, odd = x(257, 304, dtype=torch.bfloat16), x(257, 301, dtype=torch.bfloat16)
+    assert aligned_rows.aligned(even) is even
+    assert aligned_rows.aligned(even.t()).data_ptr() == even.data_ptr()
+    for matrix in (odd, odd.t()):
+        found = aligned_rows.aligned(matrix)
+        assert torch.equal(found, matrix)
+        assert STEP == 16 and max(found.stride()) == 304
+    small = odd[: FEWEST // 301 - 1]
+    assert aligned_rows.aligned(small) is small
+    wide = aligned_rows.to(odd, dtype=torch.float32)
+    assert torch.equal(wide, odd.float()) and step(wide) == 0
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_the_gradient_of_aligned_logits_is_aligned(dtype: torch.dtype) -> None:
+    logits, target = x(64, 301, dtype=dtype), torch.arange(64) * 3
+    stored = aligned_rows.to(logits, dtype=dtype)
+    target[5] = -100
+    results = []
+    for given in (logits, stored):
+        lse, picked = cross_entropy_terms(given, target, -100)
+        one = torch.ones_like(lse)
+        results.append((lse, picked, cross_entropy_backward(one, -one, given, target, lse, -100)))
+    for want, found in zip(*results, strict=True):
+        assert torch.equal(found, want)
+    assert step(results[1][2]) == 0
+
+
+def test_the_emitted_code_marks_products_of_odd_half_precision() -> None:
+    """For CUDA alone, and only where the graph says so."""
+    case = benchmark_case("mlp", "tiny")
+    plan = one_rank(case)
+    for device in ("cpu", "cuda"):
+        code = emit(plan, 0, torch.device(device))
+        marked = [n for n in code.forward.graph.nodes if ODD_ROWS in n.meta]
+        assert not marked  # float32
+
+
+@pytest.mark.gpu
+def test_steps_with_an_odd_vocabulary_on_cuda() -> None:
+    """Under autocast, the logits of 50,257 classes; losses and gradients are those of the CPU's ranks."""
+    case = benchmark_case("mlp", "tiny")
+    module = HapModule(one_rank(case), case.model, LocalComm(), torch.device("cuda"))
+    call(module, case.batch)
