@@ -23,6 +23,7 @@ from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_term
 from hap.capture.matmul_precision import matmul_precision
 from hap.cluster.work import Work
 from hap.profiler import fixed_costs
+from hap.profiler.slow_kernels import SLOW_KERNELS, SlowKernel
 
 aten = torch.ops.aten
 LAUNCH, LOOPED = "launch", "launch looped"
@@ -230,41 +231,18 @@ def _memory(sizes: Sizes) -> Iterator[Probe]:
 def _elementwise(sizes: Sizes) -> Iterator[Probe]:
     """Yield operators that may be slower than their traffic."""
 
-    def table(arena: Arena, shape: Any, function: Callable[..., object], tensors: int) -> Call:
-        return lambda: function(*(arena.cut(*shape) for _ in range(tensors)))
+    def table(arena: Arena, shape: Any, kernel: SlowKernel) -> Call:
+        return lambda: kernel.run(*(arena.cut(*shape) for _ in range(kernel.reads)))
 
-    def norm(x: Tensor) -> object:
-        weight = x[0]
-        return aten.native_layer_norm(x, [x.shape[1]], weight, weight, 1e-5)
-
-    def dropout(x: Tensor) -> Tensor:  # as in the runtime's context
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(0.9)
-        return (x * mask).mul_(1 / 0.9)
-
-    def pool(x: Tensor) -> object:
-        return aten.max_pool2d_with_indices(x.view(-1, 32, 16, 16), [2, 2], [2, 2])
-
-    # name, kind, function, number of tensors read, elements written per element of one of them
-    every: list[tuple[str, str, Callable[..., object], int, float]] = [
-        ("gelu", "math", aten.gelu, 1, 1),
-        ("gelu_backward", "math", aten.gelu_backward, 2, 1),
-        ("softmax", "math", lambda x: torch.softmax(x, -1), 1, 1),
-        ("exp", "math", torch.exp, 1, 1),
-        ("tanh", "tanh", torch.tanh, 1, 1),
-        ("sum of rows", "reduce", lambda x: x.sum(0, keepdim=True), 1, 0),
-        ("layer_norm", "reduce", norm, 1, 1),
-        ("dropout", "random", dropout, 1, 1.25),
-        ("max_pool", "pool", pool, 1, 0.75),
-    ]
     for shape in sizes.tables:
         (rows, width), count = shape, math.prod(shape)
-        for name, kind, function, tensors, written in every:
-            traffic = _nbytes("float32", count * tensors) + written * _nbytes("float32", count)
+        for each in SLOW_KERNELS:
+            traffic = (each.reads + each.more) * _nbytes("float32", count)
             yield Probe(
-                name=f"{name} {rows}x{width}",
-                work=Work(kind, "float32", float(count * (1 + (name == "gelu_backward"))), traffic),
-                make=lambda arena, s=shape, f=function, t=tensors: table(arena, s, f, t),  # type: ignore[misc]
-                quick=shape == sizes.tables[-1] and name in ("gelu_backward", "gelu", "tanh", "sum of rows", "dropout", "max_pool"),
+                name=f"{each.name} {rows}x{width}",
+                work=Work(each.kind, "float32", float(count * each.operations), traffic),
+                make=lambda arena, s=shape, k=each: table(arena, s, k),  # type: ignore[misc]
+                quick=shape == sizes.tables[-1] and each.quick,
             )  # fmt: skip
 
 

@@ -48,13 +48,35 @@ def aligned(x: Tensor) -> Tensor:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``."""
     out = empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return torch.mm(aligned(a), aligned(b), out=out)
+    return product(out, aligned(a), aligned(b))
+
+
+import os
+SPLIT = bool(os.environ.get("HAP_SPLIT"))
+
+
+def product(out, a, b, bias=None):
+    if not SPLIT:
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    per = STEP // a.dtype.itemsize
+    cuts = lambda n: [slice(0, n // per * per), slice(n // per * per, n)] if n % per and n > per else [slice(0, n)]
+    for rows in cuts(a.shape[0]):
+        for cols in cuts(b.shape[1]):
+            o = out[rows, cols]
+            first, *rest = cuts(a.shape[1])
+            if bias is None:
+                torch.mm(a[rows, first], b[first, cols], out=o)
+            else:
+                torch.addmm(bias[cols], a[rows, first], b[first, cols], out=o)
+            for ks in rest:
+                o.addmm_(a[rows, ks], b[ks, cols])
+    return out
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``bias + a @ b``."""
     out = empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return torch.addmm(bias, aligned(a), aligned(b), out=out)
+    return product(out, aligned(a), aligned(b), bias)
 
 
 def to(x: Tensor, *, dtype: torch.dtype) -> Tensor:

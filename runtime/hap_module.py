@@ -130,7 +130,7 @@ class HapModule(nn.Module):
                 for target, new in zip(self._code.buffers, buffers, strict=True):
                     state[target].copy_(new)
         self._ctx.step += 1
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ``PlanError`` if the plan computes something else than this call asks for."""

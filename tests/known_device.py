@@ -10,7 +10,8 @@ TRUTH = Device(
     operand_bytes_per_s=15e9, relaunch=0.5,
     efficiency={
         "conv": 1.05, "conv_backward": 0.9, "attention": 0.5, "attention_backward": 0.65,
-        "math": 0.015, "tanh": 0.0045, "loss": 0.006, "reduce": 0.028, "pool": 0.0057, "random": 0.0015,
+        "math": 0.015, "tanh": 0.0045, "loss": 0.006, "reduce": 0.028, "norm": 0.02, "norm_backward": 0.01,
+        "pool": 0.0057, "pool_backward": 0.004, "random": 0.0015,
         "update": 0.038,
     },
 )  # fmt: skip

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import hap
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.runtime import aligned_rows
 from hap.runtime.aligned_rows import FEWEST, STEP
 from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.native_calls import ODD_ROWS
-from tests.random_plans import benchmark_case, call
+from tests.random_plans import benchmark_case
 from tests.test_compiled import one_rank
 
+CLASSES = 5003
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -71,19 +76,52 @@ def test_the_gradient_of_aligned_logits_is_aligned(dtype: torch.dtype) -> None:
     assert step(results[1][2]) == 0
 
 
-def test_the_emitted_code_marks_products_of_odd_half_precision() -> None:
-    """For CUDA alone, and only where the graph says so."""
-    case = benchmark_case("mlp", "tiny")
-    plan = one_rank(case)
-    for device in ("cpu", "cuda"):
-        code = emit(plan, 0, torch.device(device))
-        marked = [n for n in code.forward.graph.nodes if ODD_ROWS in n.meta]
-        assert not marked  # float32
+class Words(nn.Module):
+    """A classifier of many classes, whose number is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 64)
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(words)), words.roll(1))
+
+
+def words() -> tuple[hap.Plan, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, batch = Words(), torch.arange(128) * 7
+    return hap.plan(model, (batch,), "local:1", autocast="bfloat16"), model, batch
+
+
+def marked(plan: hap.Plan, device: str) -> list[str]:
+    """Return the operators of the emitted code whose rows are marked."""
+    code = emit(plan, 0, torch.device(device))
+    both = (*code.forward.graph.nodes, *code.backward.graph.nodes)
+    return [str(node.target) for node in both if ODD_ROWS in node.meta]
+
+
+def test_only_large_products_in_half_precision_on_cuda_are_marked() -> None:
+    plan, _, _ = words()
+    found = marked(plan, "cuda")
+    assert found.count("aten.addmm.default") == 1
+    assert found.count("aten.mm.default") == 2
+    assert not marked(plan, "cpu")
+    assert not marked(one_rank(benchmark_case("mlp", "tiny")), "cuda")  # in float32
 
 
 @pytest.mark.gpu
-def test_steps_with_an_odd_vocabulary_on_cuda() -> None:
-    """Under autocast, the logits of 50,257 classes; losses and gradients are those of the CPU's ranks."""
-    case = benchmark_case("mlp", "tiny")
-    module = HapModule(one_rank(case), case.model, LocalComm(), torch.device("cuda"))
-    call(module, case.batch)
+def test_a_step_with_an_odd_number_of_classes_on_cuda() -> None:
+    plan, model, batch = words()
+    device = torch.device("cuda")
+    module = HapModule(plan, copy.deepcopy(model), LocalComm(), device)
+    model, batch = model.to(device), batch.to(device)
+    with torch.autocast("cuda", torch.bfloat16):
+        want = model(batch)
+    found = module(batch)
+    found.backward(), want.backward()
+    torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)
+    for (name, mine), plain in zip(module.named_parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None and plain.grad is not None
+        error = (mine.grad - plain.grad).norm() / plain.grad.norm()
+        assert error < 0.02, name

@@ -13,7 +13,7 @@ from torch import Tensor
 import hap
 from hap.cli import commands
 from hap.errors import HapError, InputError, PlanError
-from hap.ir.batch import flatten
+from hap.ir.batch import each, flatten
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import BACKENDS, runnable
 from hap.runtime.context import Context
@@ -131,7 +131,7 @@ def test_another_batch_is_read() -> None:
     plan = one_rank(case)
     eager, graphs = (module_on(case, plan, backend) for backend in ("eager", "cudagraphs"))
     for factor in (1.0, 2.0, 3.0, 0.5):
-        batch = tuple(x * factor if x.is_floating_point() else x for x in case.batch)
+        batch = each(case.batch, lambda _, x: x * factor if x.is_floating_point() else x)  # noqa: B023
         torch.testing.assert_close(call(graphs, batch), call(eager, batch))
 
 
@@ -186,7 +186,8 @@ def test_a_second_backward_is_refused() -> None:
         first.backward()
     third = call(module, case.batch)
     with torch.no_grad():
-        next(module.parameters()).add_(1.0)
+        for parameter in module.parameters():
+            parameter.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         third.backward()
 

@@ -142,8 +142,8 @@ class Device:
             dtype = "float32"  # on the ordinary units, which differ from tensor cores
         while dtype not in self.flops_per_s:
             dtype = _STAND_IN.get(dtype, "float32")
-        if kind not in self.efficiency:
-            kind = GENERAL.get(kind, kind)
+        while kind not in self.efficiency and kind in GENERAL:
+            kind = GENERAL[kind]
         if kind in ELEMENTWISE and kind not in self.efficiency:
             return math.inf
         return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)

@@ -8,9 +8,12 @@ from typing import Final, NamedTuple
 PRODUCTS: Final = ("matmul", "conv", "conv_backward", "attention", "attention_backward")
 """Kinds that run on the units for matrix products, at the rate of their dtype."""
 
-ELEMENTWISE: Final = ("math", "tanh", "loss", "reduce", "pool", "random", "update")
+ELEMENTWISE: Final = (
+    "math", "tanh", "loss", "reduce", "norm", "norm_backward", "pool", "pool_backward", "random",
+    "update",
+)  # fmt: skip
 """Kinds that may take longer than their memory traffic: functions such as ``exp``, losses, sums,
-pooling, random masks and the optimizer's step. They count elements; see
+layer norms, pooling, random masks and the optimizer's step. They count elements; see
 :mod:`hap.synthesizer.cost.operator_work`."""
 
 GENERAL: Final[Mapping[str, str]] = {
@@ -18,8 +21,11 @@ GENERAL: Final[Mapping[str, str]] = {
     "attention_backward": "attention",
     "tanh": "math",
     "loss": "math",
+    "norm": "reduce",
+    "norm_backward": "norm",
+    "pool_backward": "pool",
 }
-"""Kind -> the more general kind whose efficiency replaces a missing one."""
+"""Kind -> the more general kind whose efficiency replaces a missing one, if it has one itself."""
 
 PRECISIONS: Final = ("highest", "high", "medium")
 """Precisions of float32 products: names of :func:`torch.set_float32_matmul_precision`. The last two
