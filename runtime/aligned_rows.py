@@ -52,6 +52,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 import os
+
 SPLIT = bool(os.environ.get("HAP_SPLIT"))
 
 
@@ -59,7 +60,11 @@ def product(out, a, b, bias=None):
     if not SPLIT:
         return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
     per = STEP // a.dtype.itemsize
-    cuts = lambda n: [slice(0, n // per * per), slice(n // per * per, n)] if n % per and n > per else [slice(0, n)]
+    cuts = lambda n: (
+        [slice(0, n // per * per), slice(n // per * per, n)]
+        if n % per and n > per
+        else [slice(0, n)]
+    )
     for rows in cuts(a.shape[0]):
         for cols in cuts(b.shape[1]):
             o = out[rows, cols]

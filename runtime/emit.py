@@ -232,12 +232,14 @@ class Emitter:
             return False
         (made,) = self._made(step)
         kind = self.graph.tensors[made.tensor].dtype
-        dtype, shape = self._dtype(kind), self._shape(made)
+        dtype, shapes = self._dtype(kind), [self._shape(made)]
         lowered = dtype.itemsize == 2 or (dtype == torch.float32 and self.graph.products != kind)
-        sizes = {*shape[-1:]}
+        sizes = shapes[0][-1:]
         if node.op != "aten._to_copy.default":  # each dim of a product may be that of rows
-            sizes.update(size for value in self._used(step) for size in self._shape(value))
-        return lowered and math.prod(shape) >= FEWEST and any(is_odd(n, dtype) for n in sizes)
+            shapes += [self._shape(value) for value in self._used(step)]
+            sizes = tuple(size for shape in shapes for size in shape)
+        large = max(map(math.prod, shapes)) >= FEWEST
+        return lowered and large and any(is_odd(size, dtype) for size in sizes)
 
     def _span(self, step: Compute, node: Node) -> Span | None:
         """Return this rank's range of indices, or None if the looked-up dim is not sharded."""
