@@ -1,9 +1,9 @@
 """Products of matrices whose rows do not begin at multiples of 16 bytes, for CUDA.
 
-Tensor cores read rows in pieces of 16 bytes. cuBLAS is several times slower if a row is no multiple
-of them, such as the logits of GPT-2's 50,257 words in half precision, so people enlarge their
-vocabulary to 50,304. Here the rows of such tensors are stored with a gap after each: shapes and values
-stay the same.
+Tensor cores read rows in pieces of 16 bytes. cuBLAS is several times slower if rows do not begin or end
+at multiples of that, such as the logits of GPT-2's 50,257 words in half precision, so people enlarge their
+vocabulary to 50,304. Here the rows of such tensors are stored with a gap after each, and products are
+computed in parts of even sizes. Shapes and values stay the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 STEP: Final = 16
@@ -47,43 +48,65 @@ def aligned(x: Tensor) -> Tensor:
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``."""
-    out = empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return product(out, aligned(a), aligned(b))
-
-
-import os
-
-SPLIT = bool(os.environ.get("HAP_SPLIT"))
-
-
-def product(out, a, b, bias=None):
-    if not SPLIT:
-        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
-    per = STEP // a.dtype.itemsize
-    cuts = lambda n: (
-        [slice(0, n // per * per), slice(n // per * per, n)]
-        if n % per and n > per
-        else [slice(0, n)]
-    )
-    for rows in cuts(a.shape[0]):
-        for cols in cuts(b.shape[1]):
-            o = out[rows, cols]
-            first, *rest = cuts(a.shape[1])
-            if bias is None:
-                torch.mm(a[rows, first], b[first, cols], out=o)
-            else:
-                torch.addmm(bias[cols], a[rows, first], b[first, cols], out=o)
-            for ks in rest:
-                o.addmm_(a[rows, ks], b[ks, cols])
-    return out
+    return _product(None, a, b)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``bias + a @ b``."""
-    out = empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-    return product(out, aligned(a), aligned(b), bias)
+    """Return ``bias + a @ b``; the bias has a dim or two."""
+    return _product(bias, a, b)
 
 
 def to(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return a copy in another dtype."""
     return empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def _product(bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Compute a product in parts whose sizes are even, since rows of aligned memory do not suffice.
+
+    Columns of ``b`` are added until their number is even; along the other two dims, the rest is apart.
+    """
+    a, b = aligned(a), aligned(b)
+    (rows, inner), columns = a.shape, b.shape[1]
+    stored = empty((rows, columns), dtype=a.dtype, device=a.device)
+    wide = _with_gaps(stored)
+    b = _widened(b, wide.shape[1])
+    if bias is not None and bias.shape[-1] == columns != wide.shape[1]:
+        bias = F.pad(bias, (0, wide.shape[1] - columns))
+    # Rows of ``a`` are rows in memory unless it is transposed, and so on.
+    first, *rest = _parts(inner, a.dtype, split=a.stride(1) == 1 or b.stride(0) == 1)
+    for part in _parts(rows, a.dtype, split=a.stride(0) == 1):
+        into = wide[part]
+        if bias is None:
+            torch.mm(a[part, first], b[first], out=into)
+        else:
+            own = bias[part] if bias.dim() == 2 and len(bias) == rows else bias
+            torch.addmm(own, a[part, first], b[first], out=into)
+        for more in rest:
+            into.addmm_(a[part, more], b[more])
+    return stored
+
+
+def _parts(size: int, dtype: torch.dtype, *, split: bool) -> list[slice]:
+    """Return the even part of a dim and the rest, or all of it."""
+    per_step = STEP // dtype.itemsize
+    even = size // per_step * per_step
+    return [slice(0, even), slice(even, size)] if split and 0 < even < size else [slice(0, size)]
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """Return a matrix together with the gaps after its rows."""
+    return x.as_strided((x.shape[0], x.stride(0)), x.stride()) if x.shape[0] > 1 else x
+
+
+def _widened(b: Tensor, columns: int) -> Tensor:
+    """Return a matrix with more columns, whose products nobody reads."""
+    if b.shape[1] == columns:
+        return b
+    if b.stride() == (columns, 1):
+        return _with_gaps(b)
+    turned = b.new_zeros((columns, b.shape[0])) if b.stride(0) == 1 else None
+    if turned is None:
+        return F.pad(b, (0, columns - b.shape[1]))
+    turned[: b.shape[1]] = b.t()
+    return turned.t()
