@@ -294,7 +294,8 @@ def compile(
             rules.
         backend: ``eager``; ``inductor`` to compile what runs between collectives, which
             happens in the first step and takes from seconds to minutes; or ``cudagraphs`` to launch the
-            kernels of a step as CUDA graphs (:mod:`hap.runtime.cuda_graphs`).
+            kernels of a step as CUDA graphs (:mod:`hap.runtime.cuda_graphs`); or
+            ``inductor-cudagraphs`` for both.
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does; no rule gives an

@@ -21,19 +21,29 @@ from hap.capture import torch_private
 from hap.capture.matmul_precision import matmul_precision
 from hap.errors import HapError, InputError
 from hap.runtime.context import Context
-from hap.runtime.draws_first import DrawsFirst, boxed, draw_masks_apart
+from hap.runtime.draws_first import Boxed, DrawsFirst, boxed, draw_masks_apart
 from hap.runtime.emit import Emitted
 from hap.runtime.fused_operators import FUSED
 
-Boxed = Callable[[list[Any]], Sequence[Tensor]]
-"""A function that empties its list of arguments, so that each can be freed after its last use."""
+Compiled = Callable[[list[Any]], Sequence[Tensor]]
+"""A compiled piece, which empties its list of arguments."""
 
-BACKENDS = ("eager", "inductor", "cudagraphs")
+BACKENDS = ("eager", "inductor", "cudagraphs", "inductor-cudagraphs")
 DRAWN = frozenset({"mask", "scale"})
 """Methods of the context that need no tensor and may run in any order."""
 
 FEWEST = 2
 """Fewest kernels of a piece that is compiled: a single kernel cannot be fused."""
+
+
+def compiles(backend: str) -> bool:
+    """Does TorchInductor compile the operators between collectives?"""
+    return backend.startswith("inductor")
+
+
+def captures(backend: str) -> bool:
+    """Do steps run as CUDA graphs (:mod:`hap.runtime.cuda_graphs`)?"""
+    return backend.endswith("cudagraphs")
 
 
 def check_backend(backend: str, device: torch.device) -> None:
@@ -44,14 +54,14 @@ def check_backend(backend: str, device: torch.device) -> None:
     """
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r}", hint=f"one of {', '.join(BACKENDS)}")
-    if backend == "inductor" and (lack := torch_private.inductor_lacks(device)):
+    if compiles(backend) and (lack := torch_private.inductor_lacks(device)):
         raise InputError(
-            f"backend 'inductor' cannot compile for {device.type}: {lack[0]}",
+            f"backend {backend!r} cannot compile for {device.type}: {lack[0]}",
             hint=f"{lack[1]}, or use the backend 'eager'",
         )
-    if backend == "cudagraphs" and device.type != "cuda":
+    if captures(backend) and device.type != "cuda":
         raise InputError(
-            f"backend 'cudagraphs' runs on CUDA devices, not on {device.type}",
+            f"backend {backend!r} runs on CUDA devices, not on {device.type}",
             hint="use the backend 'eager' or 'inductor'",
         )
 
@@ -90,25 +100,27 @@ def runnable(emitted: Emitted, backend: str, device: torch.device) -> Runnable:
 
 def executable(
     module: fx.GraphModule, backend: str, device: torch.device, library: Library
-) -> Callable[[Context, list[Any]], Sequence[Tensor]]:
+) -> Boxed:
     """Return a graph's function ``(ctx, arguments)``, which empties the list; modifies the graph."""
-    if backend == "inductor":
-        return Staged(module, library, device)
-    if backend == "cudagraphs":
-        return DrawsFirst(module, device)
-    return boxed(module)
+    if captures(backend):
+        return DrawsFirst(module, device, lambda rest: _run(rest, backend, device, library))
+    return _run(module, backend, device, library)
+
+
+def _run(module: fx.GraphModule, backend: str, device: torch.device, library: Library) -> Boxed:
+    return Staged(module, library, device) if compiles(backend) else boxed(module)
 
 
 class Library:
     """A cache of compiled code. The key is all that the code depends on."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Boxed] = {}
+        self._made: dict[Hashable, Compiled] = {}
 
     def __len__(self) -> int:
         return len(self._made)
 
-    def compile(self, piece: fx.GraphModule, described: Hashable, args: list[Tensor]) -> Boxed:
+    def compile(self, piece: fx.GraphModule, described: Hashable, args: list[Tensor]) -> Compiled:
         """Return the code of a piece for inputs with the shapes, strides and dtypes of ``args``.
 
         Raises:
@@ -135,7 +147,7 @@ class Piece:
         self._module = fx.GraphModule(torch.nn.Module(), graph, "Piece")
         self._described = describe(graph)
         self._library = library
-        self._made: dict[tuple[tuple[int, ...], ...], Boxed] = {}
+        self._made: dict[tuple[tuple[int, ...], ...], Compiled] = {}
         self.alone = sum(map(_is_kernel, graph.nodes)) < FEWEST
 
     def __call__(self, ctx: Context, args: list[Any]) -> Sequence[Any]:

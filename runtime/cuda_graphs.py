@@ -25,9 +25,6 @@ from hap.runtime.compiled import Runnable
 from hap.runtime.context import Context
 from hap.runtime.draws_first import DrawsFirst
 
-NAME = "cudagraphs"
-"""Of the backend; torch.compile has one of the same name."""
-
 
 def check_graphs(plan: Plan, comm: Comm) -> None:
     """Check that ranks of a plan can run as CUDA graphs.
@@ -38,14 +35,14 @@ def check_graphs(plan: Plan, comm: Comm) -> None:
     """
     instead = "use the backend 'eager' or 'inductor'"
     if plan.stages:
-        raise PlanError(f"backend {NAME!r} does not run pipelines", hint=instead)
+        raise PlanError("backend 'cudagraphs' does not run pipelines", hint=instead)
     if any(node.op == "hap.rounded_with_feedback.default" for node in plan.graph.nodes):
         raise PlanError(
-            f"backend {NAME!r} does not run gradients in {plan.recipe.gradients}", hint=instead
+            f"backend 'cudagraphs' does not run gradients in {plan.recipe.gradients}", hint=instead
         )
     if not isinstance(comm, LocalComm | ProcessGroupComm):
         raise InputError(
-            f"backend {NAME!r} does not run emulated ranks",
+            "backend 'cudagraphs' does not run emulated ranks",
             hint="run each rank in a process of its own (--processes)",
         )
 
@@ -201,7 +198,7 @@ class _Replay(torch.autograd.Function):
         assert fn.saved_tensors is not None
         if fn.number != fn.graphs.number or torch_private.keeps_graph() or torch.is_grad_enabled():
             raise PlanError(
-                f"with backend {NAME!r} a step has one backward, before the next forward",
+                "with backend 'cudagraphs' a step has one backward, before the next forward",
                 hint="call backward once after each forward, or use the backend 'eager'",
             )
         fn.graphs.number += 1

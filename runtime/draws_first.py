@@ -31,9 +31,17 @@ def boxed(module: fx.GraphModule) -> Boxed:
 
 
 class DrawsFirst:
-    """A forward or backward ``(ctx, args)`` whose random numbers and constants are made before it."""
+    """A forward or backward ``(ctx, args)`` whose random numbers and constants are made before it.
 
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+    Args:
+        module: the emitted graph; it is modified.
+        make: returns the function of what remains of the graph.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, device: torch.device,
+        make: Callable[[fx.GraphModule], Boxed] = boxed,
+    ) -> None:  # fmt: skip
         graph = module.graph
         draw_masks_apart(graph, device)
         ctx = next(iter(graph.nodes))
@@ -50,7 +58,7 @@ class DrawsFirst:
                 last = graph.placeholder(f"made_{number}")
             node.replace_all_uses_with(last)
             graph.erase_node(node)
-        self.run = boxed(module)
+        self.run = make(module)
 
     def __call__(self, ctx: Context, args: list[Tensor]) -> Sequence[Tensor]:
         args.extend(draw(ctx) for draw in self.draws)

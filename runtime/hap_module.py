@@ -19,7 +19,7 @@ from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest
 from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm
-from hap.runtime.compiled import Runnable, check_backend, runnable
+from hap.runtime.compiled import Runnable, captures, check_backend, runnable
 from hap.runtime.context import Context
 from hap.runtime.cuda_graphs import CudaGraphs, check_graphs
 from hap.runtime.emit import Emitted, Emitter
@@ -56,7 +56,7 @@ class HapModule(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_backend(backend, device)
-        if backend == "cudagraphs":
+        if captures(backend):
             check_graphs(plan, comm)
         if comm.world_size != plan.world_size:
             raise PlanError(
@@ -102,7 +102,7 @@ class HapModule(nn.Module):
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
         self._graphs = None
-        if backend == "cudagraphs":
+        if captures(backend):
             batch = [k for k, (role, *_) in enumerate(self._order) if role == "input"]
             self._graphs = CudaGraphs(self._code, self._ctx, batch)
 

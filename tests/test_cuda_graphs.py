@@ -73,14 +73,15 @@ def test_a_cpu_is_refused() -> None:
     assert "inductor" in error.value.hint
 
 
+@pytest.mark.parametrize("backend", ["cudagraphs", "inductor-cudagraphs"])
 @pytest.mark.parametrize("file", ["mlp", "bert"])
-def test_draws_and_constants_come_first(file: str) -> None:
+def test_draws_and_constants_come_first(file: str, backend: str) -> None:
     """Random numbers and constants are made before the rest runs, and are the same."""
     case = benchmark_case(file, "tiny_dropout")
     plan = one_rank(case)
     results = []
-    for backend in ("eager", "cudagraphs"):
-        code = runnable(emit(plan, 0, CPU), backend, CPU)
+    for name in ("eager", backend):
+        code = runnable(emit(plan, 0, CPU), name, CPU)
         ctx = Context(LocalComm(), seed=3)
         module = HapModule(plan, copy.deepcopy(case.model), LocalComm(), CPU)
         batch = plan.local_batch(case.batch, 0)
@@ -95,7 +96,7 @@ def test_draws_and_constants_come_first(file: str) -> None:
             saved = rest[len(code.buffers) :]
             gradients = code.backward(ctx, [*saved, torch.ones_like(loss)])
         results.append([loss, *gradients])
-        if backend == "cudagraphs":
+        if name == backend:
             assert isinstance(code.forward, DrawsFirst)
             assert code.forward.draws
     for want, found in zip(*results, strict=True):
@@ -121,6 +122,17 @@ def test_steps_are_those_of_eager_ranks(file: str, build: str) -> None:
     plan = one_rank(case)
     eager, graphs = (
         trained(module_on(case, plan, b), case, case.batch) for b in ("eager", "cudagraphs")
+    )
+    assert_alike(graphs, eager)
+
+
+@pytest.mark.gpu
+def test_compiled_steps_are_those_of_eager_ranks() -> None:
+    case = benchmark_case("mlp", "tiny_dropout")
+    plan = one_rank(case)
+    eager, graphs = (
+        trained(module_on(case, plan, b), case, case.batch)
+        for b in ("eager", "inductor-cudagraphs")
     )
     assert_alike(graphs, eager)
 

@@ -146,11 +146,11 @@ def plan(
 
 _backend = click.option(
     "--backend",
-    type=click.Choice(["eager", "inductor", "cudagraphs"]),
+    type=click.Choice(["eager", "inductor", "cudagraphs", "inductor-cudagraphs"]),
     default="eager",
     show_default=True,
     help="inductor: compile what each rank runs between collectives, in the first step. "
-    "cudagraphs: launch each rank's kernels as CUDA graphs.",
+    "cudagraphs: launch each rank's kernels as CUDA graphs. inductor-cudagraphs: both.",
 )
 
 
