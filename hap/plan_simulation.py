@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,18 @@ def simulate_plan(plan: Plan, *, overlap: bool = True) -> Simulation:
         plan=plan, run=run, usage=usage(run),
         memory=memory_over_time(*plan.whole, cost, run),
     )  # fmt: skip
+
+
+def without_hosts(plan: Plan) -> Plan:
+    """Return a plan for devices that never wait for their hosts, as in steps that are CUDA graphs.
+
+    Raises:
+        PlanError: the plan has stages, which do not run as CUDA graphs.
+    """
+    if plan.stages:
+        raise PlanError("pipelines do not run as CUDA graphs", hint="leave --cudagraphs out")
+    devices = tuple(replace(device, host_s=0.0) for device in plan.cluster.devices)
+    return replace(plan, cluster=replace(plan.cluster, devices=devices))
 
 
 def plan_costs(plan: Plan) -> CostModel:

@@ -85,7 +85,7 @@ def with_native_calls(code: fx.Graph) -> None:
         if node.target is aten.alias.default and not _is_result(node):
             node.replace_all_uses_with(node.args[0])
             code.erase_node(node)
-        elif ODD_ROWS in node.meta and not _is_result(node) and not _has_options(node):
+        elif ODD_ROWS in node.meta and not _has_options(node):
             node.target = ALIGNED[node.target]
         elif node.target in NATIVE:
             node.target = NATIVE[node.target]

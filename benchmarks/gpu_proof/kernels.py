@@ -1,9 +1,10 @@
 """Kernel time of each operator on one rank, by torch's profiler, against the predicted one.
 
-    python -m benchmarks.gpu_proof.kernels plans cluster.yaml
+    python -m benchmarks.gpu_proof.kernels plans benchmarks/clusters/h200.yaml
 
-The part *kernels* writes ``plans/kernels.json``. The command above prints, for these figures and any
-cluster file, the measured and the predicted milliseconds per operator; it needs no GPU.
+The part *kernels* writes ``plans/kernels.json``. The command above prints, for that file or another one and
+any cluster file, the measured and the predicted milliseconds per operator and shapes of its inputs;
+it needs no GPU. ``benchmarks/data/h200_kernels.json`` is of the H200 of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.gpu_proof.settings import Settings
 from hap.cli.terminal import emit, table
 from hap.cluster.cluster_file import load_cluster
 from hap.ir.batch import call, each
+from hap.ir.graph import Node
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
 from hap.plan_simulation import plan_costs
@@ -61,7 +63,8 @@ def run(settings: Settings) -> Iterator[Line]:
             if prepared is None:
                 yield unprepared(PART, name)
                 continue
-            kept[name] = kernel_seconds(prepared.plan, single, settings.device)
+            seconds = kernel_seconds(prepared.plan, single, settings.device)
+            kept[name] = by_call(prepared.plan, seconds)
             (settings.folder / "kernels.json").write_text(json.dumps(kept))
             predicted = sum(predicted_seconds(replace(prepared.plan, cluster=cluster)).values())
             measured = sum(kept[name].values())
@@ -149,34 +152,50 @@ def predicted_seconds(plan: Plan) -> dict[str, float]:
     return found
 
 
+def by_call(plan: Plan, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums over operators with the same name and shapes of inputs, which layers repeat."""
+    found: dict[str, float] = {}
+    for name, s in seconds.items():
+        node = plan.graph.by_name.get(name)
+        call = name if node is None else _call(plan, node)
+        found[call] = found.get(call, 0.0) + s
+    return found
+
+
+def _call(plan: Plan, node: Node) -> str:
+    shapes = (plan.graph.tensors[t].shape for t in node.inputs)
+    return " ".join(
+        [node.op.removeprefix("aten."), *("x".join(map(str, s)) or "1" for s in shapes)]
+    )
+
+
 def main() -> None:
-    """Print, per model, the milliseconds of each kind of operator, those with the largest error first."""
+    """Print the milliseconds of each call of each model, those with the largest error first."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plans", type=Path, help="the folder of the prepared plans")
     parser.add_argument("cluster", help="the figures of the device: a cluster file")
+    parser.add_argument("--kernels", type=Path, help="default: kernels.json in the folder")
+    parser.add_argument("--top", type=int, default=12, help="calls to print per model")
     options = parser.parse_args()
     cluster = load_cluster(options.cluster)
-    for name, measured in json.loads((options.plans / "kernels.json").read_text()).items():
+    kernels = options.kernels or options.plans / "kernels.json"
+    for name, measured in json.loads(kernels.read_text()).items():
         prepared = Prepared.load(options.plans, f"single-{name}")
         if prepared is None:
             parser.error(f"{options.plans} has no plan of {name}; prepare it")
         plan = replace(prepared.plan, cluster=cluster)
-        predicted = predicted_seconds(plan)
-        sums = {}
-        for seconds in (measured, predicted):
-            by_kind: Counter[str] = Counter()
-            for node, s in seconds.items():
-                known = plan.graph.by_name.get(node)
-                by_kind[known.op if known else node] += s * 1e3
-            sums[id(seconds)] = by_kind
-        seen, said = sums[id(measured)], sums[id(predicted)]
-        order = sorted({*seen, *said}, key=lambda kind: -abs(said[kind] - seen[kind]))
-        total = seen.total(), said.total()
-        emit(f"{name}: {total[0]:.2f} ms measured, {total[1]:.2f} ms predicted")
-        counts = Counter(node.op for node in plan.graph.nodes)
+        predicted = by_call(plan, predicted_seconds(plan))
+        counts = Counter(_call(plan, node) for node in plan.graph.nodes)
+        sums = sum(measured.values()) * 1e3, sum(predicted.values()) * 1e3
+        emit(f"{name}: {sums[0]:.2f} ms measured, {sums[1]:.2f} ms predicted")
+        rows = [
+            (call, counts[call] or 1, measured.get(call, 0.0) * 1e3, predicted.get(call, 0.0) * 1e3)
+            for call in {**measured, **predicted}
+        ]
+        rows.sort(key=lambda row: -abs(row[2] - row[3]))
         emit(table(
-            ("operator", "calls", "measured ms", "predicted ms"),
-            [(kind, str(counts[kind] or 1), f"{seen[kind]:.3f}", f"{said[kind]:.3f}") for kind in order[:16]],
+            ("operator and inputs", "calls", "measured ms", "predicted ms"),
+            [(call, str(n), f"{a:.3f}", f"{b:.3f}") for call, n, a, b in rows[: options.top]],
         ))  # fmt: skip
 
 

@@ -359,12 +359,20 @@ def show(plan_file: str, rank: int | None, code: bool, side: str | None, as_json
     "--in-turn", is_flag=True,
     help="Let computing wait for each collective; not for plans with stages.",
 )  # fmt: skip
+@click.option(
+    "--cudagraphs", is_flag=True,
+    help="As ranks with the backend cudagraphs run: no device waits for its host.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the screen.")
-def simulate(plan_file: str, trace: str | None, in_turn: bool, as_json: bool) -> None:
+def simulate(
+    plan_file: str, trace: str | None, in_turn: bool, cudagraphs: bool, as_json: bool
+) -> None:
     """Show how each rank would spend a step of PLAN, and when its memory is fullest."""
     plan = hap.Plan.load(plan_file)
     if trace is not None:
         check_output(trace, plan_file, plan.source.path, hint="change --trace")
+    if cudagraphs:
+        plan = hap.plan_simulation.without_hosts(plan)
     made = hap.plan_simulation.simulate_plan(plan, overlap=not in_turn)
     if trace is not None:
         cli.simulation.write_trace(made, trace)

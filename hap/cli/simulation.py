@@ -180,7 +180,8 @@ def _by_host(made: Simulation) -> str:
     return (
         f"\nrank {spans([use.rank for use in late])}: the host is the limit. It issues operators for "
         f"{_time(worst.issuing_s)}, the device computes for {_time(worst.compute_s)}; "
-        "compiled code has fewer of them: --backend inductor"
+        "compiled code has fewer of them (--backend inductor), and CUDA graphs issue them at once "
+        "(--backend cudagraphs)"
     )
 
 

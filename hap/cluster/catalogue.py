@@ -67,6 +67,10 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         # Tensor cores multiply both half precisions at the same rate.
         rates["bfloat16"], origin["bfloat16"] = own["float16"], f"{origin['float16']} in float16"
     bandwidth = rates.pop("memory_bandwidth")
+    # The memory limits elementwise work: its figures are per byte that the memory moves.
+    elementwise = {} if not peak else {
+        k: round(float(v) * bandwidth / rates["float32"], 6) for k, v in typical["elementwise"].items()
+    }  # fmt: skip
     device = Device(
         name=kind,
         kind=kind,
@@ -75,7 +79,7 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
         flops_per_s=rates,
         memory_bytes_per_s=bandwidth,
         launch_s=parse(typical["launch"], "seconds"),
-        efficiency={k: float(v) for k, v in typical["efficiency"].items()},
+        efficiency={k: float(v) for k, v in typical["efficiency"].items()} | elementwise,
         source={
             "memory_bytes": f"catalogue: {raw['datasheet']}",
             **{f"flops_per_s.{dtype}": origin[dtype] for dtype in rates},
