@@ -113,7 +113,7 @@ HELP = {
     "explain": ["--cluster", "--help", "--json", "--verbose"],
     "export": ["--help", "--to", "--verbose"],
     "import": ["--help", "--to", "--verbose"],
-    "simulate": ["--help", "--in-turn", "--json", "--trace", "--verbose"],
+    "simulate": ["--cudagraphs", "--help", "--in-turn", "--json", "--trace", "--verbose"],
     "profile": [
         "--help",
         "--nodes",

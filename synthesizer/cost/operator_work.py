@@ -31,8 +31,7 @@ def _convolution_backward(call: Call) -> float:
 
 
 TILE = 128
-"""Rows and columns of scores that attention computes at a time in half precision (FlashAttention-2,
-Dao, 2023): 65 tokens take as long as 128, and causal attention skips whole tiles only."""
+"""Rows and columns of scores that attention computes or skips as one in half precision (Dao, 2023)."""
 
 
 def _attention(products: int, first: int) -> Callable[[Call], float]:
@@ -41,8 +40,8 @@ def _attention(products: int, first: int) -> Callable[[Call], float]:
         causal = next(a for a in call.node.args if isinstance(a, bool))
         tile = TILE if q.dtype in ("bfloat16", "float16") else 1
         rows, columns = (-(-x.shape[-2] // tile) for x in (q, k))
-        share = 0.5 * (1 + 1 / rows if tile > 1 else 1) if causal else 1.0
-        scores = numel(q.shape[:-2]) * rows * columns * tile**2 * share
+        tiles = rows * (columns + (tile > 1)) / 2 if causal else rows * columns
+        scores = numel(q.shape[:-2]) * tiles * tile**2
         return products * scores * (q.shape[-1] + v.shape[-1])
 
     return flops
@@ -85,20 +84,13 @@ ELEMENTS: dict[str, str] = {
         ],
         "tanh": ["tanh.default"],
         "loss": ["hap.cross_entropy.default", "hap.cross_entropy_backward.default"],
-        "reduce": [
-            "sum.dim_IntList", "sum.default", "amax.default", "mean.dim", "var.correction",
-            "_softmax_backward_data.default",
-        ],
+        "reduce": ["sum.dim_IntList", "sum.default", "amax.default", "mean.dim", "var.correction",
+                   "_softmax_backward_data.default"],
         "norm": ["native_layer_norm.default", "_fused_rms_norm.default"],
         "norm_backward": ["native_layer_norm_backward.default", "_fused_rms_norm_backward.default"],
-        "pool": [
-            "max_pool2d_with_indices.default", "avg_pool2d.default",
-            "_adaptive_avg_pool2d.default",
-        ],
-        "pool_backward": [
-            "max_pool2d_with_indices_backward.default", "avg_pool2d_backward.default",
-            "_adaptive_avg_pool2d_backward.default",
-        ],
+        "pool": ["max_pool2d_with_indices.default", "avg_pool2d.default", "_adaptive_avg_pool2d.default"],
+        "pool_backward": ["max_pool2d_with_indices_backward.default", "avg_pool2d_backward.default",
+                          "_adaptive_avg_pool2d_backward.default"],
         "random": ["native_dropout.default"],
     }.items()
     for op in ops
@@ -135,17 +127,15 @@ def node_work(node: Node, graph: Graph) -> Work:
             dtype = graph.products
         if dtype == "float32" and kind in ALWAYS_LOWERED:
             dtype = "tfloat32"
-        launches = 1
-        if node.op in STEP_LAUNCHES:
-            launches = STEP_LAUNCHES[node.op] * call.ins[0].shape[1]
+        steps = call.ins[0].shape[1] if node.op in STEP_LAUNCHES else 1
+        launches = steps * STEP_LAUNCHES.get(node.op, 1)
         return Work(kind, dtype, flops(call), traffic, small, launches)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
         dtype = graph.products if dtype == "float32" else dtype
         return Work("matmul", dtype, said, traffic, small)
-    kind = ELEMENTS.get(node.op, "memory")
     count = FUNCTIONS.get(node.op, 1) * max(t.numel for t in tensors)
-    return Work(kind, dtype, float(count), traffic, small)
+    return Work(ELEMENTS.get(node.op, "memory"), dtype, float(count), traffic, small)
 
 
 _UPDATE_KERNELS = (1, 3, 9)
