@@ -20,6 +20,7 @@ from torch import Tensor
 from hap.capture import torch_private
 from hap.errors import HapError, InputError, PlanError
 from hap.ir.plan import Plan
+from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import Runnable
 from hap.runtime.context import Context
@@ -48,25 +49,23 @@ def check_graphs(plan: Plan, comm: Comm) -> None:
 
 
 class Captured:
-    """One of the two functions as a CUDA graph.
+    """A forward or a backward as a CUDA graph.
 
     Args:
+        function: takes ``(ctx, args)``.
         args: the inputs, which the graph reads where they are; the list is emptied.
         copied: indices of inputs that differ from step to step: they are copied into fixed memory.
         pool: the memory of the graph and of its results.
+        separate: whether the results share no memory, as gradients may be changed in place.
 
     Raises:
         HapError: CUDA cannot capture the step, such as one that waits for a value on the host.
     """
 
     def __init__(
-        self,
-        function: DrawsFirst,
-        ctx: Context,
-        args: list[Tensor],
-        copied: Sequence[int],
-        pool: Any,
-    ) -> None:
+        self, function: DrawsFirst, ctx: Context, args: list[Tensor], copied: Sequence[int],
+        pool: Any, *, separate: bool,
+    ) -> None:  # fmt: skip
         for k in copied:
             args[k] = args[k].clone()
         self._copies = [args[k] for k in copied]
@@ -76,7 +75,8 @@ class Captured:
         self._graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self.results = list(function.run(ctx, args))
+                results = function.run(ctx, args)
+                self.results = apart(results) if separate else list(results)
         except RuntimeError as error:
             raise HapError(
                 f"the step cannot be captured as a CUDA graph: {str(error).partition(chr(10))[0]}",
@@ -108,6 +108,8 @@ class CudaGraphs:
         self._eager_modes: set[tuple[bool, bool]] = set()
         self._captured: tuple[Any, ...] = ()
         """The mode and the addresses of the capture."""
+        self._forward: Captured | None = None
+        self._backward: Captured | None = None
         self.number = 0
         """Of forwards, to recognise a backward that comes too late."""
 
@@ -135,23 +137,30 @@ class CudaGraphs:
             self._capture(tensors)
             self._captured = found
         self._keep_gradients(tensors)
+        assert self._forward is not None
         self._forward.replay(self._ctx, [tensors[k] for k in self._batch])
         self.number += 1
         loss, *buffers = self._ends
         return loss.clone(), *(x.detach() for x in buffers)
 
     def _capture(self, tensors: Sequence[Tensor]) -> None:
+        self._forward = self._backward = None  # frees the memory of an earlier capture
         self._pool = torch.cuda.graph_pool_handle()
-        self._backward: Captured | None = None
         self._gradients: list[Tensor] = []
         self._places: set[int] = set()
         args = list(tensors)
-        self._forward = _captured(self._code.forward, self._ctx, args, self._batch, self._pool)
+        captured = self._record(self._code.forward, args, self._batch)
         count = 1 + len(self._code.buffers)
-        results, self._forward.results = self._forward.results, []
-        self._ends, self._saved = results[:count], results[count:]
+        results, captured.results = captured.results, []
+        self._ends, self._saved, self._forward = results[:count], results[count:], captured
         known = {id(x) for y in self._saved for x in (y, y._base)}
         self.read = [k for k, x in enumerate(tensors) if id(x) in known]
+
+    def _record(
+        self, function: Any, args: list[Tensor], copied: Sequence[int], *, separate: bool = False
+    ) -> Captured:
+        assert isinstance(function, DrawsFirst)
+        return Captured(function, self._ctx, args, copied, self._pool, separate=separate)
 
     def _keep_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Copy gradients that the user accumulates out of the graphs' memory."""
@@ -166,20 +175,13 @@ class CudaGraphs:
                 args = [*self._saved, grad]
                 self._saved = []
                 last = len(args) - 1
-                self._backward = _captured(self._code.backward, self._ctx, args, [last], self._pool)
+                self._backward = self._record(self._code.backward, args, [last], separate=True)
                 self._gradients = self._backward.results
                 self._places = {x.data_ptr() for x in self._gradients if x.numel()}
             self._backward.replay(self._ctx, [grad])
         # A parameter takes a gradient that nothing else holds; the memory stays the graph's.
         places = self._code.gradient_of
         return [None if k is None else self._gradients[k].detach() for k in places]
-
-
-def _captured(
-    function: Any, ctx: Context, args: list[Tensor], copied: Sequence[int], pool: Any
-) -> Captured:
-    assert isinstance(function, DrawsFirst)
-    return Captured(function, ctx, args, copied, pool)
 
 
 class _Replay(torch.autograd.Function):

@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hap
 from hap.cli import commands
 from hap.errors import HapError, InputError, PlanError
 from hap.ir.batch import each, flatten
+from hap.ir.half_gradients import with_half_gradients
+from hap.plan_simulation import without_hosts
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.compiled import BACKENDS, runnable
 from hap.runtime.context import Context
-from hap.runtime.cuda_graphs import Captured
+from hap.runtime.cuda_graphs import Captured, check_graphs
 from hap.runtime.draws_first import DrawsFirst
+from hap.runtime.emulate import EmulatedComm, EmulatedWorld
 from hap.runtime.hap_module import HapModule, emit
 from hap.runtime.launch import rank_device, spawn
 from hap.runtime.shared_gpu import SharedGpus
-from tests.random_plans import Case, benchmark_case, call, random_plan
+from tests.random_plans import Case, benchmark_case, call, make_case, random_plan
+from tests.random_stages import random_staged_plan
 from tests.test_compiled import one_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -73,8 +77,27 @@ def test_a_cpu_is_refused() -> None:
     assert "inductor" in error.value.hint
 
 
-@pytest.mark.parametrize("backend", ["cudagraphs", "inductor-cudagraphs"])
-@pytest.mark.parametrize("file", ["mlp", "bert"])
+def test_what_cannot_be_captured_is_refused() -> None:
+    case = benchmark_case("mlp", "tiny")
+    staged = random_staged_plan(case, (1, 1), 0)
+    with pytest.raises(PlanError, match="pipelines"):
+        check_graphs(staged, LocalComm())
+    with pytest.raises(PlanError, match="pipelines"):
+        without_hosts(staged)
+    fed = with_half_gradients(case.graph, "bf16-gradients-with-feedback")
+    fed_case = make_case(case.model, case.batch, case.loss, case.optimizer, fed)
+    with pytest.raises(PlanError, match="gradients"):
+        check_graphs(random_plan(fed_case, 2, 0), LocalComm())
+    emulated = EmulatedComm(EmulatedWorld(1), 0)
+    with pytest.raises(InputError, match="emulated") as error:
+        check_graphs(one_rank(case), emulated)
+    assert "--processes" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "backend"),
+    [("mlp", "cudagraphs"), ("bert", "cudagraphs"), ("mlp", "inductor-cudagraphs")],
+)
 def test_draws_and_constants_come_first(file: str, backend: str) -> None:
     """Random numbers and constants are made before the rest runs, and are the same."""
     case = benchmark_case(file, "tiny_dropout")
@@ -159,6 +182,30 @@ def test_gradients_accumulate(set_to_none: bool) -> None:
     assert_alike(graphs, eager)
 
 
+class Twice(nn.Module):
+    """Two parameters with the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a + self.b) @ x).square().sum()
+
+
+@pytest.mark.gpu
+def test_gradients_share_no_memory() -> None:
+    model, x = Twice(), torch.randn(8, 8)
+    module = HapModule(
+        hap.plan(model, (x,), "local:1"), model, LocalComm(), CUDA, backend="cudagraphs"
+    )
+    for _ in range(3):
+        module.zero_grad()
+        module(x).backward()
+        module.a.grad.mul_(0.0)  # type: ignore[union-attr]
+        assert module.b.grad.abs().sum() > 0  # type: ignore[union-attr]
+
+
 @pytest.mark.gpu
 def test_evaluation_between_steps() -> None:
     case = benchmark_case("mlp", "tiny_dropout")
@@ -212,7 +259,7 @@ def test_a_step_that_waits_on_the_host_is_refused() -> None:
     x = torch.ones(3, device=CUDA)
     pool = torch.cuda.graph_pool_handle()
     with pytest.raises(HapError, match="cannot be captured"):
-        Captured(function, Context(LocalComm()), [x.sum(), x], [], pool)
+        Captured(function, Context(LocalComm()), [x.sum(), x], [], pool, separate=False)
 
 
 @pytest.mark.gpu
