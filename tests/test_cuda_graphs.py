@@ -96,8 +96,11 @@ def test_what_cannot_be_captured_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("file", "backend"),
-    [("mlp", "cudagraphs"), ("bert", "cudagraphs"), ("mlp", "inductor-cudagraphs")],
-)
+    [
+        ("mlp", "cudagraphs"), ("bert", "cudagraphs"),
+        pytest.param("mlp", "inductor-cudagraphs", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_draws_and_constants_come_first(file: str, backend: str) -> None:
     """Random numbers and constants are made before the rest runs, and are the same."""
     case = benchmark_case(file, "tiny_dropout")
