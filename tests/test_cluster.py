@@ -290,6 +290,23 @@ def test_the_paths_and_the_text_of_a_hostfile_agree() -> None:
     assert [d.figures for d in load_cluster(path).devices] == [d.figures for d in unlike8.devices]
 
 
+def test_typical_elementwise_work_follows_the_stated_memory() -> None:
+    """Norms take as long per byte of the memory's rate, whatever the rate of products."""
+    nodes = "nodes: [{{name: a, gpus: 1, type: V100{}}}]\n"
+    norm = Work("norm", "float32", 1e9, 0.0)
+
+    def seconds(figures: str) -> float:
+        device = load_cluster(nodes.format(figures)).devices[0]
+        return device.seconds(norm) - device.launch_s
+
+    usual = seconds("")
+    assert seconds(", flops: 3 TFLOP/s") == pytest.approx(usual)
+    rate = catalogue()["V100-16"].device.memory_bytes_per_s
+    assert seconds(f", memory_bandwidth: {rate / 2} B/s") == pytest.approx(2 * usual)
+    stated = ", flops: 10 TFLOP/s, efficiency: {norm: 0.01}"
+    assert seconds(stated) == pytest.approx(1e9 / 10e12 / 0.01)
+
+
 def test_a_node_may_mix_gpus_and_override_figures() -> None:
     cluster = load_cluster("""\
 nodes:

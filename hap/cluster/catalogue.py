@@ -19,6 +19,10 @@ from hap.units import parse
 _FILE: Final[Path] = Path(__file__).with_name("gpus.yaml")
 
 
+TYPICAL: Final = "catalogue: typical"
+"""The source of figures that are alike on all GPUs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One kind of device."""
@@ -84,8 +88,8 @@ def build(kind: str, fitted: Mapping[str, Mapping[str, float]]) -> Entry:
             "memory_bytes": f"catalogue: {raw['datasheet']}",
             **{f"flops_per_s.{dtype}": origin[dtype] for dtype in rates},
             "memory_bytes_per_s": origin["memory_bandwidth"],
-            "launch_s": "catalogue: typical",
-            "efficiency": "catalogue: typical",
+            "launch_s": TYPICAL,
+            "efficiency": TYPICAL,
         },
     )
     link = Link(

@@ -18,12 +18,13 @@ from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
-from hap.cluster.catalogue import find, nearest
+from hap.cluster.catalogue import TYPICAL, find, nearest
 from hap.cluster.device import Device
 from hap.cluster.figures import BY_KEY, FIGURES, RETIRED, Figure, warn_of_retired
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet
 from hap.cluster.topology import Cluster, check_size
+from hap.cluster.work import ELEMENTWISE
 from hap.errors import ClusterError
 from hap.files import read_whole
 from hap.units import parse
@@ -302,7 +303,25 @@ def _figures(device: Device, given: _Section) -> Device:
             dtypes = named if isinstance(named, Mapping) else values[figure.path]
             names = [f"{figure.name}.{dtype}" for dtype in dtypes]
         source |= dict.fromkeys(names, f"{told} ({place})" if told else place)
-    return device.changed(values, source=source)
+    found = device.changed(values, source=source)
+    return found.changed({"efficiency": _typical_work(device, found, given)})
+
+
+def _typical_work(before: Device, after: Device, given: _Section) -> dict[str, float]:
+    """Return the efficiencies of a device; the typical ones of elementwise work follow its memory.
+
+    They are per byte that the memory moves (``gpus.yaml``), and a section may state another rate of the
+    memory, or of the products, to which efficiencies are relative.
+    """
+    if before.source.get("efficiency") != TYPICAL:
+        return dict(after.efficiency)
+    stated = given.data.get("efficiency", {})
+    memory = after.memory_bytes_per_s / before.memory_bytes_per_s
+    products = after.flops_per_s["float32"] / before.flops_per_s["float32"]
+    return {
+        kind: value if kind in stated or kind not in ELEMENTWISE else value * memory / products
+        for kind, value in after.efficiency.items()
+    }
 
 
 def _value(figure: Figure, before: Any, given: _Section) -> Any:
