@@ -2,8 +2,9 @@
 
 Tensor cores read rows in pieces of 16 bytes. cuBLAS is several times slower if rows do not begin or end
 at multiples of that, such as the logits of GPT-2's 50,257 words in half precision, so people enlarge their
-vocabulary to 50,304. Here the rows of such tensors are stored with a gap after each, and products are
-computed in parts of even sizes. Shapes and values stay the same.
+vocabulary to 50,304. A size is *odd* here if so many elements do not fill whole pieces. Rows of odd sizes are
+stored with a gap after each, and their products are computed in parts of even sizes. Shapes and values
+stay the same.
 """
 
 from __future__ import annotations
