@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from benchmarks.gpu_proof.collectives import shards
 from benchmarks.gpu_proof.models import Prepared
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, page
 from benchmarks.gpu_proof.settings import Settings
+from hap.cluster.cluster_file import load_cluster
 from hap.ir.plan import Plan
+from hap.plan_simulation import simulate_plan, without_hosts
 from tests.random_plans import benchmark_case, random_plan
 
 ROOT = Path(__file__).parents[1]
@@ -92,13 +95,19 @@ def test_recorded_steps_are_compared_with_what_is_predicted_now(
     steps = tmp_path / "steps.json"
     step = {"model": "bert-tiny", "precision": "float32", "plain_ms": 4.0}
     step |= {"planned_over_plain": 1.5, "peak_gib": recorded.peak_bytes(plan) / 2**30 / 1.25}
+    h100 = load_cluster(str(recorded.BENCHMARKS / "clusters" / "h100.yaml"))
+    assert h100.devices[0].host_s > 0
+    unhosted = without_hosts(replace(plan, cluster=h100))
+    assert unhosted.cluster.devices[0].host_s == 0
+    step["graphs_ms"] = simulate_plan(unhosted).run.step_s * 1e3 / 1.5
     steps.write_text(json.dumps({"steps": [step]}))
     monkeypatch.setattr(recorded, "STEPS", {"H200": steps, "H100": steps})
     monkeypatch.setattr(sys, "argv", ["recorded", str(tmp_path)])
     capsys.readouterr()
     recorded.main()
     shown = capsys.readouterr().out
-    assert shown.count("bert-tiny, float32") == 2
+    assert shown.count("bert-tiny fp32") == 2
+    assert "profile of CUDA graphs: median 50.0% off, worst 50.0%" in shown
     assert "peak memory: median 25.0% off, worst 25.0%" in shown
 
 
