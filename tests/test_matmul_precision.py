@@ -17,7 +17,7 @@ from hap.cluster.work import PRECISIONS
 from hap.errors import InputError, ModelError, PlanError
 from hap.ir.plan import Plan
 from hap.profiler.probes import probes
-from hap.runtime import hap_module
+from hap.runtime import compiled
 from hap.runtime.verify import run_ranks, verify
 from hap.synthesizer.cost.operator_work import node_work
 
@@ -114,7 +114,7 @@ def test_forward_and_backward_run_at_the_plans_precision(monkeypatch: pytest.Mon
         seen.append(name)
         return matmul_precision(name, device)
 
-    monkeypatch.setattr(hap_module, "matmul_precision", noted)
+    monkeypatch.setattr(compiled, "matmul_precision", noted)
     model = nn.Sequential(nn.Linear(8, 8))
     batch = torch.randn(4, 8)
 
