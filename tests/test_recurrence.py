@@ -18,7 +18,6 @@ from hap.capture.tracing import capture
 from hap.errors import ModelError
 from hap.ir.placement import S
 from hap.runtime.collectives import LocalComm
-from hap.runtime.compiled import BACKENDS
 from hap.runtime.hap_module import HapModule
 from hap.synthesizer.cost.operator_work import STEP_LAUNCHES, node_work
 from tests.random_plans import Case, make_case, random_plan, verdict
@@ -118,7 +117,7 @@ def test_a_compiled_rank_calls_the_operator() -> None:
     made = case("lstm", batch_first=True)
     plan = hap.plan(made.model, made.batch, "local:1", optimizer=made.optimizer)
     found = []
-    for backend in BACKENDS:
+    for backend in ("eager", "inductor"):
         module = HapModule(plan, copy.deepcopy(made.model), LocalComm(), CPU, backend=backend)
         module(made.batch).backward()
         found.append({name: p.grad for name, p in module.named_parameters()})
