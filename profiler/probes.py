@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -241,7 +242,7 @@ def _elementwise(sizes: Sizes) -> Iterator[Probe]:
             yield Probe(
                 name=f"{each.name} {rows}x{width}",
                 work=Work(each.kind, "float32", float(count * each.operations), traffic),
-                make=lambda arena, s=shape, k=each: table(arena, s, k),  # type: ignore[misc]
+                make=partial(table, shape=shape, kernel=each),
                 quick=shape == sizes.tables[-1] and each.quick,
             )  # fmt: skip
 

@@ -105,9 +105,10 @@ class CudaGraphs:
 
     def __init__(self, code: Runnable, ctx: Context, batch: Sequence[int]) -> None:
         self._code, self._ctx, self._batch = code, ctx, batch
-        self._eager_modes: set[tuple[bool, bool]] = set()
+        self._ran_eagerly: set[bool] = set()
+        """With dropout, without, or both."""
         self._captured: tuple[Any, ...] = ()
-        """The mode and the addresses of the capture."""
+        """Whether the capture drops, and the addresses that it reads."""
         self._forward: Captured | None = None
         self._backward: Captured | None = None
         self.number = 0
@@ -118,10 +119,9 @@ class CudaGraphs:
         ctx = self._ctx
         if not (ctx.training and ctx.wanted) or ctx.in_order:
             return False
-        mode = ctx.training, ctx.dropping
-        if mode in self._eager_modes:
+        if ctx.dropping in self._ran_eagerly:
             return True
-        self._eager_modes.add(mode)
+        self._ran_eagerly.add(ctx.dropping)
         return False
 
     def step(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -69,6 +69,27 @@ def run(settings: Settings) -> Iterator[Line]:
         yield memory(PART, settings, name, found)
 
 
+def on_a_gpu(
+    part: str, settings: Settings, backend: str, theirs: str, *, peaks: bool = False
+) -> Iterator[Line]:
+    """Yield the lines of a backend for each model and precision, or that there is no GPU.
+
+    Args:
+        theirs: the contender's name.
+        peaks: compare predicted peak memory too.
+    """
+    if not settings.on_gpu:
+        yield Line(part=part, claim=f"planned, {backend}", outcome=SKIPPED, reason=ON_CPU)
+        return
+    for name, found in measured(settings, backend=backend):
+        if found is None:
+            yield unprepared(part, name)
+            continue
+        yield from against(part, settings, name, found, theirs)
+        if peaks:
+            yield memory(part, settings, name, found)
+
+
 def measured(settings: Settings, *, backend: str) -> Iterator[tuple[str, Measured | None]]:
     """Yield the name and the figures of each model in each precision; ``None`` without a plan."""
     for single in singles(settings.device, settings.models):
