@@ -57,9 +57,9 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return _product(bias, a, b)
 
 
-def to(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return a copy in another dtype."""
-    return empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+def to(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy, by default in the same dtype."""
+    return empty(x.shape, dtype=dtype or x.dtype, device=x.device).copy_(x)
 
 
 def _product(bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def test_only_odd_and_large_matrices_are_copied() -> None:
         assert STEP == 16 and max(found.stride()) == 304
     small = odd[: FEWEST // 301 - 1]
     assert aligned_rows.aligned(small) is small
+    assert torch.equal(aligned_rows.to(odd), odd) and step(aligned_rows.to(odd)) == 0
     wide = aligned_rows.to(odd, dtype=torch.float32)
     assert torch.equal(wide, odd.float()) and step(wide) == 0
 
