@@ -29,7 +29,10 @@ RESULT_SHAPE: dict[str, int] = {
 }
 
 # Operator -> (the argument that holds a size of its result, which size).
-RESULT_SIZE: dict[str, tuple[int, int]] = {"aten.embedding_dense_backward.default": (2, 0)}
+RESULT_SIZE: dict[str, tuple[int, int]] = {
+    "aten.embedding_dense_backward.default": (2, 0),
+    "hap.expert_mm_weights.default": (3, 0),
+}
 
 
 class Lookup(NamedTuple):
@@ -66,6 +69,8 @@ LOOKUPS: dict[str, Lookup] = {
     "aten.nll_loss_backward.default": Lookup(numbers=2, skip=5),
     "hap.cross_entropy.default": Lookup(numbers=1, table=0, skip=2),
     "hap.cross_entropy_backward.default": Lookup(numbers=3, skip=5),
+    "hap.expert_mm.default": Lookup(numbers=2, table=1, dim=0, skip=3),
+    "hap.expert_mm_weights.default": Lookup(numbers=2, dim=0, skip=4),
 }
 
 # Operators without tensor inputs, which need a device argument.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
                 return constant(func, tuple(map(wide, args)), named)
             if random and not (str(func) == DROPOUT and not 0 < args[1] < 1):
                 return replayed(func, tuple(map(wide, args)), named)
+            if widen and func is aten._grouped_mm.default:
+                return _grouped_mm(*map(wide, args), **named)
             return func(*map(wide, args), **named)
 
     def constant(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -136,6 +139,19 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each group of rows of ``a`` with its matrix, or of groups of columns.
+
+    torch has none in float64. Shapes: ``a`` (S, K) and ``b`` (groups, K, N), or ``a`` (K, S) and
+    ``b`` (S, N); group ``g`` ends before row, or column, ``ends[g]``.
+    """
+    starts = [0, *ends.tolist()]
+    spans = [slice(start, end) for start, end in pairwise(starts)]
+    if b.dim() == 2:
+        return torch.stack([a[:, span] @ b[span] for span in spans])
+    return torch.cat([a[span] @ matrix for span, matrix in zip(spans, b, strict=True)])
 
 
 @exact_convolutions()

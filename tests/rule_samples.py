@@ -419,3 +419,20 @@ _recur("lstm", 4, 2, reverse=True)
 _recur("gru", 3, 1)
 _recur("rnn_tanh", 1, 1)
 _recur("rnn_relu", 1, 1, reverse=True)
+
+# --- mixtures of experts ---
+
+for _expert in (i(5, 7), torch.tensor([0, 3, -1, 3, 3, -1, 2])):
+    _x, _weight = f(7, 3), f(5, 3, 11)
+    add("hap.expert_mm.default", _x, _weight, _expert, -1)
+    add("hap.expert_mm_weights.default", _x, f(7, 11), _expert, 5, -1)
+
+# --- operators of state space models, and others ---
+
+add("softplus_backward.default", f(5, 3), f(5, 3), 1.0, 20.0)
+add("mish_backward.default", f(5, 3), f(5, 3))
+add("logit_backward.default", f(5, 3), pos(5, 3) / 9, 1e-6)
+add("hardshrink_backward.default", f(5, 3), f(5, 3), 0.5)
+for _op in ("max.dim", "min.dim"):
+    add(_op, f(5, 3), 1)
+    add(_op, f(5, 3), -2, True)

@@ -172,9 +172,9 @@ def batch_norm(
         var = torch.ops.hap.channel_deviations(input, mean) / count
         if running_mean is not None and running_var is not None:
             before = running_mean.clone(), running_var.clone()
-            unbiased = var * (count / (count - 1))
-            running_mean.copy_(before[0] * (1 - momentum) + mean * momentum)
-            running_var.copy_(before[1] * (1 - momentum) + unbiased * momentum)
+            unbiased = momentum * count / (count - 1)
+            running_mean.copy_(torch.add(before[0] * (1 - momentum), mean, alpha=momentum))
+            running_var.copy_(torch.add(before[1] * (1 - momentum), var, alpha=unbiased))
             mean = torch.ops.hap.by_mode(mean, before[0].to(mean.dtype))
             var = torch.ops.hap.by_mode(var, before[1].to(var.dtype))
         invstd = (var + eps).rsqrt()

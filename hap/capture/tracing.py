@@ -40,6 +40,7 @@ from hap.capture.checks import (
     state_of,
 )
 from hap.capture.constant_masks import simplify_masks
+from hap.capture.experts import experts_by_row
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
@@ -118,7 +119,8 @@ def capture(
     step, tensors = _fake(whole, flatten(batch), mode)
     before = state_of(step.module)
     layers = torch_private.recurrent_layers(LAYERS)
-    with mode, gc_paused(), casts_of_cuda(), torch_private.attention_in_parts(), layers:
+    parts = torch_private.attention_in_parts()
+    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers:
         with torch_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original

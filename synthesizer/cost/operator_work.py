@@ -19,6 +19,10 @@ def _mm(call: Call) -> float:
     return 2.0 * numel(a.shape) * b.shape[-1]
 
 
+def _expert_mm(call: Call) -> float:
+    return 2.0 * call.ins[0].numel * call.out.shape[-1]
+
+
 def _convolution(call: Call) -> float:
     weight = call.ins[1]
     return 2.0 * call.out.numel * numel(weight.shape[1:])
@@ -56,6 +60,8 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
     "aten.mm.default": ("matmul", _mm),
     "aten.bmm.default": ("matmul", _mm),
     "aten.addmm.default": ("matmul", _mm),
+    "hap.expert_mm.default": ("matmul", _expert_mm),
+    "hap.expert_mm_weights.default": ("matmul", _expert_mm),
     "aten.convolution.default": ("conv", _convolution),
     "aten.convolution_backward.default": ("conv_backward", _convolution_backward),
     "hap.sdpa.default": ("attention", _attention(2, 0)),

@@ -24,7 +24,8 @@ _FIRST = """
 neg.default mul.Scalar div.Tensor div.Scalar threshold_backward.default gelu_backward.default
 elu_backward.default silu_backward.default sigmoid_backward.default tanh_backward.default
 leaky_relu_backward.default hardtanh_backward.default hardswish_backward.default
-hardsigmoid_backward.default native_dropout_backward.default
+hardsigmoid_backward.default native_dropout_backward.default softplus_backward.default
+mish_backward.default logit_backward.default hardshrink_backward.default
 """
 LINEAR: dict[str, list[set[int]]] = {op: [{0}] for op in _FIRST.split()}
 LINEAR["mul.Tensor"] = [{0}, {1}]

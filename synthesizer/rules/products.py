@@ -54,6 +54,17 @@ def _convolution_backward(call: Call) -> list[Row]:
     )  # fmt: skip
 
 
+@rule("hap.expert_mm.default")
+def _expert_mm(call: Call) -> list[Row]:
+    # A rank with some of the experts makes zeros for the rows of others: a term of the result.
+    return equation(call, ["sk", "vkn", "s"], ["sn"], linear=[{0}, {1}])
+
+
+@rule("hap.expert_mm_weights.default")
+def _expert_mm_weights(call: Call) -> list[Row]:
+    return equation(call, ["sk", "sn", "s"], ["vkn"], linear=[{0}, {1}])
+
+
 def _attention_letters(call: Call, q: int, keys: str | None = None) -> tuple[list[str | None], ...]:
     """Return letters of query, key or value, log-sum-exp, and of the mask if there is one."""
     causal = next(a for a in call.node.args if isinstance(a, bool))

@@ -35,7 +35,7 @@ def _sum(call: Call) -> list[Row]:
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.any.dim", "aten.argmax.default",
-      "aten.prod.dim_int")  # fmt: skip
+      "aten.prod.dim_int", "aten.max.dim", "aten.min.dim")  # fmt: skip
 def _whole(call: Call) -> list[Row]:
     return reduced_rows(call, 1, 2)
 
