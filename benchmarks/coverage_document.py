@@ -42,10 +42,9 @@ ENDING = """\
 
 | model | reason |
 |---|---|
-| Switch Transformers of `transformers`, and experts run one after the other (`eager`) | \
-which tokens an expert gets is looked up in the data (`nonzero`): shapes depend on it. The \
-`batched_mm` form of Mixtral and Qwen2-MoE, and experts with room for a fixed number of tokens, are \
-one program |
+| Switch Transformers of `transformers`, and other experts that are no module of its common interface | \
+which tokens an expert gets is looked up in the data (`nonzero`): shapes depend on it. Experts of \
+the interface, and experts with room for a fixed number of tokens, are one program |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
 | losses over sequences of data-dependent length (CTC) | `masked_select` has no fixed shape |

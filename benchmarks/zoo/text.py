@@ -169,22 +169,40 @@ PAIRS = (
     ),
 )  # fmt: skip
 
-# A token's experts depend on the data. This form gathers the weights of each token's experts, which
-# for the published widths are up to 1.4 GB per token and layer: few layers, few tokens.
-BATCHED = {"experts_implementation": "batched_mm"}
-
 EXPERTS = (
     pretrained(
         "mixtral", "mixture of experts", "two of eight experts per token",
-        "MixtralForCausalLM", "MixtralConfig", causal, both=BATCHED,
-        tiny=GROUPED | {"num_local_experts": 4}, full={"num_hidden_layers": 2}, rows=(6, 8),
+        "MixtralForCausalLM", "MixtralConfig", causal,
+        tiny=GROUPED | {"num_local_experts": 4}, full={"num_hidden_layers": 2},
     ),
     pretrained(
         "qwen2-moe", "mixture of experts", "experts beside one that all tokens share",
-        "Qwen2MoeForCausalLM", "Qwen2MoeConfig", causal, both=BATCHED,
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig", causal,
         tiny=GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
                         "shared_expert_intermediate_size": 20},
-        full={"num_hidden_layers": 4}, rows=(6, 8),
+        full={"num_hidden_layers": 4},
+    ),
+    pretrained(
+        "qwen3-moe", "mixture of experts", "eight of 128 experts per token, norms of queries and keys",
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", causal,
+        tiny=GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                        "head_dim": 8},
+        full={"num_hidden_layers": 4},
+    ),
+    pretrained(
+        "gpt-oss", "mixture of experts", "experts with biases, attention with sinks and a sliding window",
+        "GptOssForCausalLM", "GptOssConfig", causal,
+        tiny=GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+                        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+        full={"num_hidden_layers": 2, "num_local_experts": 32},
+    ),
+    pretrained(
+        "deepseek-v3", "mixture of experts", "latent attention, experts chosen by groups",
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", causal,
+        tiny=SMALL | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                      "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 10,
+                      "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6},
+        full={"num_hidden_layers": 4, "n_routed_experts": 64},
     ),
 )  # fmt: skip
 

@@ -18,9 +18,12 @@ def _constant(call: Call) -> list[Row]:
 @rule("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default",
       "aten.new_empty.default")  # fmt: skip
 def _new(call: Call) -> list[Row]:
-    # The input only provides its dtype: the result is made whole for any of its placements.
-    given = letters(call.ins[0], "x")
-    return equation(call, [given], [letters(call.out)], depends=[set()], linear=[{0}])
+    # The input only provides its dtype: its placement and that of the result are independent.
+    (x,), out = call.ins, letters(call.out)
+    rows = equation(call, [letters(x, "x")], [out], depends=[set()], linear=[{0}])
+    alike = [d if x.shape[k : k + 1] == call.out.shape[k : k + 1] else None for k, d in enumerate(out)]
+    both = equation(call, [[*alike, *[None] * len(x.shape)][: len(x.shape)]], [out], depends=[set()])
+    return [*rows, *(row for row in both if row not in rows)]
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")
