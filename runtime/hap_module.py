@@ -95,6 +95,7 @@ class HapModule(nn.Module):
             vars(mine).update(vars(parameter))  # an optimizer may read the user's attributes
             optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
             self._put(name, mine)
+        self._complex = {n for n, b in model.named_buffers() if b.is_complex() and n in roles}
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
         self.train(model.training)
@@ -222,7 +223,7 @@ class HapModule(nn.Module):
                 shard = state[first].detach()
                 if tensor:
                     shard = gather(self._plan, tensor, shard, self._comms, self._comm.rank)
-                whole[first] = shard
+                whole[first] = torch.view_as_complex(shard) if first in self._complex else shard
             whole[name] = whole[first]
         return whole
 
@@ -240,8 +241,9 @@ class HapModule(nn.Module):
                 hint="pass the state dict of the model that was planned",
             )
         state = self._state()
-        for name, whole in state_dict.items():
+        for name, given in state_dict.items():
             first = self._same[name]
+            whole = torch.view_as_real(given) if first in self._complex else given
             tensor = self._inputs.get(first)
             expected = self._plan.graph.tensors[tensor].shape if tensor else state[first].shape
             if tuple(whole.shape) != tuple(expected):

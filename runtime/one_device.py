@@ -176,8 +176,9 @@ def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimi
 
 
 def _held(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True)
+    """Return a copy on the CPU; of a complex tensor as a pair of real ones, like a program's."""
+    held = tensor.detach().to("cpu", copy=True)
+    return torch.view_as_real(held) if held.is_complex() else held
 
 
 def settle(module: nn.Module) -> None:

@@ -15,8 +15,8 @@ from hap.runtime.collectives import Comm
 
 
 def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
-    """Return a copy of this rank's shard of a whole input."""
-    part = whole.detach()
+    """Return a copy of this rank's shard of a whole input; of a complex one as a pair of real ones."""
+    part = torch.view_as_real(whole.detach()) if whole.is_complex() else whole.detach()
     for level in plan.levels(tensor, rank):
         if level:
             part = part.narrow(level.dim, level.start, level.sizes[level.place])

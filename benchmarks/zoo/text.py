@@ -140,6 +140,13 @@ DECODERS = (
         tiny=SMALL | {"hidden_size": 32},
     ),
     pretrained(
+        "mamba", "decoder", "a state space model: convolutions along the text, a scan",
+        "MambaForCausalLM", "MambaConfig", causal,
+        tiny={"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 4,
+              "time_step_rank": 3},
+        full={"num_hidden_layers": 2},
+    ),
+    pretrained(
         "falcon", "decoder", "queries of all heads with one key, fused in one product",
         "FalconForCausalLM", "FalconConfig", causal,
         tiny={"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -195,6 +202,13 @@ EXPERTS = (
         tiny=GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
                         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
         full={"num_hidden_layers": 2, "num_local_experts": 32},
+    ),
+    pretrained(
+        "llama4", "mixture of experts", "rotary embeddings by complex numbers, all experts on all tokens",
+        "Llama4ForCausalLM", "Llama4TextConfig", causal,
+        tiny=GROUPED | {"num_local_experts": 4, "head_dim": 6, "intermediate_size_mlp": 40,
+                        "attention_chunk_size": 4},
+        full={"num_hidden_layers": 4, "num_local_experts": 4, "pad_token_id": 0},
     ),
     pretrained(
         "deepseek-v3", "mixture of experts", "latent attention, experts chosen by groups",

@@ -39,6 +39,7 @@ from hap.capture.checks import (
     numbers_of,
     state_of,
 )
+from hap.capture.complex_pairs import real_pairs
 from hap.capture.constant_masks import simplify_masks
 from hap.capture.experts import experts_by_row
 from hap.capture.local_counts import DECOMPOSITIONS
@@ -148,6 +149,7 @@ def capture(
             f"the forward changes the parameter {name!r}, which only the optimizer may do",
             hint="change it outside of the forward, or make it a buffer",
         )
+    real_pairs(joint.graph, _source)
     simplify_masks(joint.graph)
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
     check_state(
