@@ -241,9 +241,9 @@ class HapModule(nn.Module):
                 hint="pass the state dict of the model that was planned",
             )
         state = self._state()
-        for name, given in state_dict.items():
+        for name, saved in state_dict.items():
             first = self._same[name]
-            whole = torch.view_as_real(given) if first in self._complex else given
+            whole = torch.view_as_real(saved) if first in self._complex else saved
             tensor = self._inputs.get(first)
             expected = self._plan.graph.tensors[tensor].shape if tensor else state[first].shape
             if tuple(whole.shape) != tuple(expected):

@@ -52,7 +52,9 @@ def test_pairs_compute_what_complex_numbers_do(number: int) -> None:
     real_pairs(made.graph, str)
     made.graph.lint()
     made.recompile()
-    assert not any(v.is_complex() for n in made.graph.nodes for v in [n.meta.get("val")] if v is not None)
+    assert not any(
+        v.is_complex() for n in made.graph.nodes for v in [n.meta.get("val")] if v is not None
+    )
     torch.testing.assert_close(made(*given), wanted)
 
 
@@ -65,7 +67,9 @@ def test_every_operator_of_the_table_is_tried() -> None:
 @pytest.mark.parametrize("forward", [lambda x, y: torch.fft.fft(x), lambda x, y: x.exp()])
 def test_other_operators_are_refused_by_name(forward: Any) -> None:
     given = torch.randn(3, 4, 2, 2)
-    with pytest.raises(ModelError, match=r"complex64 \(aten\._fft_c2c|complex64 \(aten\.exp") as caught:
+    with pytest.raises(
+        ModelError, match=r"complex64 \(aten\._fft_c2c|complex64 \(aten\.exp"
+    ) as caught:
         real_pairs(traced(forward, given, given).graph, lambda node: "model.py:7")
     assert caught.value.where == "model.py:7"
 
@@ -75,10 +79,16 @@ class Rotary(nn.Module):
 
     def __init__(self, buffer: bool) -> None:
         super().__init__()
-        self.words, self.both, self.head = nn.Embedding(61, 16), nn.Linear(16, 32), nn.Linear(16, 61)
+        self.words, self.both, self.head = (
+            nn.Embedding(61, 16),
+            nn.Linear(16, 32),
+            nn.Linear(16, 61),
+        )
         angle = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.01]))
         self.buffer = buffer
-        self.register_buffer("turn", torch.polar(torch.ones_like(angle), angle) if buffer else angle)
+        self.register_buffer(
+            "turn", torch.polar(torch.ones_like(angle), angle) if buffer else angle
+        )
 
     def forward(self, text: Tensor) -> Tensor:
         turn = self.turn if self.buffer else torch.polar(torch.ones_like(self.turn), self.turn)  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ def _of_parts(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.No
 def _converted(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
     """Another precision; a real tensor gets imaginary parts of 0."""
     x, options = node.args[0], dict(node.kwargs)
-    dtype = options.get("dtype") or _value(x).dtype
+    dtype: Any = options.get("dtype") or _value(x).dtype
     options["dtype"] = dtype.to_real()
     made = call(aten._to_copy.default, _pair(call, pairs, x), **options)
     return made if x in pairs else _both(call, made, call(aten.zeros_like.default, made))
@@ -152,7 +152,10 @@ def _itself(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node
 def _same(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same operator, whose dims are counted from the front, on pairs."""
     args = list(node.args)
-    wide = (aten.unsqueeze.default, aten.select_backward.default)  # their dims are those of the result
+    wide = (
+        aten.unsqueeze.default,
+        aten.select_backward.default,
+    )  # their dims are those of the result
     rank = _value(node if node.target in wide else args[0]).dim()
     for n in COUNTED.get(node.target, ()):
         if n < len(args):
@@ -188,6 +191,8 @@ FORMS: dict[Any, Callable[[Call, fx.Node, dict[fx.Node, fx.Node]], fx.Node]] = {
     aten.mul.Tensor: _product,
     aten._conj.default: _conjugate,
     aten._to_copy.default: _converted,
-    **dict.fromkeys([*COUNTED, *SIZED, aten.alias.default, aten.clone.default, aten.neg.default], _same),
+    **dict.fromkeys(
+        [*COUNTED, *SIZED, aten.alias.default, aten.clone.default, aten.neg.default], _same
+    ),
 }
 """Operator -> how it computes pairs."""

@@ -123,7 +123,7 @@ def _by_row(
             half = torch.get_autocast_dtype("cpu")
             x, weight = lowered(x, half), lowered(weight, half)
         out = torch.ops.hap.expert_mm(x.to(weight.dtype), weight, expert, OTHER)
-        return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out  # type: ignore[no-any-return]
+        return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
     out = hidden_states.repeat_interleave(chosen, dim=0)
     if module.has_gate:
@@ -134,7 +134,8 @@ def _by_row(
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
     out = out * top_k_weights.reshape(-1, 1)
-    return out.view(tokens, chosen, -1).sum(dim=1).to(hidden_states.dtype)
+    summed: Tensor = out.view(tokens, chosen, -1).sum(dim=1)
+    return summed.to(hidden_states.dtype)
 
 
 @contextlib.contextmanager
@@ -147,7 +148,7 @@ def experts_by_row() -> Iterator[None]:
     original = moe.ExpertsInterface.get_interface
 
     def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return _by_row if name in ("eager", "grouped_mm") else original(self, name, default)  # type: ignore[no-any-return]
+        return _by_row if name in ("eager", "grouped_mm") else original(self, name, default)
 
     with mock.patch.object(moe.ExpertsInterface, "get_interface", get_interface):
         yield

@@ -14,13 +14,8 @@ from hap.synthesizer.rules.rule_table import Call, numel
 from hap.synthesizer.rules.textual_rules import lines_of, written_flops
 
 
-def _mm(call: Call) -> float:
-    a, b = call.ins[-2:]
-    return 2.0 * numel(a.shape) * b.shape[-1]
-
-
-def _expert_mm(call: Call) -> float:
-    return 2.0 * call.ins[0].numel * call.out.shape[-1]
+def _product(rows: int) -> Callable[[Call], float]:
+    return lambda call: 2.0 * call.ins[rows].numel * call.out.shape[-1]
 
 
 def _convolution(call: Call) -> float:
@@ -57,11 +52,11 @@ def _recurrence(call: Call) -> float:
 
 
 FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
-    "aten.mm.default": ("matmul", _mm),
-    "aten.bmm.default": ("matmul", _mm),
-    "aten.addmm.default": ("matmul", _mm),
-    "hap.expert_mm.default": ("matmul", _expert_mm),
-    "hap.expert_mm_weights.default": ("matmul", _expert_mm),
+    "aten.mm.default": ("matmul", _product(0)),
+    "aten.bmm.default": ("matmul", _product(0)),
+    "aten.addmm.default": ("matmul", _product(1)),
+    "hap.expert_mm.default": ("matmul", _product(0)),
+    "hap.expert_mm_weights.default": ("matmul", _product(0)),
     "aten.convolution.default": ("conv", _convolution),
     "aten.convolution_backward.default": ("conv_backward", _convolution_backward),
     "hap.sdpa.default": ("attention", _attention(2, 0)),

@@ -21,8 +21,12 @@ def _new(call: Call) -> list[Row]:
     # The input only provides its dtype: its placement and that of the result are independent.
     (x,), out = call.ins, letters(call.out)
     rows = equation(call, [letters(x, "x")], [out], depends=[set()], linear=[{0}])
-    alike = [d if x.shape[k : k + 1] == call.out.shape[k : k + 1] else None for k, d in enumerate(out)]
-    both = equation(call, [[*alike, *[None] * len(x.shape)][: len(x.shape)]], [out], depends=[set()])
+    alike = [
+        d if x.shape[k : k + 1] == call.out.shape[k : k + 1] else None for k, d in enumerate(out)
+    ]
+    both = equation(
+        call, [[*alike, *[None] * len(x.shape)][: len(x.shape)]], [out], depends=[set()]
+    )
     return [*rows, *(row for row in both if row not in rows)]
 
 

@@ -21,14 +21,17 @@ native_dropout.default
 
 # Linear in the arguments at these positions (each set jointly, the sets one at a time).
 _FIRST = """
-neg.default mul.Scalar div.Tensor div.Scalar threshold_backward.default gelu_backward.default
+alias.default neg.default mul.Scalar div.Tensor div.Scalar threshold_backward.default gelu_backward.default
 elu_backward.default silu_backward.default sigmoid_backward.default tanh_backward.default
 leaky_relu_backward.default hardtanh_backward.default hardswish_backward.default
 hardsigmoid_backward.default native_dropout_backward.default softplus_backward.default
 mish_backward.default logit_backward.default hardshrink_backward.default
 """
-LINEAR: dict[str, list[set[int]]] = {op: [{0}] for op in _FIRST.split()}
-LINEAR["mul.Tensor"] = [{0}, {1}]
+LINEAR: dict[str, list[set[int]]] = {
+    **{f"aten.{op}": [{0}] for op in _FIRST.split()},
+    "aten.mul.Tensor": [{0}, {1}], "aten.where.self": [{1, 2}],
+    "hap.by_mode.default": [{0, 1}], "hap.in_training.default": [{0}],
+}  # fmt: skip
 
 
 def pointwise(call: Call, linear: list[set[int]]) -> list[Row]:
@@ -47,9 +50,9 @@ def _plain(call: Call) -> list[Row]:
     return pointwise(call, [])
 
 
-@rule(*(f"aten.{op}" for op in LINEAR))
+@rule(*LINEAR)
 def _linear(call: Call) -> list[Row]:
-    return pointwise(call, LINEAR[call.node.op.removeprefix("aten.")])
+    return pointwise(call, LINEAR[call.node.op])
 
 
 @rule("aten.ones_like.default", "aten.zeros_like.default", "aten.full_like.default",
@@ -67,11 +70,6 @@ def _sum(call: Call) -> list[Row]:
     return pointwise(call, [{0, 1}] if len(call.ins) == 2 else [])
 
 
-@rule("aten.where.self")
-def _where(call: Call) -> list[Row]:
-    return pointwise(call, [{1, 2}])
-
-
 @rule("aten.masked_fill.Scalar")
 def _masked_fill(call: Call) -> list[Row]:
     return pointwise(call, [{0}] if call.arg(2) == 0 else [])
@@ -81,13 +79,3 @@ def _masked_fill(call: Call) -> list[Row]:
 def _to_copy(call: Call) -> list[Row]:
     floats = all("float" in t.dtype for t in (call.ins[0], call.out))
     return pointwise(call, [{0}] if floats else [])
-
-
-@rule("hap.by_mode.default")
-def _by_mode(call: Call) -> list[Row]:
-    return pointwise(call, [{0, 1}])
-
-
-@rule("hap.in_training.default")
-def _in_training(call: Call) -> list[Row]:
-    return pointwise(call, [{0}])

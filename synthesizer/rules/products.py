@@ -8,14 +8,10 @@ from __future__ import annotations
 from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
 
 
-@rule("aten.mm.default")
+@rule("aten.mm.default", "aten.bmm.default")
 def _mm(call: Call) -> list[Row]:
-    return equation(call, ["mk", "kn"], ["mn"], linear=[{0}, {1}])
-
-
-@rule("aten.bmm.default")
-def _bmm(call: Call) -> list[Row]:
-    return equation(call, ["bmk", "bkn"], ["bmn"], linear=[{0}, {1}])
+    b = "b" * (len(call.out.shape) - 2)
+    return equation(call, [f"{b}mk", f"{b}kn"], [f"{b}mn"], linear=[{0}, {1}])
 
 
 @rule("aten.addmm.default")

@@ -42,12 +42,6 @@ def leading_pairs(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
     return pairs
 
 
-@rule("aten.alias.default")
-def _alias(call: Call) -> list[Row]:
-    (x,) = call.ins
-    return equation(call, [letters(x)], [letters(x)], linear=[{0}])
-
-
 @rule("aten.permute.default")
 def _permute(call: Call) -> list[Row]:
     (x,) = call.ins
