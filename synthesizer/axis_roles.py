@@ -2,7 +2,7 @@
 
 A *weight* is a parameter or made of parameters and constants alone. A row that shards a dim of a
 weight shows its role: ``column`` (an output feature: the result is sharded), ``contract`` (an input
-feature: the result is partial) or ``batch`` (all are sharded: an expert).
+feature: the result is partial) or ``batch``: an expert (all are sharded, or rows of others are skipped).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _role(row: Row, weight: int, others: Sequence[int]) -> str:
     if not row.ins[weight].sharded:
         return ""
     if all(row.ins[k] == R for k in others):
-        return "column"
+        return "batch" if P in row.outs else "column"
     return "contract" if P in row.outs else "batch"
 
 

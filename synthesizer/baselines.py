@@ -125,6 +125,8 @@ def expert_parallel(space: Space) -> Allowed:
         (tensor, dim) for (tensor, dim), name in space.axes.of.items()
         if name in axes and tensor in batch
     }  # fmt: skip
+    if not tokens:
+        raise HapError("tokens go to experts by number: they have no dim of experts to be sent along")
     gradients = _gradients(space.graph)
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:

@@ -35,7 +35,7 @@ PACKAGES = ("torchvision", "timm")
 FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransformer")
 ALIKE = (
     "bart", "beit", "bert", "bert-moe", "bloom", "deit", "distilbert", "electra", "falcon", "gemma", "gpt-neox",
-    "gpt2", "hubert", "mistral",
+    "gpt-oss", "gpt2", "hubert", "mistral", "mixtral", "qwen2-moe",
     "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
     "roberta", "t5", "vit", "wav2vec2",
 )  # fmt: skip

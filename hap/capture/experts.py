@@ -122,8 +122,10 @@ def _by_row(
         if module.config._experts_implementation == "eager" and torch.is_autocast_enabled("cpu"):
             half = torch.get_autocast_dtype("cpu")
             x, weight = lowered(x, half), lowered(weight, half)
-        out = torch.ops.hap.expert_mm(x.to(weight.dtype), weight, expert, OTHER)
-        return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
+        out: Tensor = torch.ops.hap.expert_mm(x.to(weight.dtype), weight, expert, OTHER)
+        if module.has_bias:
+            out = out + getattr(module, f"{name}_bias")[expert]
+        return out
 
     out = hidden_states.repeat_interleave(chosen, dim=0)
     if module.has_gate:

@@ -19,7 +19,7 @@ DROPOUT = "aten.native_dropout.default"
 
 PRODUCTS = frozenset({
     "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default",
-    "hap.sdpa.default", "hap.recurrence.default",
+    "hap.expert_mm.default", "hap.sdpa.default", "hap.recurrence.default",
 })  # fmt: skip
 """Operators of the forward whose arithmetic takes longer than reading their results."""
 
