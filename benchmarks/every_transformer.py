@@ -1,0 +1,221 @@
+"""Verify every language model of the installed ``transformers``, made small by its configuration.
+
+    python -m benchmarks.every_transformer                     all of them, two at a time
+    python -m benchmarks.every_transformer --only Qwen3Config  one, without a record
+    python -m benchmarks.coverage --write-docs                 docs/models.md, with the results
+
+The zoo's sizes are chosen by hand; here they follow from the names of a configuration's fields, so that an
+architecture that is new in ``transformers`` is tried without a change. One random plan on three ranks is
+compared with one device in float64. A model that does not train by itself at these sizes says nothing
+about ``hap`` and is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Found = dict[str, Any]
+
+RESULTS = Path(__file__).parent / "data" / "every_transformer.json"
+
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
+    "pairs": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+}
+"""Kind of language model -> the table of transformers that lists them."""
+
+LIMIT_S = 400.0
+
+LARGEST = 30_000_000
+"""Parameters up to which a model counts as small."""
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_encoder_layers",
+                     "num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+                     "decoder_attention_heads", "num_encoder_attention_heads",
+                     "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_topk", "n_group",
+                     "type_vocab_size"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "encoder_ffn_dim",
+                     "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+                     "qk_rope_head_dim", "rotary_dim", "time_step_rank", "sliding_window",
+                     "attention_window"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "state_size", "num_buckets",
+                     "relative_attention_num_buckets", "mamba_d_state"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank",
+                     "kv_lora_rank", "embedding_size", "mamba_d_head"), 16),
+    "vocab_size": 61, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "mamba_n_heads": 4, "mamba_expand": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}  # fmt: skip
+"""Name of a field -> its small value; whole numbers alone are replaced."""
+
+OWN: dict[str, dict[str, Any]] = {
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "ReformerConfig": {
+        "is_decoder": True,
+        "axial_pos_shape": [2, 4],
+        "axial_pos_embds_dim": [16, 16],
+    },
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
+    "XLNetConfig": {"max_position_embeddings": None},
+    "ProphetNetConfig": {"num_hidden_layers": None},
+}
+"""What the names do not say; ``None``: not to be set."""
+
+
+def small(kind: type) -> Any:
+    """Return a configuration of that class with small sizes."""
+    usual: Any = kind()
+    given = {
+        name: value for name, value in SIZES.items()
+        if isinstance(getattr(usual, name, None), int) and _can_be_set(kind, name)
+    }  # fmt: skip
+    if "kv_lora_rank" in given:  # latent attention has no groups, and names the widths of its heads
+        given |= {"num_key_value_heads": None, "head_dim": None}
+        if hasattr(usual, "num_key_value_heads"):
+            given["num_key_value_heads"] = given["num_attention_heads"]
+    types = getattr(usual, "layer_types", None)
+    if isinstance(types, list) and _can_be_set(kind, "layer_types"):
+        given["layer_types"] = [types[0], *(t for t in types[::-1] if t != types[0]), types[0]][:2]
+    given |= OWN.get(kind.__name__, {})
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+def _can_be_set(kind: Any, name: str) -> bool:
+    own = getattr(kind, kind.attribute_map.get(name, name), None)
+    return not isinstance(own, property) or own.fset is not None
+
+
+def verify(kind: str, name: str) -> Found:
+    """Verify one architecture; ``alone`` is the reason why it does not train by itself."""
+    import torch
+    from transformers.models.auto import modeling_auto
+
+    import hap
+    from benchmarks.coverage import by_chance, case_of, unlike
+    from benchmarks.zoo.entry import Entry
+    from hap.errors import HapError
+    from hap.synthesizer.search.bucket_elimination import TooWide
+    from tests.random_plans import verdict
+
+    table = getattr(modeling_auto, KINDS[kind])
+    (config_class,) = (c for c in table if c.__name__ == name)
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        classes = table[config_class]
+        config = small(config_class)
+        model = (classes[0] if isinstance(classes, tuple) else classes)(config).train()
+        words = min(61, config.get_text_config().vocab_size)
+        text = torch.randint(3, words, (6, 8))
+        labels = text[:, :-2].contiguous() if kind == "pairs" else text.clone()
+        return model, {"input_ids": text, "labels": labels}
+
+    try:
+        model, batch = built()
+        count = sum(p.numel() for p in model.parameters())
+        if count > LARGEST:
+            return {"alone": f"{count} parameters at the sizes of this table"}
+        model(**batch).loss.backward()
+    except Exception as error:
+        return {"alone": f"{type(error).__name__}: {_first_line(error)}"}
+    start = time.perf_counter()
+    entry = Entry(name=name, family="", brings="", tiny=built, full=built)
+    try:
+        case = case_of(entry)
+        try:
+            plan = by_chance(case, 3)
+        except TooWide:  # random plans come from the exact search; the planner has others
+            plan = hap.plan(case.model, case.batch, unlike(3, random.Random(name)))
+        seen = verdict(case, plan)
+    except HapError as error:
+        return {"ok": False, "reason": _first_line(error)}
+    if not seen.ok:
+        return {"ok": False, "reason": f"differs: {seen.first_bad}"}
+    return {
+        "ok": True, "nodes": len(case.graph.nodes), "error": max(row.error for row in seen.rows),
+        "rules": sorted(case.graph.rules), "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].replace(str(Path(sys.prefix)) + "/", "")[:200]
+
+
+def _in_a_process(kind: str, name: str) -> Found:
+    words = [sys.executable, "-m", "benchmarks.every_transformer", "--one", kind, name]
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "reason": f"not done after {LIMIT_S:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return {"ok": False, "reason": f"the process ended with {done.returncode}: {last}"}
+    found: Found = json.loads(lines[-1])
+    return found
+
+
+def read() -> dict[str, dict[str, Found]]:
+    """The results so far: kind -> class of the configuration -> result."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def names(kind: str) -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    return [c.__name__ for c in getattr(modeling_auto, KINDS[kind])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="classes of configurations")
+    parser.add_argument("--again", action="store_true", help="run what has a result already")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(verify(*options.one)))
+        return
+    import transformers
+
+    todo = [
+        (kind, name) for kind in KINDS for name in names(kind)
+        if (name in options.only if options.only
+            else options.again or name not in read().get(kind, {}))
+    ]  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        for (kind, name), found in zip(
+            todo, pool.map(lambda one: _in_a_process(*one), todo), strict=True
+        ):
+            print(f"{kind:7} {name:28} {found}", flush=True)
+            if not options.only:
+                results = read()
+                results.setdefault(kind, {})[name] = found
+                results["version"] = {"transformers": {"ok": transformers.__version__}}
+                RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
