@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ SIZES: dict[str, Any] = {
                      "kv_lora_rank", "embedding_size", "mamba_d_head"), 16),
     "vocab_size": 61, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
     "mamba_n_heads": 4, "mamba_expand": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 2,
 }  # fmt: skip
 """Name of a field -> its small value; whole numbers alone are replaced."""
 
@@ -118,12 +118,14 @@ def verify(kind: str, name: str) -> Found:
     from tests.random_plans import verdict
 
     table = getattr(modeling_auto, KINDS[kind])
-    (config_class,) = (c for c in table if c.__name__ == name)
+    config_class = next(c for c in table if c.__name__ == name)
 
     def built() -> Any:
         torch.manual_seed(0)
         classes = table[config_class]
         config = small(config_class)
+        if kind == "pairs":
+            config.decoder_start_token_id = 2
         model = (classes[0] if isinstance(classes, tuple) else classes)(config).train()
         words = min(61, config.get_text_config().vocab_size)
         text = torch.randint(3, words, (6, 8))
@@ -161,21 +163,31 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].replace(str(Path(sys.prefix)) + "/", "")[:200]
 
 
-def _in_a_process(kind: str, name: str) -> Found:
-    words = [sys.executable, "-m", "benchmarks.every_transformer", "--one", kind, name]
-    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "reason": f"not done after {LIMIT_S:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return {"ok": False, "reason": f"the process ended with {done.returncode}: {last}"}
-    found: Found = json.loads(lines[-1])
-    return found
+def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
+    """Yield the result of each, two forks at a time: a fork has what this process imported."""
+    fork = multiprocessing.get_context("fork")
+    waiting, running = list(reversed(todo)), dict[Connection, tuple[str, str, Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < 2:
+            kind, name = waiting.pop()
+            ours, theirs = fork.Pipe()
+            process = fork.Process(target=lambda *to: theirs.send(verify(*to)), args=(kind, name))
+            process.start()
+            theirs.close()
+            running[ours] = kind, name, process, time.monotonic() + LIMIT_S
+        ready = wait(list(running), timeout=1.0)
+        for pipe, (kind, name, process, deadline) in list(running.items()):
+            if pipe not in ready and time.monotonic() < deadline:
+                continue
+            found: Found = {"ok": False, "reason": f"not done after {LIMIT_S:.0f} s"}
+            if pipe in ready:
+                try:
+                    found = pipe.recv()
+                except EOFError:
+                    found = {"ok": False, "reason": "the process ended with a traceback"}
+            process.kill()
+            del running[pipe]
+            yield kind, name, found
 
 
 def read() -> dict[str, dict[str, Found]]:
@@ -186,35 +198,33 @@ def read() -> dict[str, dict[str, Found]]:
 def names(kind: str) -> list[str]:
     from transformers.models.auto import modeling_auto
 
-    return [c.__name__ for c in getattr(modeling_auto, KINDS[kind])]
+    return [*dict.fromkeys(c.__name__ for c in getattr(modeling_auto, KINDS[kind]))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="classes of configurations")
     parser.add_argument("--again", action="store_true", help="run what has a result already")
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(verify(*options.one)))
-        return
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     import transformers
+
+    import benchmarks.coverage
+    import hap.api  # noqa: F401
+    import tests.random_plans
 
     todo = [
         (kind, name) for kind in KINDS for name in names(kind)
         if (name in options.only if options.only
             else options.again or name not in read().get(kind, {}))
     ]  # fmt: skip
-    with ThreadPoolExecutor(2) as pool:
-        for (kind, name), found in zip(
-            todo, pool.map(lambda one: _in_a_process(*one), todo), strict=True
-        ):
-            print(f"{kind:7} {name:28} {found}", flush=True)
-            if not options.only:
-                results = read()
-                results.setdefault(kind, {})[name] = found
-                results["version"] = {"transformers": {"ok": transformers.__version__}}
-                RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    for kind, name, found in _found(todo):
+        print(f"{kind:7} {name:28} {found}", flush=True)
+        if not options.only:
+            results = read()
+            results.setdefault(kind, {})[name] = found
+            results["version"] = {"transformers": {"ok": transformers.__version__}}
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

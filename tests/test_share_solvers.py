@@ -11,13 +11,18 @@ from ortools.math_opt.python import mathopt
 from hap.errors import HapError
 from hap.synthesizer.shares import solvers
 
-PROBLEM = Path(__file__).parent / "data" / "share_model_scip_fails.pb"
+DATA = Path(__file__).parent / "data"
+
+FAILS = "share_model_scip_fails.pb"
 """The linear relaxation of the shares of a vision transformer on four unlike CPUs."""
 
+CYCLES = "share_model_glop_cycles.pb"
+"""The linear relaxation of the shares of a mixture of experts that lacks memory on eight GPUs."""
 
-def _problem() -> mathopt.Model:
+
+def _problem(name: str = FAILS) -> mathopt.Model:
     proto = model_pb2.ModelProto()
-    proto.ParseFromString(PROBLEM.read_bytes())
+    proto.ParseFromString((DATA / name).read_bytes())
     return mathopt.Model.from_model_proto(proto)
 
 
@@ -27,6 +32,14 @@ def test_a_problem_that_one_solver_fails_on_is_solved_by_the_next(relaxed: bool)
         mathopt.solve(_problem(), mathopt.SolverType.GSCIP)
     result = solvers.solved(_problem(), 1e-5, [], relaxed=relaxed)
     assert result.objective_value() == pytest.approx(28489.3256, rel=1e-5)
+
+
+def test_a_problem_on_which_the_simplex_method_cycles_is_solved_by_the_next() -> None:
+    limit = mathopt.SolveParameters(iteration_limit=200_000)
+    result = mathopt.solve(_problem(CYCLES), mathopt.SolverType.GLOP, params=limit)
+    assert not result.has_primal_feasible_solution()  # else the fixture tests nothing
+    result = solvers.solved(_problem(CYCLES), 1e-3, [], relaxed=True)
+    assert result.objective_value() == pytest.approx(3100220.557, rel=1e-6)
 
 
 def test_a_problem_that_no_solver_takes_is_one_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from ortools.math_opt.python import mathopt
@@ -10,6 +11,11 @@ from hap.errors import HapError
 
 _NODES = 20_000
 """Limit on branch and bound: a count, so that it is repeatable."""
+
+_ITERATIONS = 10_000
+"""Limit on the simplex method, which may go round for ever; programs of shares take a few hundred."""
+
+_NOTHING = mathopt.TerminationReason.NO_SOLUTION_FOUND
 
 FAILURES = (RuntimeError, AttributeError)
 """Errors of a solver that gives up. OR-Tools 9.15 raises ``AttributeError`` while it reports one."""
@@ -31,10 +37,10 @@ def solved(
         given = mathopt.ModelSolveParameters(
             solution_hints=hints if solver != mathopt.SolverType.GLOP else []
         )
-        try:
-            return mathopt.solve(problem, solver, params=parameters, model_params=given)
-        except FAILURES:
-            continue  # numerical trouble of this solver; the next has another method
+        with contextlib.suppress(*FAILURES):  # the next solver has another method
+            result = mathopt.solve(problem, solver, params=parameters, model_params=given)
+            if result.termination.reason != _NOTHING or not relaxed:
+                return result
     raise HapError(
         "every solver of the integer program of the shares failed",
         hint="check the figures in the cluster file for values that are many orders apart",
@@ -48,7 +54,7 @@ def _ways(
     # cuts, cost more than they save.
     types, low, off = mathopt.SolverType, mathopt.Emphasis.LOW, mathopt.Emphasis.OFF
     if relaxed:
-        yield types.GLOP, mathopt.SolveParameters()
+        yield types.GLOP, mathopt.SolveParameters(iteration_limit=_ITERATIONS)
     limits = {"relative_gap_tolerance": gap, "node_limit": _NODES, "heuristics": low, "cuts": off}
     yield types.GSCIP, mathopt.SolveParameters(**limits, presolve=low)
     yield types.GSCIP, mathopt.SolveParameters(**limits, presolve=off)
