@@ -215,6 +215,7 @@ def by_chance(case: Any, world: int) -> Any:
         except TooWide:
             if narrow == len(NARROW) - 1:
                 raise
+    raise AssertionError("there are spaces")
 
 
 def built(make: Callable[[], Any]) -> Any:

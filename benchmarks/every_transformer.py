@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].replace(str(Path(sys.prefix)) + "/", "")[:200]
 
 
+def _tell(pipe: Connection, kind: str, name: str) -> None:
+    pipe.send(verify(kind, name))
+
+
 def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
     """Yield the result of each, two forks at a time: a fork has what this process imported."""
     fork = multiprocessing.get_context("fork")
@@ -171,7 +176,7 @@ def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
         while waiting and len(running) < 2:
             kind, name = waiting.pop()
             ours, theirs = fork.Pipe()
-            process = fork.Process(target=lambda *to: theirs.send(verify(*to)), args=(kind, name))
+            process = fork.Process(target=_tell, args=(theirs, kind, name))
             process.start()
             theirs.close()
             running[ours] = kind, name, process, time.monotonic() + LIMIT_S
@@ -207,11 +212,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run what has a result already")
     options = parser.parse_args()
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    for slow in ("benchmarks.coverage", "hap.api", "tests.random_plans"):
+        import_module(slow)  # before the forks
     import transformers
-
-    import benchmarks.coverage
-    import hap.api  # noqa: F401
-    import tests.random_plans
 
     todo = [
         (kind, name) for kind in KINDS for name in names(kind)

@@ -20,14 +20,11 @@ def _constant(call: Call) -> list[Row]:
 def _new(call: Call) -> list[Row]:
     # The input only provides its dtype: its placement and that of the result are independent.
     (x,), out = call.ins, letters(call.out)
+    unlike = [d for d, size in enumerate(x.shape) if (size,) != call.out.shape[d : d + 1]]
     rows = equation(call, [letters(x, "x")], [out], depends=[set()], linear=[{0}])
-    alike = [
-        d if x.shape[k : k + 1] == call.out.shape[k : k + 1] else None for k, d in enumerate(out)
-    ]
-    both = equation(
-        call, [[*alike, *[None] * len(x.shape)][: len(x.shape)]], [out], depends=[set()]
+    return list(
+        dict.fromkeys([*rows, *equation(call, [letters(x, fixed=unlike)], [out], depends=[set()])])
     )
-    return [*rows, *(row for row in both if row not in rows)]
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")

@@ -33,13 +33,11 @@ def solved(
     Raises:
         HapError: every solver failed.
     """
+    given = mathopt.ModelSolveParameters(solution_hints=hints)
     for solver, parameters in _ways(gap, relaxed):
-        given = mathopt.ModelSolveParameters(
-            solution_hints=hints if solver != mathopt.SolverType.GLOP else []
-        )
         with contextlib.suppress(*FAILURES):  # the next solver has another method
             result = mathopt.solve(problem, solver, params=parameters, model_params=given)
-            if result.termination.reason != _NOTHING or not relaxed:
+            if not relaxed or result.termination.reason != _NOTHING:
                 return result
     raise HapError(
         "every solver of the integer program of the shares failed",
