@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks import every_transformer
 from benchmarks.coverage_results import LIMIT_S, Found, counts, entries, figures
 
 INTRODUCTION = """\
@@ -35,6 +36,21 @@ Models are those of `transformers`, `torchvision` and `timm`, unmodified, or tho
 | figure | seen | target |
 |---|---|---|
 {figures}
+"""
+
+EVERY = """\
+## Every language model of transformers
+
+`python -m benchmarks.every_transformer` builds each architecture that `transformers` {version} lists as a language model,
+with small sizes that follow from the names of its configuration's fields. One random plan on three emulated ranks is compared with one device
+in float64; the largest error is {worst}. A model that does not train by itself at these sizes, because
+they do not suit it, is counted apart.
+
+| kind | run | verified | not verified | does not train at these sizes |
+|---|---|---|---|---|
+{table}
+
+{failed}
 """
 
 ENDING = """\
@@ -83,7 +99,32 @@ def document(results: Mapping[str, Found]) -> str:
     slow = list(_slow(results))
     if slow:
         parts.append(f"## Planned in more than {LIMIT_S:.0f} s\n\n{', '.join(slow)}.\n")
-    return "\n".join([*parts, ENDING])
+    return "\n".join([*parts, every_language_model(every_transformer.read()), ENDING])
+
+
+def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
+    """Return the section on :mod:`benchmarks.every_transformer`."""
+    if not results:
+        return ""
+    rows, others, worst = [], [], 0.0
+    for kind, label in every_transformer.LABELS.items():
+        found = results.get(kind, {})
+        fine = [one for one in found.values() if one.get("ok")]
+        alone = [one for one in found.values() if "alone" in one]
+        worst = max([worst, *(one["error"] for one in fine)])
+        rows.append(
+            f"| {label} | {len(found)} | {len(fine)} | {len(found) - len(fine) - len(alone)} | {len(alone)} |"
+        )
+        others += [
+            f"| {name} | {label} | {one['reason']} |".replace("\n", " ")
+            for name, one in sorted(found.items()) if one.get("ok") is False
+        ]  # fmt: skip
+    version = results["version"]["transformers"]["number"]
+    table = "\n".join(rows)
+    failed = (
+        "\n".join(["| configuration | kind | reason |", "|---|---|---|", *others]) if others else ""
+    )
+    return EVERY.format(version=version, table=table, worst=f"{worst:.0e}", failed=failed)
 
 
 def _row(entry: Any, found: Found) -> str:

@@ -36,6 +36,8 @@ KINDS = {
 }
 """Kind of language model -> the table of transformers that lists them."""
 
+LABELS = {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}
+
 LIMIT_S = 400.0
 
 LARGEST = 30_000_000
@@ -226,7 +228,7 @@ def main() -> None:
         if not options.only:
             results = read()
             results.setdefault(kind, {})[name] = found
-            results["version"] = {"transformers": {"ok": transformers.__version__}}
+            results["version"] = {"transformers": {"number": transformers.__version__}}
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 

@@ -22,9 +22,8 @@ def _new(call: Call) -> list[Row]:
     (x,), out = call.ins, letters(call.out)
     unlike = [d for d, size in enumerate(x.shape) if (size,) != call.out.shape[d : d + 1]]
     rows = equation(call, [letters(x, "x")], [out], depends=[set()], linear=[{0}])
-    return list(
-        dict.fromkeys([*rows, *equation(call, [letters(x, fixed=unlike)], [out], depends=[set()])])
-    )
+    rows += equation(call, [letters(x, fixed=unlike)], [out], depends=[set()])
+    return list(dict.fromkeys(rows))
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")

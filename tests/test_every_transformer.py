@@ -1,0 +1,47 @@
+"""Every language model of transformers is built small, verified and listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import every_transformer
+from benchmarks.coverage_document import every_language_model
+
+transformers: Any = pytest.importorskip("transformers")
+
+
+def test_sizes_follow_from_the_names_of_fields() -> None:
+    mixture = every_transformer.small(transformers.Qwen3MoeConfig)
+    assert (mixture.hidden_size, mixture.num_experts, mixture.vocab_size) == (32, 4, 61)
+    latent = every_transformer.small(transformers.DeepseekV3Config)
+    assert latent.num_key_value_heads == latent.num_attention_heads
+    hybrid = every_transformer.small(transformers.Gemma3TextConfig)
+    assert len({*hybrid.layer_types}) == hybrid.num_hidden_layers == 2
+
+
+def test_an_architecture_is_verified_in_a_fork() -> None:
+    ((kind, name, found),) = every_transformer._found([("causal", "GPTNeoConfig")])
+    assert (kind, name, found["ok"]) == ("causal", "GPTNeoConfig", True)
+    assert found["error"] < 1e-12
+
+
+def test_a_model_that_does_not_train_by_itself_is_counted_apart() -> None:
+    found = every_transformer.verify("causal", "DbrxConfig")
+    assert "rope_theta" in found["alone"]
+
+
+def test_results_become_a_section() -> None:
+    results: dict[str, Any] = {
+        "version": {"transformers": {"number": "5.0"}},
+        "causal": {
+            "AConfig": {"ok": True, "error": 2e-15}, "BConfig": {"alone": "too small"},
+            "CConfig": {"ok": False, "reason": "c.py:3: no"},
+        },
+    }  # fmt: skip
+    text = every_language_model(results)
+    assert "| decoder | 3 | 1 | 1 | 1 |" in text
+    assert "| CConfig | decoder | c.py:3: no |" in text
+    assert "error is 2e-15" in text
+    assert every_language_model({}) == ""
