@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from hap.capture.attention import lowered
 
-OTHER = -1
-"""Number of no expert. On a rank with some of the experts, the rows of the others have it."""
+NONE = -2
+"""``skip`` where every row has an expert. A rank with some of the experts skips the rows of the others by
+another number."""
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, skip: int) -> Tensor:
@@ -30,10 +31,12 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, skip: int) -> Tensor:
     Shapes: ``x`` (S, K), ``weight`` (E, K, N), ``expert`` (S,) of whole numbers; the result is (S, N).
     """
     order, ends = _sorted(expert, len(weight), skip)
-    out = x.new_zeros(len(x), weight.shape[2])
     if _has_kernel(x, weight):
         rows = F.grouped_mm(x[order], weight, offs=ends)
-        return out.index_copy_(0, order, rows).masked_fill_((expert == skip).unsqueeze(1), 0.0)
+        out = torch.empty_like(rows).index_copy_(0, order, rows)
+        # The kernel leaves skipped rows, the last ones, as they were in memory.
+        return out if skip == NONE else out.masked_fill_((expert == skip).unsqueeze(1), 0.0)
+    out = x.new_zeros(len(x), weight.shape[2])
     for number, rows in _groups(order, ends):
         out[rows] = x[rows] @ weight[number]
     return out
@@ -55,7 +58,7 @@ def expert_mm_weights(x: Tensor, grad: Tensor, expert: Tensor, experts: int, ski
 
 def _sorted(expert: Tensor, experts: int, skip: int) -> tuple[Tensor, Tensor]:
     """Return the rows in the order of their experts, skipped ones last, and the end of each expert's rows."""
-    given = expert.masked_fill(expert == skip, experts)
+    given = expert if skip == NONE else expert.masked_fill(expert == skip, experts)
     numbers, order = torch.sort(given, stable=True)
     every = torch.arange(experts, device=expert.device, dtype=numbers.dtype)
     return order, torch.searchsorted(numbers, every, right=True, out_int32=True)
@@ -122,7 +125,7 @@ def _by_row(
         if module.config._experts_implementation == "eager" and torch.is_autocast_enabled("cpu"):
             half = torch.get_autocast_dtype("cpu")
             x, weight = lowered(x, half), lowered(weight, half)
-        out: Tensor = torch.ops.hap.expert_mm(x.to(weight.dtype), weight, expert, OTHER)
+        out: Tensor = torch.ops.hap.expert_mm(x.to(weight.dtype), weight, expert, NONE)
         if module.has_bias:
             out = out + getattr(module, f"{name}_bias")[expert]
         return out
