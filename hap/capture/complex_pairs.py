@@ -35,12 +35,13 @@ def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
         if node.op == "placeholder" and _is_complex(node):
             with graph.inserting_after(node):
                 pairs[node] = graph.placeholder(node.name, type_expr=node.type)
-            pairs[node].meta = {**node.meta, "val": _valued(torch.view_as_real, _value(node))}
-        elif node.op == "output" or not (complex_ins or _is_complex(node)):
+            pairs[node].meta = {**node.meta, "val": torch.view_as_real(_value(node))}
+        elif not (complex_ins or _is_complex(node)):
             continue
         elif (form := _form(node)) is None:
+            dtype = str(_value([*complex_ins, node][0]).dtype).removeprefix("torch.")
             raise ModelError(
-                f"the step computes a tensor of dtype complex64 ({node.target})", where=where(node),
+                f"the step computes a tensor of dtype {dtype} ({node.target})", where=where(node),
                 hint="compute with real and imaginary parts as real tensors",
             )  # fmt: skip
         else:
@@ -51,15 +52,16 @@ def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
             else:
                 node.replace_all_uses_with(made)
     for node in reversed(list(graph.nodes)):
-        gone = node in pairs or any(n in pairs for n in node.all_input_nodes)
-        if gone and node.op != "output":
+        if node in pairs or any(n in pairs for n in node.all_input_nodes):
             graph.erase_node(node)
 
 
 def _form(node: fx.Node) -> Callable[..., fx.Node] | None:
-    if node.target is aten._to_copy.default and not _is_complex(node):
-        return None  # torch drops the imaginary parts, with a warning
-    return FORMS.get(node.target)
+    """Return how a node computes pairs; ``None`` if there is no way here."""
+    drops = node.target is aten._to_copy.default and not _is_complex(node)  # imaginary parts
+    return (
+        None if drops or any(isinstance(x, complex) for x in node.args) else FORMS.get(node.target)
+    )
 
 
 def _is_complex(node: fx.Node) -> bool:
@@ -71,20 +73,12 @@ def _value(node: Any) -> Any:
     return node.meta["val"] if isinstance(node, fx.Node) else node
 
 
-def _valued(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Return the result without data, in the mode of the arguments' fake tensors."""
-    modes = [a.fake_mode for a in torch.utils._pytree.tree_leaves(args) if hasattr(a, "fake_mode")]
-    with modes[0]:
-        return function(*args, **named)
-
-
 def _caller(graph: fx.Graph, origin: fx.Node) -> Call:
     """Return the function that adds calls with the meta data of ``origin``."""
 
     def call(op: Any, *args: Any, **named: Any) -> fx.Node:
         node = graph.call_function(op, args, named)
-        values = fx.map_arg(args, _value)
-        node.meta = {**origin.meta, "val": _valued(op, *values, **named)}
+        node.meta = {**origin.meta, "val": op(*fx.map_arg(args, _value), **named)}
         return node
 
     return call
