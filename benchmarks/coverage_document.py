@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks import every_transformer
-from benchmarks.coverage_results import LIMIT_S, Found, counts, entries, figures
+from benchmarks.coverage_results import KINDS, LIMIT_S, Found, counts, entries, figures, read_every
 
 INTRODUCTION = """\
 # Models
@@ -99,7 +98,7 @@ def document(results: Mapping[str, Found]) -> str:
     slow = list(_slow(results))
     if slow:
         parts.append(f"## Planned in more than {LIMIT_S:.0f} s\n\n{', '.join(slow)}.\n")
-    return "\n".join([*parts, every_language_model(every_transformer.read()), ENDING])
+    return "\n".join([*parts, every_language_model(read_every()), ENDING])
 
 
 def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
@@ -107,7 +106,7 @@ def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
     if not results:
         return ""
     rows, others, worst = [], [], 0.0
-    for kind, label in every_transformer.LABELS.items():
+    for kind, label in KINDS.items():
         found = results.get(kind, {})
         fine = [one for one in found.values() if one.get("ok")]
         alone = [one for one in found.values() if "alone" in one]

@@ -8,6 +8,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "data" / "coverage.json"
+EVERY = Path(__file__).parent / "data" / "every_transformer.json"
+KINDS = {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}
+"""Kinds of language models of :mod:`benchmarks.every_transformer`, and their names on the page."""
+
 STAGES = ("verify", "plan")
 LIMIT_S = 60.0
 """Seconds that planning a full size should take at most."""
@@ -42,6 +46,11 @@ def entries() -> dict[str, Any]:
 def read() -> dict[str, Found]:
     """The results so far: architecture -> stage -> result."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def read_every() -> dict[str, dict[str, Found]]:
+    """The results of :mod:`benchmarks.every_transformer`: kind -> class of the configuration -> result."""
+    return json.loads(EVERY.read_text()) if EVERY.exists() else {}
 
 
 def summary(found: Found) -> str:

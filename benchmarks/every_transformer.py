@@ -25,18 +25,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-Found = dict[str, Any]
+from benchmarks.coverage_results import EVERY, Found, read_every
 
-RESULTS = Path(__file__).parent / "data" / "every_transformer.json"
-
-KINDS = {
+TABLES = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING",
     "pairs": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
 }
 """Kind of language model -> the table of transformers that lists them."""
-
-LABELS = {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}
 
 LIMIT_S = 400.0
 
@@ -121,7 +117,7 @@ def verify(kind: str, name: str) -> Found:
     from hap.synthesizer.search.bucket_elimination import TooWide
     from tests.random_plans import verdict
 
-    table = getattr(modeling_auto, KINDS[kind])
+    table = getattr(modeling_auto, TABLES[kind])
     config_class = next(c for c in table if c.__name__ == name)
 
     def built() -> Any:
@@ -199,15 +195,10 @@ def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
             yield kind, name, found
 
 
-def read() -> dict[str, dict[str, Found]]:
-    """The results so far: kind -> class of the configuration -> result."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-
-
 def names(kind: str) -> list[str]:
     from transformers.models.auto import modeling_auto
 
-    return [*dict.fromkeys(c.__name__ for c in getattr(modeling_auto, KINDS[kind]))]
+    return [*dict.fromkeys(c.__name__ for c in getattr(modeling_auto, TABLES[kind]))]
 
 
 def main() -> None:
@@ -221,17 +212,17 @@ def main() -> None:
     import transformers
 
     todo = [
-        (kind, name) for kind in KINDS for name in names(kind)
+        (kind, name) for kind in TABLES for name in names(kind)
         if (name in options.only if options.only
-            else options.again or name not in read().get(kind, {}))
+            else options.again or name not in read_every().get(kind, {}))
     ]  # fmt: skip
     for kind, name, found in _found(todo):
         print(f"{kind:7} {name:28} {found}", flush=True)
         if not options.only:
-            results = read()
+            results = read_every()
             results.setdefault(kind, {})[name] = found
             results["version"] = {"transformers": {"number": transformers.__version__}}
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            EVERY.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

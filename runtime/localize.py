@@ -31,7 +31,7 @@ RESULT_SHAPE: dict[str, int] = {
 # Operator -> (the argument that holds a size of its result, which size).
 RESULT_SIZE: dict[str, tuple[int, int]] = {
     "aten.embedding_dense_backward.default": (2, 0),
-    "hap.expert_mm_weights.default": (3, 0),
+    "hap.expert_mm_backward.default": (3, 0),
 }
 
 
@@ -70,7 +70,7 @@ LOOKUPS: dict[str, Lookup] = {
     "hap.cross_entropy.default": Lookup(numbers=1, table=0, skip=2),
     "hap.cross_entropy_backward.default": Lookup(numbers=3, skip=5),
     "hap.expert_mm.default": Lookup(numbers=2, table=1, dim=0, skip=3),
-    "hap.expert_mm_weights.default": Lookup(numbers=2, dim=0, skip=4),
+    "hap.expert_mm_backward.default": Lookup(numbers=2, dim=0, skip=4),
 }
 
 # Operators without tensor inputs, which need a device argument.

@@ -18,7 +18,7 @@ from torch import fx
 
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
-from hap.capture.experts import expert_mm, expert_mm_weights
+from hap.capture.experts import expert_mm, expert_mm_backward
 from hap.runtime import aligned_rows
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.sdpa.default: attention,
     torch.ops.hap.sdpa_backward.default: attention_backward,
     torch.ops.hap.expert_mm.default: expert_mm,
-    torch.ops.hap.expert_mm_weights.default: expert_mm_weights,
+    torch.ops.hap.expert_mm_backward.default: expert_mm_backward,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }

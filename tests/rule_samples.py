@@ -425,7 +425,7 @@ _recur("rnn_relu", 1, 1, reverse=True)
 for _expert, _skip in ((i(5, 7), -2), (torch.tensor([0, 3, -1, 3, 3, -1, 2]), -1)):
     _x, _weight = f(7, 3), f(5, 3, 11)
     add("hap.expert_mm.default", _x, _weight, _expert, _skip)
-    add("hap.expert_mm_weights.default", _x, f(7, 11), _expert, 5, _skip)
+    add("hap.expert_mm_backward.default", _x, f(7, 11), _expert, 5, _skip)
 
 # --- operators of state space models, and others ---
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import hap
 from benchmarks.zoo import ZOO
-from hap.capture.experts import expert_mm, expert_mm_weights
+from hap.capture.experts import expert_mm, expert_mm_backward
 from hap.ir.program import Compute
 from hap.runtime.one_device import reference_mode
 from tests.random_plans import make_case, random_plan, verdict
 
-PRODUCTS = ("hap.expert_mm.default", "hap.expert_mm_weights.default")
+PRODUCTS = ("hap.expert_mm.default", "hap.expert_mm_backward.default")
 
 TWO = """
 nodes: [{name: box, gpus: 2, type: V100-16}]
@@ -50,7 +50,7 @@ def test_products_and_gradients_are_those_of_the_definition() -> None:
     of_x, of_weight = (leaf.grad for leaf in leaves)
     torch.testing.assert_close(expert_mm(x, weight, expert, -1), wanted)
     torch.testing.assert_close(expert_mm(grad, weight.transpose(1, 2), expert, -1), of_x)
-    torch.testing.assert_close(expert_mm_weights(x, grad, expert, 5, -1), of_weight)
+    torch.testing.assert_close(expert_mm_backward(x, grad, expert, 5, -1), of_weight)
 
 
 @pytest.mark.gpu
@@ -59,8 +59,8 @@ def test_the_kernel_computes_what_the_loop_does() -> None:
     x, weight, expert = given(dtype=torch.bfloat16)
     grad = torch.randn(21, 24, dtype=torch.bfloat16)
     on_gpu = [t.cuda() for t in (x, weight, expert, grad)]
-    found = expert_mm(*on_gpu[:3], -1), expert_mm_weights(on_gpu[0], on_gpu[3], on_gpu[2], 5, -1)
-    wanted = expert_mm(x, weight, expert, -1), expert_mm_weights(x, grad, expert, 5, -1)
+    found = expert_mm(*on_gpu[:3], -1), expert_mm_backward(on_gpu[0], on_gpu[3], on_gpu[2], 5, -1)
+    wanted = expert_mm(x, weight, expert, -1), expert_mm_backward(x, grad, expert, 5, -1)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0.02, atol=0.1)
 

@@ -42,7 +42,7 @@ def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, skip: int) -> Tensor:
     return out
 
 
-def expert_mm_weights(x: Tensor, grad: Tensor, expert: Tensor, experts: int, skip: int) -> Tensor:
+def expert_mm_backward(x: Tensor, grad: Tensor, expert: Tensor, experts: int, skip: int) -> Tensor:
     """Return the gradient of the weights of :func:`expert_mm`.
 
     Shapes: ``x`` (S, K), ``grad`` of its result (S, N), ``expert`` (S,); the result is (``experts``, K, N).
@@ -80,7 +80,7 @@ def _groups(order: Tensor, ends: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 _product = torch.library.custom_op("hap::expert_mm", mutates_args=())(expert_mm)
-_weights = torch.library.custom_op("hap::expert_mm_weights", mutates_args=())(expert_mm_weights)
+_weights = torch.library.custom_op("hap::expert_mm_backward", mutates_args=())(expert_mm_backward)
 
 
 @_product.register_fake
@@ -101,7 +101,7 @@ def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     x, weight, expert = ctx.saved_tensors
     of_x = torch.ops.hap.expert_mm(grad, weight.transpose(1, 2), expert, ctx.skip)
-    of_weight = torch.ops.hap.expert_mm_weights(x, grad, expert, len(weight), ctx.skip)
+    of_weight = torch.ops.hap.expert_mm_backward(x, grad, expert, len(weight), ctx.skip)
     return of_x, of_weight, None, None
 
 

@@ -56,7 +56,7 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
     "aten.bmm.default": ("matmul", _product(0)),
     "aten.addmm.default": ("matmul", _product(1)),
     "hap.expert_mm.default": ("matmul", _product(0)),
-    "hap.expert_mm_weights.default": ("matmul", _product(0)),
+    "hap.expert_mm_backward.default": ("matmul", _product(0)),
     "aten.convolution.default": ("conv", _convolution),
     "aten.convolution_backward.default": ("conv_backward", _convolution_backward),
     "hap.sdpa.default": ("attention", _attention(2, 0)),

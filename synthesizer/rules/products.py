@@ -56,8 +56,8 @@ def _expert_mm(call: Call) -> list[Row]:
     return equation(call, ["sk", "vkn", "s"], ["sn"], linear=[{0}, {1}])
 
 
-@rule("hap.expert_mm_weights.default")
-def _expert_mm_weights(call: Call) -> list[Row]:
+@rule("hap.expert_mm_backward.default")
+def _expert_mm_backward(call: Call) -> list[Row]:
     return equation(call, ["sk", "sn", "s"], ["vkn"], linear=[{0}, {1}])
 
 
