@@ -45,8 +45,8 @@ with small sizes that follow from the names of its configuration's fields. One r
 in float64; the largest error is {worst}. A model that does not train by itself at these sizes, because
 they do not suit it, is counted apart.
 
-| kind | run | verified | not verified | does not train at these sizes |
-|---|---|---|---|---|
+| kind | listed | run | verified | not verified | does not train at these sizes |
+|---|---|---|---|---|---|
 {table}
 
 {failed}
@@ -112,13 +112,13 @@ def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
         alone = [one for one in found.values() if "alone" in one]
         worst = max([worst, *(one["error"] for one in fine)])
         rows.append(
-            f"| {label} | {len(found)} | {len(fine)} | {len(found) - len(fine) - len(alone)} | {len(alone)} |"
+            f"| {label} | {results['transformers']['listed'][kind]} | {len(found)} | {len(fine)} | {len(found) - len(fine) - len(alone)} | {len(alone)} |"
         )
         others += [
             f"| {name} | {label} | {one['reason']} |".replace("\n", " ")
             for name, one in sorted(found.items()) if one.get("ok") is False
         ]  # fmt: skip
-    version = results["version"]["transformers"]["number"]
+    version = results["transformers"]["version"]["number"]
     table = "\n".join(rows)
     failed = (
         "\n".join(["| configuration | kind | reason |", "|---|---|---|", *others]) if others else ""

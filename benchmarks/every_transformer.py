@@ -221,7 +221,8 @@ def main() -> None:
         if not options.only:
             results = read_every()
             results.setdefault(kind, {})[name] = found
-            results["version"] = {"transformers": {"number": transformers.__version__}}
+            results["transformers"] = {"listed": {k: len(names(k)) for k in TABLES}}
+            results["transformers"]["version"] = {"number": transformers.__version__}
             EVERY.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 

@@ -34,14 +34,16 @@ def test_a_model_that_does_not_train_by_itself_is_counted_apart() -> None:
 
 def test_results_become_a_section() -> None:
     results: dict[str, Any] = {
-        "version": {"transformers": {"number": "5.0"}},
+        "transformers": {
+            "version": {"number": "5.0"}, "listed": {"causal": 9, "masked": 1, "pairs": 1},
+        },
         "causal": {
             "AConfig": {"ok": True, "error": 2e-15}, "BConfig": {"alone": "too small"},
             "CConfig": {"ok": False, "reason": "c.py:3: no"},
         },
     }  # fmt: skip
     text = every_language_model(results)
-    assert "| decoder | 3 | 1 | 1 | 1 |" in text
+    assert "| decoder | 9 | 3 | 1 | 1 | 1 |" in text
     assert "| CConfig | decoder | c.py:3: no |" in text
     assert "error is 2e-15" in text
     assert every_language_model({}) == ""
