@@ -19,7 +19,7 @@ Architectures that `hap plan` and `hap verify` were run on. These commands write
 the losses, the gradients and, after three steps, the parameters of one device to {tolerance} in
 float64. The table has its largest error, on emulated ranks, under a random plan with random shares
 for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unlike devices.
-*Planned*: the published size on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
+*Planned*: the published size (of mixtures of experts and `mamba` 2 or 4 layers, of gpt-oss, DeepSeek-V3 and Llama 4 also fewer experts) on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
 without memory for its weights, in seconds from the module to the plan, one model after the other on
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
 building the model come before, and have a line of their own.

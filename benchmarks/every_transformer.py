@@ -79,7 +79,7 @@ OWN: dict[str, dict[str, Any]] = {
     "XLNetConfig": {"max_position_embeddings": None},
     "ProphetNetConfig": {"num_hidden_layers": None},
 }
-"""What the names do not say; ``None``: not to be set."""
+"""Configuration -> fields with values of their own; ``None``: the field keeps its usual value."""
 
 
 def small(kind: type) -> Any:
@@ -189,8 +189,9 @@ def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
                 try:
                     found = pipe.recv()
                 except EOFError:
-                    found = {"ok": False, "reason": "the process ended with a traceback"}
+                    found = {"ok": False, "reason": "the process ended without a result"}
             process.kill()
+            process.join()
             del running[pipe]
             yield kind, name, found
 

@@ -31,6 +31,8 @@ FORWARDS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x[..., 1:, -1] * y.select(1, 0)[..., :1],
     lambda x, y: x.transpose(-1, 0).permute(2, 0, 1) * y.sum((-1, 0)).view(1, 1, 4).expand(3, 2, 4),
     lambda x, y: x.unsqueeze(-1).view(3, 8).unsqueeze(1) * y.sum([1]).sum([-1]).view(3, 1, 1),
+    lambda x, y: x * torch.sum(y, ()),
+    lambda x, y: torch.complex(torch.view_as_real(x)[..., 0], torch.view_as_real(y)[0, 0, :, 1]),
     lambda x, y: aten.slice_backward(x, [3, 9, 2], -2, 2, 6, 1),
     lambda x, y: aten.select_backward(x, [3, 4, 5, 2], -2, 3),
 ]

@@ -27,9 +27,10 @@ def test_an_architecture_is_verified_in_a_fork() -> None:
     assert found["error"] < 1e-12
 
 
-def test_a_model_that_does_not_train_by_itself_is_counted_apart() -> None:
-    found = every_transformer.verify("causal", "DbrxConfig")
-    assert "rope_theta" in found["alone"]
+def test_a_model_that_is_not_small_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every_transformer, "LARGEST", 100)
+    found = every_transformer.verify("causal", "GPT2Config")
+    assert "parameters at the sizes" in found["alone"]
 
 
 def test_results_become_a_section() -> None:

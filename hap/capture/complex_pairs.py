@@ -58,10 +58,10 @@ def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
 
 def _form(node: fx.Node) -> Callable[..., fx.Node] | None:
     """Return how a node computes pairs; ``None`` if there is no way here."""
-    drops = node.target is aten._to_copy.default and not _is_complex(node)  # imaginary parts
-    return (
-        None if drops or any(isinstance(x, complex) for x in node.args) else FORMS.get(node.target)
-    )
+    drops_imaginary = node.target is aten._to_copy.default and not _is_complex(node)
+    if drops_imaginary or any(isinstance(x, complex) for x in node.args):
+        return None
+    return FORMS.get(node.target)
 
 
 def _is_complex(node: fx.Node) -> bool:
@@ -119,12 +119,14 @@ def _polar(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def _conjugate(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
-    real, imaginary = _parts(call, pairs[node.args[0]])  # type: ignore[index]
+    real, imaginary = _parts(call, _pair(call, pairs, node.args[0]))
     return _both(call, real, call(aten.neg.default, imaginary))
 
 
 def _of_parts(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
-    return _both(call, *(_pair(call, pairs, x) for x in node.args))
+    shape = [*_value(node).shape, 1]  # the two parts may be broadcast
+    parts = (call(aten.expand.default, _pair(call, pairs, x), shape) for x in node.args)
+    return _both(call, *parts)
 
 
 def _converted(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -145,24 +147,23 @@ def _itself(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node
 
 def _same(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same operator, whose dims are counted from the front, on pairs."""
-    args = list(node.args)
-    wide = (
-        aten.unsqueeze.default,
-        aten.select_backward.default,
-    )  # their dims are those of the result
-    rank = _value(node if node.target in wide else args[0]).dim()
+    args: list[Any] = list(node.args)
+    rank = _value(node if node.target in DIMS_OF_RESULT else args[0]).dim()
     for n in COUNTED.get(node.target, ()):
         if n < len(args):
             args[n] = _from_front(args[n], rank)
     if node.target in SIZED:
-        args[1] = [*args[1], 2]  # type: ignore[misc]
+        args[1] = [*args[1], 2]
     if node.target is aten.permute.default:
-        args[1] = [*args[1], rank]  # type: ignore[misc]
+        args[1] = [*args[1], rank]
     return call(node.target, *fx.map_arg(args, lambda n: pairs.get(n, n)), **node.kwargs)
 
 
 def _from_front(dims: Any, rank: int) -> Any:
-    return [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
+    """Return dims counted from the front; a sum over no dims is one over all."""
+    if isinstance(dims, int):
+        return dims % rank
+    return [d % rank for d in dims or range(rank)]
 
 
 COUNTED: dict[Any, tuple[int, ...]] = {
@@ -171,6 +172,9 @@ COUNTED: dict[Any, tuple[int, ...]] = {
     aten.slice_backward.default: (2,), aten.select_backward.default: (2,),
 }  # fmt: skip
 """Operator -> its arguments that are dims."""
+
+DIMS_OF_RESULT = (aten.unsqueeze.default, aten.select_backward.default)
+"""Operators whose dims are those of the result; those of others are of the first argument."""
 
 SIZED = frozenset({
     aten.view.default, aten.expand.default, aten.slice_backward.default, aten.select_backward.default,

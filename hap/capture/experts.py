@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from hap.capture.attention import lowered
 
 NONE = -2
-"""``skip`` where every row has an expert. A rank with some of the experts skips the rows of the others by
-another number."""
+"""Value of ``skip`` if every row has an expert. A rank that holds some of the experts skips the rows of the
+others by another value."""
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, skip: int) -> Tensor:
@@ -65,7 +65,7 @@ def _sorted(expert: Tensor, experts: int, skip: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernel(x: Tensor, other: Tensor) -> bool:
-    """Return whether torch's kernel takes these matrices; elsewhere torch runs a loop, which is not faster."""
+    """Return whether torch's kernel takes these matrices; elsewhere torch runs a loop, too."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 and t.numel() for t in (x, other))
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
