@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coverage_results import EVERY, Found, read_every
+from benchmarks.small_configurations import small
 
 TABLES = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -38,71 +39,6 @@ LIMIT_S = 400.0
 
 LARGEST = 30_000_000
 """Parameters up to which a model counts as small."""
-
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "lru_width"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_encoder_layers",
-                     "num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-                     "decoder_attention_heads", "num_encoder_attention_heads",
-                     "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_topk", "n_group",
-                     "type_vocab_size"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "n_inner", "encoder_ffn_dim",
-                     "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-                     "qk_rope_head_dim", "rotary_dim", "time_step_rank", "sliding_window",
-                     "attention_window"), 4),
-    **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "state_size", "num_buckets",
-                     "relative_attention_num_buckets", "mamba_d_state"), 8),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank",
-                     "kv_lora_rank", "embedding_size", "mamba_d_head"), 16),
-    "vocab_size": 61, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-    "mamba_n_heads": 4, "mamba_expand": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-"""Name of a field -> its small value; whole numbers alone are replaced."""
-
-OWN: dict[str, dict[str, Any]] = {
-    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "ReformerConfig": {
-        "is_decoder": True,
-        "axial_pos_shape": [2, 4],
-        "axial_pos_embds_dim": [16, 16],
-    },
-    "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 4},
-    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "BambaConfig": {"attn_layer_indices": [1]},
-    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
-    "Gemma3nTextConfig": {"num_kv_shared_layers": 0},
-    "XLNetConfig": {"max_position_embeddings": None},
-    "ProphetNetConfig": {"num_hidden_layers": None},
-}
-"""Configuration -> fields with values of their own; ``None``: the field keeps its usual value."""
-
-
-def small(kind: type) -> Any:
-    """Return a configuration of that class with small sizes."""
-    usual: Any = kind()
-    given = {
-        name: value for name, value in SIZES.items()
-        if isinstance(getattr(usual, name, None), int) and _can_be_set(kind, name)
-    }  # fmt: skip
-    if "kv_lora_rank" in given:  # latent attention has no groups, and names the widths of its heads
-        given |= {"num_key_value_heads": None, "head_dim": None}
-        if hasattr(usual, "num_key_value_heads"):
-            given["num_key_value_heads"] = given["num_attention_heads"]
-    types = getattr(usual, "layer_types", None)
-    if isinstance(types, list) and _can_be_set(kind, "layer_types"):
-        given["layer_types"] = [types[0], *(t for t in types[::-1] if t != types[0]), types[0]][:2]
-    given |= OWN.get(kind.__name__, {})
-    return kind(**{name: value for name, value in given.items() if value is not None})
-
-
-def _can_be_set(kind: Any, name: str) -> bool:
-    own = getattr(kind, kind.attribute_map.get(name, name), None)
-    return not isinstance(own, property) or own.fset is not None
 
 
 def verify(kind: str, name: str) -> Found:
@@ -123,13 +59,14 @@ def verify(kind: str, name: str) -> Found:
     def built() -> Any:
         torch.manual_seed(0)
         classes = table[config_class]
-        config = small(config_class)
+        model_class = classes[0] if isinstance(classes, tuple) else classes
+        config = small(model_class.config_class)
         if kind == "pairs":
             config.decoder_start_token_id = 2
-        model = (classes[0] if isinstance(classes, tuple) else classes)(config).train()
+        model = model_class(config).train()
         words = min(61, config.get_text_config().vocab_size)
         text = torch.randint(3, words, (6, 8))
-        labels = text[:, :-2].contiguous() if kind == "pairs" else text.clone()
+        labels = text[:, :-2].contiguous() if config.is_encoder_decoder else text.clone()
         return model, {"input_ids": text, "labels": labels}
 
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from hap.capture import torch_private
 from hap.capture.autocast_policy import casts_of_cuda
@@ -86,6 +87,15 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     """
     aten = torch.ops.aten
 
+    class Numbers(TorchFunctionMode):
+        """Widens ``torch.tensor``, whose dtype no dispatch mode sees."""
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore
+            made = func(*args, **(kwargs or {}))
+            if widen and func is torch.tensor and made.is_floating_point():
+                return func(*args, **{**(kwargs or {}), "dtype": torch.float64})
+            return made
+
     class Reference(torch_private.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
             aliased = any(argument.alias_info for argument in func._schema.arguments)
@@ -99,8 +109,6 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
                     return [wide(part) for part in x]
                 return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-            if widen and func is aten.lift_fresh.default and args[0].is_floating_point():
-                return args[0].double()  # a dispatch mode does not see the dtype of torch.tensor
             named = {k: wide(v) for k, v in (kwargs or {}).items()}
             random = str(func) in RANDOM or func is aten.bernoulli_.float
             if random and replay is None:
@@ -135,7 +143,7 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     # With a replay, dropout of attention is an operator of its own.
     attention = sdpa_kernel(SDPBackend.MATH) if replay else contextlib.nullcontext()
     try:
-        with attention, Reference():  # type: ignore[no-untyped-call]
+        with attention, Numbers(), Reference():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_default_dtype(before)

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks import every_transformer
+from benchmarks import every_transformer, small_configurations
 from benchmarks.coverage_document import every_language_model
 
 transformers: Any = pytest.importorskip("transformers")
 
 
 def test_sizes_follow_from_the_names_of_fields() -> None:
-    mixture = every_transformer.small(transformers.Qwen3MoeConfig)
+    mixture = small_configurations.small(transformers.Qwen3MoeConfig)
     assert (mixture.hidden_size, mixture.num_experts, mixture.vocab_size) == (32, 4, 61)
-    latent = every_transformer.small(transformers.DeepseekV3Config)
+    latent = small_configurations.small(transformers.DeepseekV3Config)
     assert latent.num_key_value_heads == latent.num_attention_heads
-    hybrid = every_transformer.small(transformers.Gemma3TextConfig)
+    hybrid = small_configurations.small(transformers.Gemma3TextConfig)
     assert len({*hybrid.layer_types}) == hybrid.num_hidden_layers == 2
 
 

@@ -6,6 +6,7 @@ sets are those that make the forward one graph, and say so. The three packages a
 """
 
 from benchmarks.zoo.entry import Entry
+from benchmarks.zoo.image_text import IMAGE_TEXT
 from benchmarks.zoo.native import NATIVE
 from benchmarks.zoo.other import OTHER
 from benchmarks.zoo.sequences import SEQUENCES
@@ -16,7 +17,7 @@ from benchmarks.zoo.torchvision_models import TORCHVISION
 from benchmarks.zoo.vision import VISION
 
 ZOO: tuple[Entry, ...] = (
-    *TEXT, *VISION, *OTHER, *NATIVE, *SEQUENCES, *TORCHVISION, *ATTENTION, *CONVOLUTIONAL
+    *TEXT, *VISION, *OTHER, *IMAGE_TEXT, *NATIVE, *SEQUENCES, *TORCHVISION, *ATTENTION, *CONVOLUTIONAL
 )  # fmt: skip
 
 __all__ = ["ZOO", "Entry"]

@@ -13,12 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from hap.capture import attention, batch_norm, cross_entropy, recurrence, tensor_constants
+from hap.capture import (
+    attention,
+    batch_norm,
+    cross_entropy,
+    masked_scatter,
+    recurrence,
+    tensor_constants,
+)
 
 LOGICAL: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: attention.scaled_dot_product_attention,
     F.cross_entropy: cross_entropy.cross_entropy,
     F.batch_norm: batch_norm.batch_norm,
+    torch.masked_scatter: masked_scatter.masked_scatter,
     torch.tensor: tensor_constants.tensor,
     F.dropout1d: attention.channel_dropout,
     F.dropout2d: attention.channel_dropout,
@@ -29,9 +37,15 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
 """Functions of torch -> the functions that replace them."""
 
 
+METHODS: dict[Any, Callable[..., Any]] = {"masked_scatter": torch.masked_scatter}
+"""Methods of tensors -> the functions that do the same."""
+
+
 def name_logical(traced: fx.GraphModule) -> None:
     """Replace torch's functions in the graph, also inside of checkpoints."""
     for graph in (m for m in traced.modules() if isinstance(m, fx.GraphModule)):
         for node in graph.graph.nodes:
+            if node.op == "call_method" and node.target in METHODS:
+                node.op, node.target = "call_function", METHODS[node.target]
             node.target = LOGICAL.get(node.target, node.target)
         graph.recompile()

@@ -1,14 +1,11 @@
 """Tensors that the forward creates from Python data, such as ``torch.tensor([0, 2])``.
 
 ``hap::constant`` keeps the numbers in the graph, where a trace would keep a separate tensor.
-Numbers keep Python's precision, or that of the requested dtype: in double
-precision 0.1 is not float32's 0.1.
+Numbers keep Python's precision: in double precision 0.1 is not float32's 0.1.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,8 +37,6 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
     if shape is None:  # other objects than numbers
         return torch.tensor(data, dtype=dtype, **options)
     numbers = _flat(data)
-    if dtype is not None and dtype.is_floating_point:
-        numbers = [_rounded(n, dtype) for n in numbers]
     if dtype is None:
         kinds = {type(n) for n in numbers}
         whole = torch.bool if kinds == {bool} else torch.int64
@@ -56,16 +51,6 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
         [float(n) for n in numbers], shape, dtype=dtype, device=torch.device("cpu")
     )
     return made
-
-
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Return the number rounded to the requested dtype."""
-    code = {torch.float32: "f", torch.float16: "e"}.get(dtype, "d")
-    try:
-        rounded: float = struct.unpack(code, struct.pack(code, number))[0]
-    except OverflowError:  # beyond the dtype's range
-        return math.copysign(math.inf, number)
-    return rounded
 
 
 def too_large(count: int, where: str = "") -> ModelError:

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import logging
 import math
-import re
 import threading
 import types
 import warnings
@@ -27,6 +26,7 @@ from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from hap.capture.data_checks import drop_checks
+from hap.capture.graph_break import GraphBreak
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
@@ -114,8 +114,12 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
     """
     import torch._dynamo as dynamo
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._dynamo.variables.builtin import populate_builtin_to_tensor_fn_map
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     dynamo.reset()
+    with unset_fake_temporarily():  # it runs operators, at the first operator inside of vmap
+        populate_builtin_to_tensor_fn_map()
     # Libraries add methods to Logger (warning_once); none changes the program.
     loggers = {f for f in vars(logging.Logger).values() if callable(f)}
     try:
@@ -130,7 +134,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
-        raise GraphBreak(error) from error
+        raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
     return captured
 
 
@@ -158,26 +162,30 @@ def as_if_compiling() -> Iterator[None]:
     """Let ``torch.compiler.is_compiling()`` return true.
 
     Models check it before they cache tensors globally, as in an ``lru_cache``: a real forward
-    must not find tensors that were made under fake tensors.
+    must not find tensors that were made under fake tensors. Checks of data are skipped.
     """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        for name in _CHECKS:
+            stack.enter_context(mock.patch.object(torch, name, lambda *args: None))
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+
+
+_CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
+"""Functions of torch that read a whole tensor, and raise if it is not all true."""
 
 
 @contextlib.contextmanager
 def _without_hints() -> Iterator[None]:
-    """Skip two steps in which modules prepare for other ways to run them.
+    """Skip steps that have no effect on the result.
 
     ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask has the
     same effect. Audio models ask for the gradient of their input, which reaches no parameter, so
-    that reentrant checkpoints run.
+    that reentrant checkpoints run. Checks of data are no part of a program.
     """
     from torch._dynamo.variables import builtin
     from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch.nn.modules import transformer
 
     owner: Any = builtin.BuiltinVariable
@@ -195,8 +203,13 @@ def _without_hints() -> Iterator[None]:
             return ConstantVariable.create(None)
         return assign(self, tx, obj, key, value)
 
+    def nothing(*args: Any, **named: Any) -> Any:
+        return ConstantVariable.create(None)
+
     causal = mock.patch.object(transformer, "_detect_is_causal_mask", given)
-    with causal, mock.patch.object(owner, name, set_attribute):
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    checks = mock.patch.dict(handlers, {getattr(torch, name): nothing for name in _CHECKS})
+    with causal, checks, mock.patch.object(owner, name, set_attribute):
         yield
 
 
@@ -228,24 +241,6 @@ def capture_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException, *data_dependent_errors())
-
-
-class GraphBreak(Exception):
-    """Capture met code that it can't trace; ``line`` is the user's line if known."""
-
-    def __init__(self, error: Exception) -> None:
-        text = str(error).strip()
-        (first, *lines) = text.splitlines() or [type(error).__name__]
-        told = next((x for x in lines if "Explanation: " in x), "").partition("Explanation: ")[2]
-        told = re.sub(r" in file `[^`]*`|\(.*?\)", "", told).partition(". ")[0].strip()
-        super().__init__(f"{first.strip()}: {told}" if told else first)
-        self.detail = text
-        self.depends_on_data = isinstance(error, data_dependent_errors()) or bool(
-            re.search(r"data.dependent|dynamic shape|\.item\b", text, re.IGNORECASE)
-        )
-        stack = getattr(error, "real_stack", None) or ()
-        frames = [f for f in stack if "/torch/" not in f.filename]
-        self.line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from hap.capture.checks import (
 from hap.capture.complex_pairs import real_pairs
 from hap.capture.constant_masks import simplify_masks
 from hap.capture.experts import experts_by_row
+from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
@@ -137,7 +138,7 @@ def capture(
                 _check_same(step, tensors, traced, counter)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
-        except torch_private.GraphBreak as error:
+        except GraphBreak as error:
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
             text = str(error)

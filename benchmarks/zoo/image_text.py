@@ -1,0 +1,100 @@
+"""Language models of transformers that read images: features of the image replace embeddings of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.zoo.entry import pretrained
+
+IMAGE = 60
+"""The number of an image's tokens in the tiny models."""
+
+
+def described(config: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Prompts that begin with an image each, and go on in text; the text is the target."""
+    image = getattr(config, "image_token_id", IMAGE)
+    tokens = _tokens_of_an_image(config)
+    words = config.text_config.vocab_size
+    length = tokens + (8 if rows < 32 else 128)
+    text = torch.randint(3, min(50, words) if rows < 32 else 30000, (rows, length))
+    text[:, :tokens] = image
+    size = config.vision_config.image_size
+    size = size if isinstance(size, int) else size[0]
+    batch = {
+        "input_ids": text, "pixel_values": torch.randn(rows, 3, size, size),
+        "labels": text.masked_fill(text == image, -100),
+    }  # fmt: skip
+    if config.model_type == "gemma3":
+        batch["token_type_ids"] = (text == image).long()
+    if config.model_type == "paligemma":
+        batch["token_type_ids"] = (text != image).long()
+    return batch
+
+
+def _tokens_of_an_image(config: Any) -> int:
+    for name in ("mm_tokens_per_image", "image_seq_length", "num_query_tokens"):
+        if isinstance(count := getattr(config, name, None), int):
+            return count
+    eye = config.vision_config
+    return int(eye.image_size // eye.patch_size) ** 2
+
+
+EYE: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 16, "patch_size": 4,
+}  # fmt: skip
+MOUTH: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": 0,
+}  # fmt: skip
+
+IMAGE_TEXT = (
+    pretrained(
+        "llava", "image and text", "features of patches in place of the prompt's image tokens",
+        "LlavaForConditionalGeneration", "LlavaConfig", described,
+        tiny={"text_config": MOUTH | {"model_type": "llama"}, "vision_config": EYE | {"model_type": "clip_vision_model"},
+              "image_token_index": IMAGE, "image_seq_length": 16},
+    ),
+    pretrained(
+        "paligemma", "image and text", "attention in both directions over the prompt",
+        "PaliGemmaForConditionalGeneration", "PaliGemmaConfig", described,
+        tiny={"text_config": MOUTH | {"model_type": "gemma"}, "vision_config": EYE | {"model_type": "siglip_vision_model"},
+              "image_token_index": IMAGE, "projection_dim": 24},
+        full={"text_config": {"model_type": "gemma", "vocab_size": 257216, "hidden_size": 2048,
+                              "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
+                              "num_key_value_heads": 1, "head_dim": 256}},
+    ),
+    pretrained(
+        "gemma3", "image and text", "pooled patches, windows and whole attention by layers, masks by vmap",
+        "Gemma3ForConditionalGeneration", "Gemma3Config", described,
+        tiny={"text_config": MOUTH | {"sliding_window": 4}, "vision_config": EYE, "mm_tokens_per_image": 4,
+              "image_token_index": IMAGE},
+    ),
+    pretrained(
+        "internvl", "image and text", "patches shuffled into channels",
+        "InternVLForConditionalGeneration", "InternVLConfig", described,
+        tiny={"text_config": MOUTH | {"model_type": "qwen2"},
+              "vision_config": EYE | {"image_size": [16, 16], "patch_size": [4, 4]},
+              "image_token_id": IMAGE, "image_seq_length": 4},
+        full={"text_config": {"model_type": "qwen2", "vocab_size": 151674, "hidden_size": 896,
+                              "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+                              "num_key_value_heads": 2}},
+    ),
+    pretrained(
+        "blip-2", "image and text", "queries that read an image by cross-attention",
+        "Blip2ForConditionalGeneration", "Blip2Config", described,
+        tiny={"text_config": {"model_type": "opt", "vocab_size": 61, "hidden_size": 24, "ffn_dim": 40,
+                              "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 24,
+                              "max_position_embeddings": 64, "pad_token_id": 1},
+              "vision_config": EYE,
+              "qformer_config": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+                                 "num_attention_heads": 4, "encoder_hidden_size": 24, "vocab_size": 61},
+              "num_query_tokens": 4, "image_token_index": IMAGE},
+        full={"text_config": {"model_type": "opt", "hidden_size": 2560, "ffn_dim": 10240,
+                              "num_hidden_layers": 32, "num_attention_heads": 32,
+                              "word_embed_proj_dim": 2560},
+              "image_token_index": 50265},
+    ),
+)  # fmt: skip
