@@ -106,11 +106,12 @@ def _inputs(graph: Graph, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     entries = flatten(batch)
     found = {}
     for i in graph.inputs:
-        if i.role == "input":
-            found[i.tensor] = entries[i.target]
-        elif i.role != "tangent":
-            path, _, leaf = i.target.rpartition(".")
-            found[i.tensor] = getattr(model.get_submodule(path), leaf).detach()
+        if i.role == "tangent":
+            continue
+        path, _, leaf = i.target.rpartition(".")
+        given = entries[i.target] if i.role == "input" else getattr(model.get_submodule(path), leaf)
+        held = given.detach()
+        found[i.tensor] = torch.view_as_real(held) if held.is_complex() else held
     return found
 
 

@@ -95,7 +95,8 @@ class HapModule(nn.Module):
             vars(mine).update(vars(parameter))  # an optimizer may read the user's attributes
             optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))
             self._put(name, mine)
-        self._complex = {n for n, b in model.named_buffers() if b.is_complex() and n in roles}
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._complex = {n for n, t in state.items() if t.is_complex() and n in roles}
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
         self.train(model.training)
@@ -175,15 +176,17 @@ class HapModule(nn.Module):
             lone = "the batch is one tensor x: call model(x), not model(*x)"
             hint = lone if target == "*" else "pass plan.local_batch(batch, rank)"
             raise PlanError(f"{name} is missing", hint=hint)
-        if expected[:1] == (0,) and batch[target].shape[1:] == expected[1:]:
-            return batch[target][:0].to(self._device)  # the row of RankBatchSampler
-        if tuple(batch[target].shape) != expected:
+        entry = batch[target]
+        entry = torch.view_as_real(entry) if entry.is_complex() else entry
+        if expected[:1] == (0,) and entry.shape[1:] == expected[1:]:
+            return entry[:0].to(self._device)  # the row of RankBatchSampler
+        if tuple(entry.shape) != expected:
             raise PlanError(
-                f"{name} has shape {tuple(batch[target].shape)}, "
+                f"{name} has shape {tuple(entry.shape)}, "
                 f"rank {self._comm.rank}'s part is {expected}",
                 hint="cut the global batch with plan.local_batch(batch, rank)",
             )
-        return batch[target].to(self._device)
+        return entry.to(self._device)
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         tensor = self._inputs.get(name)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from hap.capture import fourier
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.capture.experts import expert_mm, expert_mm_backward
@@ -54,6 +55,9 @@ NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.sdpa_backward.default: attention_backward,
     torch.ops.hap.expert_mm.default: expert_mm,
     torch.ops.hap.expert_mm_backward.default: expert_mm_backward,
+    fourier.C2C: fourier.c2c,
+    fourier.R2C: fourier.r2c,
+    fourier.C2R: fourier.c2r,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }

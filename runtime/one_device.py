@@ -52,7 +52,7 @@ def observe_reference(
     """
     twin = copied(model).to(device)
     batch = each(batch, lambda name, entry: entry.to(device))
-    widen = next(twin.parameters()).dtype == torch.float64
+    widen = next(twin.parameters()).dtype in (torch.float64, torch.complex128)
     step = Step(twin, batch, loss, "" if widen else autocast)
     tensors = tuple(flatten(batch).values())
 
@@ -102,7 +102,7 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
 
             def wide(x: Any) -> Any:
                 if widen and isinstance(x, torch.dtype):
-                    return torch.float64 if x.is_floating_point else x
+                    return widest(x)
                 if not widen or aliased:  # a view of a copy, or a write into it, would be lost
                     return x
                 if isinstance(x, list | tuple):
@@ -149,6 +149,21 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def widened(module: nn.Module) -> nn.Module:
+    """Convert the floats and complex numbers of a module to double precision."""
+    module.double()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.to(widest(tensor.dtype))
+    return module
+
+
+def widest(dtype: torch.dtype) -> torch.dtype:
+    """Return the double precision of a dtype; of whole numbers and booleans, itself."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the product of each group of rows of ``a`` with its matrix, or of groups of columns.
 
@@ -185,7 +200,7 @@ def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimi
 
 def _held(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU; of a complex tensor as a pair of real ones, like a program's."""
-    held = tensor.detach().to("cpu", copy=True)
+    held = torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
     return torch.view_as_real(held) if held.is_complex() else held
 
 
@@ -196,18 +211,18 @@ def settle(module: nn.Module) -> None:
     values. Adam divides a gradient by its own magnitude, and would turn rounding error into a full step. In
     lower precision than float64, only whole tensors are: too many entries are so small by right.
     """
-    params = [p for p in module.parameters() if p.grad is not None]
-    if not params:
+    found = [(p, p.grad) for p in module.parameters() if p.grad is not None]
+    if not found:
         return
-    norms = tensor_norms(params, [p.grad for p in params if p.grad is not None])
-    limit = rounding(params[0], float(norms.max()))
-    for p, norm in zip(params, norms, strict=True):
-        if p.grad is None:
-            continue
-        if p.grad.dtype == torch.float64:
-            p.grad.masked_fill_(p.grad.abs() <= limit, 0.0)
+    params = [p for p, _ in found]
+    gradients = [torch.view_as_real(g) if g.is_complex() else g for _, g in found]
+    norms = tensor_norms(params, gradients)
+    limit = rounding(gradients[0], float(norms.max()))
+    for gradient, norm in zip(gradients, norms, strict=True):
+        if gradient.dtype == torch.float64:
+            gradient.masked_fill_(gradient.abs() <= limit, 0.0)
         elif norm <= limit:
-            p.grad.zero_()
+            gradient.zero_()
 
 
 def rounding(gradient: Tensor, largest: float) -> float:

@@ -41,6 +41,8 @@ from hap.runtime.one_device import (
     observe,
     observe_reference,
     rounding,
+    widened,
+    widest,
 )
 from hap.runtime.shards import join
 
@@ -179,7 +181,7 @@ def _references(
 
     if observer.widen:
         return run(observer.model, observer.batch), None
-    exact = run(copied(observer.model).double(), _cast(observer.batch, widen=True))
+    exact = run(widened(copied(observer.model)), _cast(observer.batch, widen=True))
     return exact, run(observer.model, observer.batch)
 
 
@@ -317,14 +319,15 @@ def prepared(model: nn.Module, widen: bool) -> nn.Module:
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
         for parameter in twin.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.is_floating_point() or parameter.is_complex():
+                dtype = torch.complex128 if parameter.is_complex() else torch.float64
+                noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
                 parameter.add_(0.02 * noise.to(parameter.dtype))
-    return twin.double() if widen else twin
+    return widened(twin) if widen else twin
 
 
 def _cast(batch: Batch, widen: bool) -> Batch:
     def cast(name: str, entry: Tensor) -> Tensor:
-        return entry.double() if widen and entry.is_floating_point() else entry
+        return entry.to(widest(entry.dtype)) if widen else entry
 
     return each(batch, cast)

@@ -27,6 +27,7 @@ from hap.ir.placement import Placement
 from hap.ir.plan import OptimizerKind, Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Convert, Program
+from hap.runtime.one_device import widest
 from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
@@ -80,7 +81,7 @@ class Case:
 
 def widened(batch: Any) -> Any:
     """Return the batch with its floats in float64."""
-    return each(batch, lambda name, t: t.double() if t.is_floating_point() else t)
+    return each(batch, lambda name, t: t.to(widest(t.dtype)))
 
 
 def make_case(

@@ -105,7 +105,7 @@ def without_derivative(net: Net, x: Tensor) -> Tensor:
 
 
 def complex_numbers(net: Net, x: Tensor) -> Tensor:
-    return torch.fft.fft(net.linear(x)).abs().mean()
+    return torch.fft.fft(net.linear(x)).exp().abs().mean()
 
 
 def sparse_gradient(net: Net, x: Tensor) -> Tensor:
@@ -115,6 +115,11 @@ def sparse_gradient(net: Net, x: Tensor) -> Tensor:
 def counted(net: Net, x: Tensor) -> Tensor:
     net.calls += 1
     return net.linear(x * net.calls).mean()
+
+
+def counted_in_a_tensor(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    return net.linear(x * torch.tensor(float(net.calls))).mean()
 
 
 def seeded(net: Net, x: Tensor) -> Tensor:
@@ -130,6 +135,7 @@ def seeded(net: Net, x: Tensor) -> Tensor:
         (complex_numbers, r"test_unusual_models\.py:\d+: .*complex64(.|\n)*real and imaginary"),
         (sparse_gradient, r"layout sparse_coo(.|\n)*sparse=False"),
         (counted, r"changes the attribute 'calls'(.|\n)*buffer"),
+        (counted_in_a_tensor, r"changes the attribute 'calls'(.|\n)*buffer"),
         (seeded, r"test_unusual_models\.py:\d+: .*function `manual_seed`(.|\n)*hint: compute this"),
     ],
 )

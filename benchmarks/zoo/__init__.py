@@ -10,6 +10,7 @@ from benchmarks.zoo.image_text import IMAGE_TEXT
 from benchmarks.zoo.native import NATIVE
 from benchmarks.zoo.other import OTHER
 from benchmarks.zoo.sequences import SEQUENCES
+from benchmarks.zoo.spectral import SPECTRAL
 from benchmarks.zoo.text import TEXT
 from benchmarks.zoo.timm_convolutional import CONVOLUTIONAL
 from benchmarks.zoo.timm_models import ATTENTION
@@ -17,7 +18,7 @@ from benchmarks.zoo.torchvision_models import TORCHVISION
 from benchmarks.zoo.vision import VISION
 
 ZOO: tuple[Entry, ...] = (
-    *TEXT, *VISION, *OTHER, *IMAGE_TEXT, *NATIVE, *SEQUENCES, *TORCHVISION, *ATTENTION, *CONVOLUTIONAL
+    *TEXT, *VISION, *OTHER, *IMAGE_TEXT, *NATIVE, *SEQUENCES, *SPECTRAL, *TORCHVISION, *ATTENTION, *CONVOLUTIONAL
 )  # fmt: skip
 
 __all__ = ["ZOO", "Entry"]

@@ -61,11 +61,6 @@ def check_parameters(module: nn.Module) -> None:
             f"none of the model's {len(parameters)} parameters requires grad",
             hint="leave requires_grad true on the parameters to train",
         )
-    wrong = next((n for n, p in parameters.items() if p.requires_grad and p.is_complex()), None)
-    if wrong is not None:
-        raise ModelError(
-            f"the parameter {wrong!r} is complex", hint="train its real and imaginary parts"
-        )
 
 
 def check_loss_parameters(loss: object) -> None:

@@ -1,17 +1,19 @@
 """Complex tensors as pairs of real ones: a last dim of 2, as of ``torch.view_as_real``.
 
-Rotary embeddings are often products of complex numbers. Programs hold real tensors alone: collectives, rules
-and prices need no complex case.
+Rotary embeddings are often products of complex numbers, and Fourier transforms make them. Programs hold real
+tensors alone: collectives, rules and prices need no complex case.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from hap.capture import fourier
 from hap.errors import ModelError
 
 aten = torch.ops.aten
@@ -21,7 +23,7 @@ Call = Callable[..., fx.Node]
 
 
 def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
-    """Replace complex tensors in a traced graph; a complex input becomes a pair, too.
+    """Replace complex tensors in a traced graph; a complex input or result becomes a pair, too.
 
     Args:
         where: the user's line that made a node.
@@ -36,9 +38,12 @@ def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
             with graph.inserting_after(node):
                 pairs[node] = graph.placeholder(node.name, type_expr=node.type)
             pairs[node].meta = {**node.meta, "val": torch.view_as_real(_value(node))}
+        elif node.op == "output":  # gradients of complex parameters, and complex buffers
+            for result in complex_ins:
+                node.replace_input_with(result, pairs[result])
         elif not (complex_ins or _is_complex(node)):
             continue
-        elif (form := _form(node)) is None:
+        elif (form := _form(node, pairs)) is None:
             dtype = str(_value([*complex_ins, node][0]).dtype).removeprefix("torch.")
             raise ModelError(
                 f"the step computes a tensor of dtype {dtype} ({node.target})", where=where(node),
@@ -56,12 +61,15 @@ def real_pairs(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
             graph.erase_node(node)
 
 
-def _form(node: fx.Node) -> Callable[..., fx.Node] | None:
+def _form(node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> Callable[..., fx.Node] | None:
     """Return how a node computes pairs; ``None`` if there is no way here."""
+    form, args = FORMS.get(node.target), node.args
     drops_imaginary = node.target is aten._to_copy.default and not _is_complex(node)
-    if drops_imaginary or any(isinstance(x, complex) for x in node.args):
-        return None
-    return FORMS.get(node.target)
+    mixed = form in ALIKE and any(n not in pairs for n in node.all_input_nodes)
+    with_number = form is _sum and any(not isinstance(x, fx.Node) for x in args)
+    by_complex = form is _quotient and args[1] in pairs
+    constant = any(isinstance(x, complex) for x in args)
+    return None if drops_imaginary or mixed or with_number or by_complex or constant else form
 
 
 def _is_complex(node: fx.Node) -> bool:
@@ -76,9 +84,12 @@ def _value(node: Any) -> Any:
 def _caller(graph: fx.Graph, origin: fx.Node) -> Call:
     """Return the function that adds calls with the meta data of ``origin``."""
 
+    mode = getattr(origin.meta["val"], "fake_mode", contextlib.nullcontext())
+
     def call(op: Any, *args: Any, **named: Any) -> fx.Node:
         node = graph.call_function(op, args, named)
-        node.meta = {**origin.meta, "val": op(*fx.map_arg(args, _value), **named)}
+        with mode:
+            node.meta = {**origin.meta, "val": op(*fx.map_arg(args, _value), **named)}
         return node
 
     return call
@@ -123,6 +134,61 @@ def _conjugate(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.N
     return _both(call, real, call(aten.neg.default, imaginary))
 
 
+def _matrix_product(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    """One real product: rows of pairs with a matrix that has the pair of each number, and of it times i."""
+    given: Any = node.args
+    dense = {"memory_format": torch.contiguous_format}
+    a, b = (call(aten.clone.default, pairs[x], **dense) for x in given)
+    real, imaginary = _parts(call, b)
+    turned = _both(call, call(aten.neg.default, imaginary), real)
+    rows = [call(aten.unsqueeze.default, x, _value(b).dim() - 2) for x in (b, turned)]
+    both = call(aten.cat.default, rows, _value(b).dim() - 2)
+    *batch, n, k, _ = _value(a).shape
+    m = _value(b).shape[-2]
+    left = call(aten.view.default, a, [*batch, n, 2 * k])
+    made = call(node.target, left, call(aten.view.default, both, [*batch, 2 * k, 2 * m]))
+    return call(aten.view.default, made, [*batch, n, m, 2])
+
+
+def _sum(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    given: Any = node.args
+    return call(node.target, *(pairs[x] for x in given), **node.kwargs)
+
+
+def _quotient(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    return call(aten.div.Tensor, *(_pair(call, pairs, x) for x in node.args))
+
+
+def _magnitude(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    x = pairs[node.all_input_nodes[0]]
+    squares = call(aten.sum.dim_IntList, call(aten.mul.Tensor, x, x), [_value(x).dim() - 1])
+    return call(aten.sqrt.default, squares)
+
+
+def _direction(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return ``x / abs(x)``, and 0 for 0."""
+    size = call(aten.unsqueeze.default, _magnitude(call, node, pairs), -1)
+    zero = call(aten.eq.Scalar, size, 0.0)
+    return call(aten.div.Tensor, pairs[node.all_input_nodes[0]], call(aten.add.Tensor, size, zero))
+
+
+def _zeros(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    """A new tensor, also one without values: another operator writes them."""
+    made = _value(node)
+    shape = [*made.shape, 2] if made.is_complex() else made.shape
+    return call(aten.zeros.default, shape, dtype=made.dtype.to_real(), device=made.device)
+
+
+def _padded(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    x, pads, *value = list[Any](node.args)
+    return call(aten.constant_pad_nd.default, pairs[x], [0, 0, *pads], *value)
+
+
+def _transform(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
+    x, *options = list[Any](node.args)
+    return call(TRANSFORMS[node.target], pairs.get(x, x), *options)
+
+
 def _of_parts(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
     shape = [*_value(node).shape, 1]  # the two parts may be broadcast
     parts = (call(aten.expand.default, _pair(call, pairs, x), shape) for x in node.args)
@@ -148,12 +214,15 @@ def _itself(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node
 def _same(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
     """The same operator, whose dims are counted from the front, on pairs."""
     args: list[Any] = list(node.args)
-    rank = _value(node if node.target in DIMS_OF_RESULT else args[0]).dim()
+    first = args[0] if isinstance(args[0], fx.Node) else args[0][0]
+    rank = _value(node if node.target in DIMS_OF_RESULT else first).dim()
     for n in COUNTED.get(node.target, ()):
         if n < len(args):
             args[n] = _from_front(args[n], rank)
     if node.target in SIZED:
         args[1] = [*args[1], 2]
+    if node.target is aten.t.default:
+        return call(aten.transpose.int, pairs[args[0]], 0, 1)
     if node.target is aten.permute.default:
         args[1] = [*args[1], rank]
     return call(node.target, *fx.map_arg(args, lambda n: pairs.get(n, n)), **node.kwargs)
@@ -170,6 +239,8 @@ COUNTED: dict[Any, tuple[int, ...]] = {
     aten.slice.Tensor: (1,), aten.select.int: (1,), aten.unsqueeze.default: (1,),
     aten.transpose.int: (1, 2), aten.permute.default: (1,), aten.sum.dim_IntList: (1,),
     aten.slice_backward.default: (2,), aten.select_backward.default: (2,),
+    aten.slice_scatter.default: (2,), aten.squeeze.dim: (1,), aten.squeeze.dims: (1,), aten.roll.default: (2,),
+    aten.flip.default: (1,), aten.cat.default: (1,),
 }  # fmt: skip
 """Operator -> its arguments that are dims."""
 
@@ -177,9 +248,19 @@ DIMS_OF_RESULT = (aten.unsqueeze.default, aten.select_backward.default)
 """Operators whose dims are those of the result; those of others are of the first argument."""
 
 SIZED = frozenset({
-    aten.view.default, aten.expand.default, aten.slice_backward.default, aten.select_backward.default,
+    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.slice_backward.default,
+    aten.select_backward.default,
 })  # fmt: skip
 """Operators whose second argument is a shape."""
+
+ALIKE = (_same, _sum, _matrix_product)
+"""Forms whose tensors must all be complex."""
+
+TRANSFORMS: dict[Any, Any] = {
+    aten._fft_c2c.default: fourier.C2C,
+    aten._fft_r2c.default: fourier.R2C,
+    aten._fft_c2r.default: fourier.C2R,
+}
 
 FORMS: dict[Any, Callable[[Call, fx.Node, dict[fx.Node, fx.Node]], fx.Node]] = {
     aten.polar.default: _polar,
@@ -187,10 +268,38 @@ FORMS: dict[Any, Callable[[Call, fx.Node, dict[fx.Node, fx.Node]], fx.Node]] = {
     aten.view_as_complex.default: _itself,
     aten.view_as_real.default: _itself,
     aten.mul.Tensor: _product,
+    aten.bmm.default: _matrix_product,
+    aten.mm.default: _matrix_product,
+    aten.add.Tensor: _sum,
+    aten.sub.Tensor: _sum,
+    aten.div.Tensor: _quotient,
+    aten.abs.default: _magnitude,
+    aten.sgn.default: _direction,
     aten._conj.default: _conjugate,
     aten._to_copy.default: _converted,
+    aten.constant_pad_nd.default: _padded,
+    **dict.fromkeys(TRANSFORMS, _transform),
     **dict.fromkeys(
-        [*COUNTED, *SIZED, aten.alias.default, aten.clone.default, aten.neg.default], _same
+        [
+            aten.zeros.default,
+            aten.new_zeros.default,
+            aten.zeros_like.default,
+            aten.new_empty_strided.default,
+        ],
+        _zeros,
+    ),
+    **dict.fromkeys(
+        [
+            *COUNTED,
+            *SIZED,
+            aten.alias.default,
+            aten.clone.default,
+            aten.neg.default,
+            aten.mul.Scalar,
+            aten.copy.default,
+            aten.t.default,
+        ],
+        _same,
     ),
 }
 """Operator -> how it computes pairs."""

@@ -66,6 +66,10 @@ def _convolution_backward(grad: Any, x: Any, w: Any, bias: Any, *rest: Any) -> A
     return dx, dw, grad.sum([0, *range(2, grad.dim())])
 
 
+def _sign(x: TorchTensor) -> Any:
+    return NotImplemented if x.is_complex() else torch.sign(x)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **torch_private.get_decompositions([
         aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss,
@@ -83,7 +87,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.convolution_backward.default: _convolution_backward,
     aten.copy.default: _copy,
-    aten.sgn.default: torch.sign,
+    aten.sgn.default: _sign,
     aten.zero.default: torch.zeros_like,
     aten.fill.Scalar: torch.full_like,
 }  # fmt: skip

@@ -6,6 +6,7 @@ Numbers keep Python's precision: in double precision 0.1 is not float32's 0.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ def tensor(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
     if shape is None:  # other objects than numbers
         return torch.tensor(data, dtype=dtype, **options)
     numbers = _flat(data)
+    if dtype is not None and dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+        numbers = [math.copysign(math.inf, n) if abs(n) > most else n for n in numbers]
     if dtype is None:
         kinds = {type(n) for n in numbers}
         whole = torch.bool if kinds == {bool} else torch.int64

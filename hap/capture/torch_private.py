@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._decomp import get_decompositions as get_decompositions
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hap.capture.data_checks import drop_checks
 from hap.capture.graph_break import GraphBreak
@@ -92,6 +93,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def values(tensor: torch.Tensor) -> Any:
+    """Return the numbers of a tensor with data, also under a fake mode."""
+    with _disable_current_modes():
+        return tensor.tolist()
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

@@ -45,6 +45,7 @@ from hap.capture.experts import experts_by_row
 from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
+from hap.capture.operator_log import operators_of
 from hap.capture.recompute import WAYS, Region, chosen, recomputed
 from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
@@ -135,7 +136,7 @@ def capture(
         try:
             traced = torch_private.dynamo_graph(step, tensors)
             if counter:
-                _check_same(step, tensors, traced, counter)
+                _check_same(lambda: step(*tensors), counter)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
         except GraphBreak as error:
@@ -169,11 +170,11 @@ def capture(
     return with_backward_aliases(recomputed(graph, regions))
 
 
-def _check_same(step: Step, tensors: Any, traced: fx.GraphModule, counter: str) -> None:
+def _check_same(run: Callable[[], object], counter: str) -> None:
     """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
     with torch_private.as_if_compiling():
-        step(*tensors)
-    if torch_private.dynamo_graph(step, tensors).code != traced.code:
+        same = operators_of(run) == operators_of(run)
+    if not same:
         raise ModelError(
             f"the forward changes the attribute {counter!r}, and then computes something else",
             hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",

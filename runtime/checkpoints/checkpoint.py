@@ -184,7 +184,7 @@ def taken(
         state["plan"] = hashlib.sha256(model._digest.encode()).hexdigest()
         state["batch_size"] = model._plan.batch_size
         state["module"] = {"seed": context.seed, "step": context.step}
-    state["same"] = held.same
+    state["same"], state["complex"] = held.same, sorted(held.complex)
     state["optimizer"] = None
     if optimizer is not None:
         states, state["optimizer"] = take(optimizer, model, held.parameters)

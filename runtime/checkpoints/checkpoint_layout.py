@@ -24,11 +24,13 @@ class Layout:
         parameters: trained and frozen parameters, by their first name.
         buffers: persistent buffers, and others: all, or by a plan those that the forward updates.
         same: each name of the model's state dict -> the first name of the tensor.
+        complex: the first names of complex tensors, which are stored as pairs.
     """
 
     parameters: dict[str, StoredShard]
     buffers: dict[str, StoredShard]
     same: dict[str, str]
+    complex: set[str]
 
     @property
     def tensors(self) -> dict[str, StoredShard]:
@@ -51,7 +53,13 @@ def layout(module: nn.Module, present: Collection[int] | None = None) -> Layout:
         parameters={n: StoredShard.whole(p.detach()) for n, p in module.named_parameters()},
         buffers={n: StoredShard.whole(b.detach()) for n, b in module.named_buffers()},
         same=same,
+        complex=_complex(module),
     )
+
+
+def _complex(module: nn.Module) -> set[str]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name for name, tensor in tensors.items() if tensor.is_complex()}
 
 
 class _Block(NamedTuple):
@@ -105,6 +113,7 @@ def _planned(module: HapModule, present: Collection[int] | None) -> Layout:
         parameters={n: stored(n, p) for n, p in module.named_parameters()},
         buffers={n: stored(n, b) for n, b in module.named_buffers() if n in kept or n in updated},
         same=same,
+        complex=module._complex | _complex(module),
     )
 
 

@@ -34,8 +34,9 @@ def take(
         kept = rest[name] = {}
         for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor) and value.shape == parameter.shape != ():
-                shards[tensor_name(key, name)] = parameters[name].like(value.detach())
-                kept[key] = {SHARD: str(value.dtype).removeprefix("torch.")}
+                shard = parameters[name].like(value.detach())
+                shards[tensor_name(key, name)] = shard
+                kept[key] = {SHARD: str(shard.tensor.dtype).removeprefix("torch.")}
             else:
                 kept[key] = encode(value, f"the optimizer's state {key!r} of {name}")
     groups = []
@@ -97,7 +98,8 @@ def blank(
                     continue
                 shard = fresh(parameters[name], getattr(torch, value[SHARD]), parameter.device)
                 shards[tensor_name(key, name)] = shard
-                entries[key] = shard.tensor
+                pairs = parameter.is_complex()
+                entries[key] = torch.view_as_complex(shard.tensor) if pairs else shard.tensor
     kept = {place: entries for place, entries in state.items() if entries}
     return shards, {"state": kept, "param_groups": groups}
 

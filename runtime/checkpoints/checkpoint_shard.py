@@ -22,7 +22,8 @@ class StoredShard:
     """A block of a tensor: ``tensor`` starts at ``offsets`` in a whole tensor of ``shape``.
 
     Blocks of the ranks may have unlike sizes and may be empty. They may be cut along one dim, or
-    along two. DTensor is not used: its chunks are even.
+    along two. DTensor is not used: its chunks are even. A complex tensor is stored as a pair of real ones, a
+    view of its memory.
 
     Args:
         written: whether this rank writes the block. Exactly one of the ranks that hold the same
@@ -32,7 +33,7 @@ class StoredShard:
     def __init__(
         self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], *, written: bool = True
     ) -> None:
-        self.tensor = tensor
+        self.tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         self.shape = torch.Size(shape)
         self.offsets = torch.Size(offsets)
         self.written = written
@@ -40,7 +41,8 @@ class StoredShard:
     @staticmethod
     def whole(tensor: Tensor, *, written: bool = True) -> StoredShard:
         """Return the shard that is the whole tensor."""
-        return StoredShard(tensor, tensor.shape, [0] * tensor.dim(), written=written)
+        shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
+        return StoredShard(tensor, shape, [0] * len(shape), written=written)
 
     def like(self, tensor: Tensor) -> StoredShard:
         """Return the same block with other values, such as an optimizer's state."""

@@ -64,6 +64,8 @@ def export(checkpoint: str, to: str) -> tuple[int, int, int]:
             file = _SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             with damaged(path):
                 tensors = {n: _whole(path, MODEL + same[n], entries) for n in names}
+                for name in (n for n in names if same[n] in index.get("complex", ())):
+                    tensors[name] = _numbers(name, tensors[name])
             save_file(tensors, folder / file, {"format": "pt"})
             where |= dict.fromkeys(names, file)
         if count > 1:
@@ -84,6 +86,7 @@ def import_(weights: str, to: str) -> int:
         raise InputError("there are checkpoints already", where=to, hint="give another folder")
     entries: dict[str, Any] = {}
     files: dict[str, int] = {}
+    pairs: list[str] = []
     with _disk(to):
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.begin(0)
@@ -92,7 +95,8 @@ def import_(weights: str, to: str) -> int:
                 part = folder.part(0) / file_of(number)
                 for name, tensor in tensors.items():
                     _check_stored(name, tensor, weights)
-                renamed = {MODEL + n: t.detach().contiguous().clone() for n, t in tensors.items()}
+                pairs += [name for name, t in tensors.items() if t.is_complex()]
+                renamed = {MODEL + n: _stored(t) for n, t in tensors.items()}
                 save_file(renamed, part, {"format": "pt"})
                 sync_file(part)
                 files[part.name] = part.stat().st_size
@@ -106,7 +110,7 @@ def import_(weights: str, to: str) -> int:
             state = dict.fromkeys(("module", "optimizer", "scheduler", "scaler"))
             index = {
                 "version": VERSION, "step": 0, "plan": "", "batch_size": 0, "world_size": 1,
-                "same": {}, "extra": {}, **state, "files": files, "tensors": entries,
+                "same": {}, "complex": pairs, "extra": {}, **state, "files": files, "tensors": entries,
             }  # fmt: skip
             folder.publish(folder.part(0), 0, index, None)
         except BaseException:
@@ -125,6 +129,26 @@ def _check_stored(name: str, tensor: torch.Tensor, where: str) -> None:
             f"the tensor {name!r} is {kind.removeprefix('torch.')}", where=where,
             hint="save it as a dense tensor of numbers",
         )  # fmt: skip
+
+
+def _numbers(name: str, pairs: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers of pairs.
+
+    Raises:
+        InputError: safetensors have no such numbers in double precision.
+    """
+    if pairs.dtype != torch.float32:
+        raise InputError(
+            f"the tensor {name!r} is of dtype complex128, which safetensors can't hold",
+            hint="load the checkpoint in one process with hap.load, and save it with torch.save",
+        )
+    return torch.view_as_complex(pairs)
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the form of a checkpoint: of a complex tensor a pair of real ones."""
+    copy = tensor.detach().contiguous().clone()
+    return torch.view_as_real(copy) if copy.is_complex() else copy
 
 
 def _entry(tensor: torch.Tensor, file: str) -> dict[str, Any]:

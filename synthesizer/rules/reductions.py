@@ -70,10 +70,16 @@ def _along(call: Call) -> list[Row]:
     return equation(call, [given], [given for _ in call.node.outputs], linear=linear)
 
 
+@rule("hap.fft_c2c.default", "hap.fft_r2c.default", "hap.fft_c2r.default")
+def _fourier(call: Call) -> list[Row]:
+    kept = letters(max(*call.ins, call.out, key=lambda t: len(t.shape)), fixed=call.arg(1))[:-1]
+    ins, out = ([*kept, None][: len(t.shape)] for t in (call.ins[0], call.out))
+    return equation(call, [ins], [out], linear=[{0}])
+
+
 @rule("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")
 def _softmax_backward(call: Call) -> list[Row]:
-    grad = call.ins[0]
-    given = letters(grad, fixed=(call.dim(2, grad),))
+    given = letters(call.ins[0], fixed=(call.dim(2, call.ins[0]),))
     return equation(call, [given, given], [given], linear=[{0}])
 
 

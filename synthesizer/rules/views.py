@@ -88,30 +88,23 @@ def _expand(call: Call) -> list[Row]:
 
 
 @rule("aten.slice.Tensor", "aten.slice_backward.default", "aten.flip.default",
-      "aten.roll.default", "aten.constant_pad_nd.default")  # fmt: skip
+      "aten.roll.default", "aten.constant_pad_nd.default", "aten.triu.default", "aten.tril.default")  # fmt: skip
 def _within(call: Call) -> list[Row]:
-    """Dims that keep their size can be split: slicing and padding change the others."""
+    """Dims along which elements keep their places can be split."""
     (x,) = call.ins
     changed = {d for d, (a, b) in enumerate(zip(x.shape, call.out.shape, strict=True)) if a != b}
     if call.node.op == "aten.flip.default":
         changed = {d % len(x.shape) for d in call.arg(1)}
+    if call.node.op in ("aten.triu.default", "aten.tril.default"):
+        changed = {len(x.shape) - 2, len(x.shape) - 1}
     if call.node.op == "aten.roll.default":  # without dims it rolls the flattened elements
         changed = {d % len(x.shape) for d in call.arg(2, "dims", ()) or range(len(x.shape))}
     if call.node.op == "aten.constant_pad_nd.default":  # (1, -1) shifts, and keeps the size
         pads = call.arg(1)
         changed = {len(x.shape) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
-    given = letters(x, fixed=changed)
-    shifts = call.node.op == "aten.constant_pad_nd.default" and call.arg(2, "value", 0) != 0
-    linear = [{0}] if not shifts and "float" in x.dtype else []
+    given, adds = letters(x, fixed=changed), "pad" in call.node.op and call.arg(2, "value", 0)
+    linear = [{0}] if not adds and "float" in x.dtype else []
     return equation(call, [given], [given], linear=linear)
-
-
-@rule("aten.triu.default", "aten.tril.default")
-def _triangle(call: Call) -> list[Row]:
-    """The kept elements depend on their positions in the last two dims."""
-    (x,) = call.ins
-    given = letters(x, fixed=range(len(x.shape) - 2, len(x.shape)))
-    return equation(call, [given], [given], linear=[{0}] if "float" in x.dtype else [])
 
 
 @rule("aten.select.int", "aten.unbind.int")

@@ -64,7 +64,8 @@ def write_program(
         writer.need(made, choices.held[made][0], False)
     start = writer.taken()
     sent = [(o.tensor, p) for o, p in zip(graph.outputs, finals, strict=True) if o.role == "sent"]
-    for node in middle:
+    # A value that both need is converted for the forward, also if the backward's node stands before.
+    for node in sorted(middle, key=lambda n: n.name in graph.backward):
         if node.name in graph.backward:
             while sent:  # by the forward, before the backward makes the same value
                 writer.need(*sent.pop(), False)
