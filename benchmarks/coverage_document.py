@@ -62,6 +62,9 @@ which tokens an expert gets is looked up in the data (`nonzero`): shapes depend 
 the interface, and experts with room for a fixed number of tokens, are one program |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
+| Qwen2-VL and later, GLM-4V, and others that are told the sizes of images (`image_grid_thw`) | \
+patches of all images are one packed sequence, and shapes depend on the sizes in that tensor |
+| SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
 | losses over sequences of data-dependent length (CTC) | `masked_select` has no fixed shape |
 """
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hap.capture import torch_private
+from hap.capture import torch_private, tracing
 from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
@@ -126,10 +126,12 @@ def plan(
     check_module(module)
     check_parameters(module)
     kind = examine(optimizer, module)
+    check_recipe("", options.recompute or "")
+    step = tracing.captured(module, batch, loss, autocast=autocast)
 
     @functools.cache
     def captured(recompute: str, gradients: str) -> Graph:
-        graph = capture(module, batch, loss, autocast=autocast, recompute=recompute)
+        graph = step.recomputing(recompute)
         graph = replace(with_half_gradients(graph, gradients), products=wanted.products)
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 

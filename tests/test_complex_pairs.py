@@ -50,6 +50,7 @@ FORWARDS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: torch.fft.fft(y.abs(), dim=1) * torch.fft.irfft(x, n=5, dim=1)[:, :4],
     lambda x, y: torch.fft.rfft(torch.view_as_real(x), n=4, dim=-1)[..., :2, 1] * y,
     lambda x, y: aten.slice_scatter(x, y[:, :2] * 1, -2, 2) + torch.cat([x, y], -1)[..., 1:3],
+    lambda x, y: torch.roll(x, 5) - aten.div.Scalar(y, 3),
     lambda x, y: torch.roll(x, (1, 2), (0, -1)) * torch.flip(y, [-2]).unsqueeze(-1).squeeze(-1),
     lambda x, y: aten.squeeze.dims(x.unsqueeze(1).unsqueeze(-1), [1, -1]) + aten.copy(x, y[:1]),
     lambda x, y: F.pad(x, (1, 0, 0, 2)) * aten._unsafe_view(y.clone(), [24])[0],

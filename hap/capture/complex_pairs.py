@@ -83,7 +83,6 @@ def _value(node: Any) -> Any:
 
 def _caller(graph: fx.Graph, origin: fx.Node) -> Call:
     """Return the function that adds calls with the meta data of ``origin``."""
-
     mode = getattr(origin.meta["val"], "fake_mode", contextlib.nullcontext())
 
     def call(op: Any, *args: Any, **named: Any) -> fx.Node:
@@ -223,6 +222,8 @@ def _same(call: Call, node: fx.Node, pairs: dict[fx.Node, fx.Node]) -> fx.Node:
         args[1] = [*args[1], 2]
     if node.target is aten.t.default:
         return call(aten.transpose.int, pairs[args[0]], 0, 1)
+    if node.target is aten.roll.default and len(args) == 2:  # of all elements in order
+        args[1] = [2 * shift for shift in args[1]]
     if node.target is aten.permute.default:
         args[1] = [*args[1], rank]
     return call(node.target, *fx.map_arg(args, lambda n: pairs.get(n, n)), **node.kwargs)
@@ -296,6 +297,7 @@ FORMS: dict[Any, Callable[[Call, fx.Node, dict[fx.Node, fx.Node]], fx.Node]] = {
             aten.clone.default,
             aten.neg.default,
             aten.mul.Scalar,
+            aten.div.Scalar,
             aten.copy.default,
             aten.t.default,
         ],

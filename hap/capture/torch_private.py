@@ -48,9 +48,11 @@ def building_without_data() -> Iterator[None]:
 
     A module then swaps its fake tensors for others, and torch refuses to swap tensors with weak
     references. Those to fake tensors are memos of the mode, which also hold for the new tensors.
+    ``trunc_normal_`` draws until all numbers are inside of its bounds, which it reads.
     """
     none = types.SimpleNamespace(getweakrefs=lambda tensor: [])
-    with mock.patch.object(torch.utils, "weakref", none), fake_mode():
+    drawn = mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *a, **k: tensor)
+    with mock.patch.object(torch.utils, "weakref", none), drawn, fake_mode():
         yield
 
 
@@ -104,13 +106,9 @@ def values(tensor: torch.Tensor) -> Any:
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of fake tensors when Python asks for data that they lack."""
     from torch._subclasses import fake_tensor
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as Guard
 
-    return (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        GuardOnDataDependentSymNode,
-    )
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, Guard
 
 
 def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from hap.capture import tensor_constants, torch_private
 from hap.capture.autocast_policy import casts_of_cuda
+from hap.capture.captured_step import Captured
 from hap.capture.checks import (
     changed_number,
     check_batch,
@@ -46,7 +47,7 @@ from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.operator_log import operators_of
-from hap.capture.recompute import WAYS, Region, chosen, recomputed
+from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
 from hap.errors import HapError, InputError, ModelError
@@ -54,7 +55,6 @@ from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.ir.graph_builder import Builder
-from hap.ir.regather import with_backward_aliases
 
 Loss = Callable[[Any, Any], TorchTensor]
 
@@ -95,6 +95,22 @@ def capture(
     module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = "",
     recompute: str = "",
 ) -> Graph:  # fmt: skip
+    """Return the graph of :func:`captured`, with further recomputation in the backward.
+
+    Args:
+        recompute: one of :data:`hap.capture.recompute.WAYS`, or nothing.
+
+    Raises:
+        Those of :func:`captured`.
+        InputError: an unknown ``recompute``.
+    """
+    check_recipe("", recompute)
+    return captured(module, batch, loss, autocast=autocast).recomputing(recompute)
+
+
+def captured(
+    module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = ""
+) -> Captured:
     """Return the joint forward and backward graph of one step on the *global* batch.
 
     The backward recomputes the module's parts under ``torch.utils.checkpoint``.
@@ -104,13 +120,12 @@ def capture(
         batch: the global batch, likewise; only shapes and dtypes are read.
         loss: ``loss(output, batch)``, if the module's output is not a loss itself.
         autocast: ``bfloat16`` or ``float16``: run it in automatic mixed precision.
-        recompute: further recomputation in the backward, of :data:`hap.capture.recompute.WAYS`.
 
     Raises:
         ModelError: the forward is no scalar loss, or depends on data; the error has the line.
-        InputError: an unknown ``autocast`` or ``recompute``.
+        InputError: an unknown ``autocast``.
     """
-    check_recipe(autocast, recompute)
+    check_recipe(autocast, "")
     check_module(module)
     check_parameters(module)
     check_names(module)
@@ -163,11 +178,7 @@ def capture(
         {i.target for i in graph.inputs} | module.state_dict(keep_vars=True).keys(),
     )
     check_mode(graph, module.training)
-    if recompute:  # a checkpoint inside of a block adds nothing
-        own = chosen(graph, recompute)
-        last = max((region.number for region in own.values()), default=-1)
-        regions = {n: r._replace(number=last + 1 + r.number) for n, r in regions.items()} | own
-    return with_backward_aliases(recomputed(graph, regions))
+    return Captured(graph, regions)
 
 
 def _check_same(run: Callable[[], object], counter: str) -> None:
