@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from hap.errors import HapError
@@ -104,6 +105,7 @@ def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: C
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.nice(nice)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     known: list[Any] = []
 
     def told() -> Any:
@@ -116,6 +118,14 @@ def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: C
     except HapError:
         found = None  # the parent computes again, and raises the error
     pipe.send(found)
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the process that wants the result, which may be killed."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    wait([first.sentinel])
+    os._exit(1)
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, apart: bool) -> list[Result]:

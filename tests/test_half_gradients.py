@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hap
 from hap.api import model_file_of, plan_file
+from hap.capture import tracing
 from hap.capture.tracing import capture
 from hap.errors import InputError, PlanError
 from hap.gradient_roundings import EXACT
@@ -91,6 +92,18 @@ def test_a_slow_link_makes_the_plan_round_and_a_fast_one_does_not(tmp_path: Path
     exact = next(a for a in slow.prediction.alternatives if a.name == EXACT)
     assert 1.01 * slow.prediction.step_s < exact.step_s < 2.1 * slow.prediction.step_s
     assert next(a for a in fast.prediction.alternatives if a.name == BF16).step_s > 0
+
+
+def test_a_step_is_captured_once_for_all_roundings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[object] = []
+    once = tracing.captured
+    monkeypatch.setattr(
+        tracing, "captured", lambda *given, **named: (captures.append(1), once(*given, **named))[1]
+    )
+    assert planned(tmp_path, "20 MB/s", allow=(BF16,)).recipe.gradients == BF16
+    assert len(captures) == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -109,3 +111,25 @@ def test_work_that_is_stopped_ends_at_once() -> None:
     with ahead(lambda told: time.sleep(600)) as process:
         process.stop()
     assert time.monotonic() - begun < 60
+
+
+KILLED = """
+import os, signal, time
+from hap.other_process import ahead
+
+def work(told):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+with ahead(work), ahead(work):
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(CORES == 1, reason="forks need a second core")
+def test_processes_end_with_one_that_is_killed() -> None:
+    words = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as first:
+        said, _ = first.communicate(timeout=60)  # its end is that of all who can write
+    assert len(said.split()) == 2

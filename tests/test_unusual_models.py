@@ -182,6 +182,18 @@ def test_lazy_modules_that_ran_are_built_with_data() -> None:
     assert len(said) == 1
 
 
+def test_truncated_normals_need_no_data() -> None:
+    def make() -> nn.Module:
+        net = nn.Linear(8, 8)
+        nn.init.trunc_normal_(net.weight, std=0.02)
+        return net
+
+    said: list[str] = []
+    net = without_data(make, said.append)
+    assert not said and torch_private.is_fake(net.weight)  # type: ignore[arg-type]
+    assert make().weight.abs().max() > 0  # type: ignore[operator,union-attr]
+
+
 def test_checks_of_matrices_are_no_part_of_the_program() -> None:
     ops = [node.op for node in capture(Net(inverse), torch.randn(8, 8)).nodes]
     assert "aten.linalg_inv_ex.default" in ops
