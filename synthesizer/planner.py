@@ -81,24 +81,24 @@ def choose_for_model(
     Raises:
         InfeasibleError: nothing fits in any mode.
     """
-    mode = options.recompute or ""
-    graph = captured(mode)
-    try:
-        return graph, mode, choose_in_space(graph, cluster, optimizer_states, options, progress)
-    except InfeasibleError as error:
-        if options.recompute is not None:
-            raise
-        infeasible = error
-    known = {graph.digest}
-    for mode in modes:
-        progress(f"no program fits the memory: recomputing activations in the backward ({mode})")
+    room, error = sum(d.memory_bytes for d in cluster.devices), None
+    known = set[str]()
+    for mode in ("", *modes) if options.recompute is None else (options.recompute,):
+        if known:
+            progress(f"no program fits the memory: recomputing in the backward ({mode})")
         graph = captured(mode)
-        if graph.digest not in known:
-            known.add(graph.digest)
-            with contextlib.suppress(InfeasibleError):
+        enough = options.stages or graph.least_bytes(optimizer_states) <= room
+        if enough and graph.digest not in known:
+            try:
                 pair = choose_in_space(graph, cluster, optimizer_states, options, progress)
                 return graph, mode, pair
-    raise infeasible
+            except InfeasibleError as failed:
+                error = error or failed
+        known.add(graph.digest)
+    if error:
+        raise error
+    # The search says which device lacks how much.
+    return graph, mode, choose_in_space(graph, cluster, optimizer_states, options, progress)
 
 
 def choose_in_space(

@@ -156,6 +156,8 @@ def test_no_program_keeps_less_for_the_backward_than_its_graph_says(file: str) -
                 tensor = plan.graph.tensors[storage.value.tensor]
                 kept += float(cost.local_bytes(tensor, storage.value.placement).sum())
         assert kept >= plan.graph.saved_bytes
+        peaks = memory(plan.graph, plan.program, cost)[1]
+        assert peaks.sum() >= plan.graph.least_bytes(STATES) > plan.graph.saved_bytes
 
 
 def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:

@@ -490,8 +490,15 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
     assert peaks["blocks"] < 0.9 * peaks["cheap"] < 0.81 * peaks[""]
     for way, larger in (("cheap", ""), ("blocks", "cheap")):
         cluster = with_memory((peaks[way] + peaks[larger]) // 2)
-        plan = hap.plan(Blocks(()), rows_of_blocks(), cluster)
+        said: list[str] = []
+        plan = hap.plan(Blocks(()), rows_of_blocks(), cluster, progress=said.append)
         assert plan.recipe.recompute == way
+        # What is more than the memory of all devices is not searched.
+        first = capture(Blocks(()), rows_of_blocks()).least_bytes(plan.optimizer.states)
+        searched = said.index("search from start 1, round 1")
+        told = next(k for k, text in enumerate(said) if text.startswith("no program fits"))
+        room = sum(d.memory_bytes for d in cluster.devices)
+        assert (searched > told) == (first > room)
         plan.check_model(capture(Blocks(()), fake_batch(plan), recompute=plan.recipe.recompute))
         assert Plan.from_json(plan.to_json()).recipe == plan.recipe
     with pytest.raises(InfeasibleError):

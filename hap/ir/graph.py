@@ -260,6 +260,12 @@ class Graph:
                 least[root] = max(least.get(root, 0), self.tensors[name].nbytes)
         return sum(min(nbytes, self.tensors[root].nbytes) for root, nbytes in least.items())
 
+    def least_bytes(self, states: int) -> int:
+        """Bytes that all ranks hold, at least; ``states``: of a parameter's size in the optimizer."""
+        trained = sum(self.tensors[name].nbytes for name in self.gradients.values())
+        held = sum(self.tensors[i.tensor].nbytes for i in self.role("parameter"))
+        return held + states * trained + max(self.saved_bytes, trained)
+
     def role(self, role: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.role == role)
 
