@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from hap.capture import torch_private
 from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.matmul_precision import exact_convolutions
+from hap.capture.random_numbers import DRAWS, IN_PLACE
 from hap.capture.tracing import Loss, Step
 from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
 from hap.ir.batch import Batch, each, flatten
@@ -84,6 +86,7 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
     those casts would dominate the error, and the reference would be less exact than the plan.
     Tensors that the module does not own, such as globals, are converted where they are used.
+    ``torch.finfo`` answers as for float32, as it did when the module was captured.
     """
     aten = torch.ops.aten
 
@@ -110,6 +113,11 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
                 return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
             named = {k: wide(v) for k, v in (kwargs or {}).items()}
+            if func in DRAWS or func in IN_PLACE:
+                with self:  # which sees the uniform and normal numbers that these are made of
+                    made = (DRAWS | IN_PLACE)[func](*map(wide, args), **named)
+                if made is not NotImplemented:
+                    return made if func in DRAWS else args[0].copy_(made)
             random = str(func) in RANDOM or func is aten.bernoulli_.float
             if random and replay is None:
                 return constant(func, tuple(map(wide, args)), named)
@@ -143,10 +151,18 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     # With a replay, dropout of attention is an operator of its own.
     attention = sdpa_kernel(SDPBackend.MATH) if replay else contextlib.nullcontext()
     try:
-        with attention, Numbers(), Reference():  # type: ignore[no-untyped-call]
+        limits: Any = mock.patch.object(torch, "finfo", _narrow_limits if widen else _limits)
+        with attention, limits, Numbers(), Reference():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+_limits = torch.finfo
+
+
+def _narrow_limits(dtype: torch.dtype | None = None) -> torch.finfo:
+    return _limits(torch.float32 if dtype in (None, torch.float64) else dtype)
 
 
 def widened(module: nn.Module) -> nn.Module:
@@ -227,4 +243,4 @@ def settle(module: nn.Module) -> None:
 
 def rounding(gradient: Tensor, largest: float) -> float:
     """Return the magnitude below which a gradient is pure rounding error of the largest one."""
-    return VANISHES * torch.finfo(gradient.dtype).eps * largest
+    return VANISHES * _limits(gradient.dtype).eps * largest

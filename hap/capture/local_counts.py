@@ -14,6 +14,7 @@ from torch import Tensor as TorchTensor
 from hap.capture import torch_private
 from hap.capture.attention_kernels import KERNELS
 from hap.capture.decompositions import DECOMPOSED
+from hap.capture.random_numbers import DRAWS
 
 aten = torch.ops.aten
 
@@ -80,6 +81,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         aten.var, aten.var_mean, aten.std, aten.addcmul, aten.addcdiv, aten.rsub,
     ]),
     **DECOMPOSED,
+    **DRAWS,
     **KERNELS,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

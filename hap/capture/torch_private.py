@@ -169,15 +169,18 @@ def as_if_compiling() -> Iterator[None]:
     Models check it before they cache tensors globally, as in an ``lru_cache``: a real forward
     must not find tensors that were made under fake tensors. Checks of data are skipped.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
-        for name in _CHECKS:
-            stack.enter_context(mock.patch.object(torch, name, lambda *args: None))
+    checks: dict[str, Any] = dict.fromkeys(_CHECKS, lambda *args: None)
+    flag = mock.patch.object(torch.compiler, "_is_compiling_flag", True)
+    with flag, mock.patch.multiple(torch, **checks), _unchecked_distributions():
         yield
 
 
 _CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
 """Functions of torch that read a whole tensor, and raise if it is not all true."""
+
+
+def _unchecked_distributions() -> Any:
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
 @contextlib.contextmanager
@@ -208,13 +211,11 @@ def _without_hints() -> Iterator[None]:
             return ConstantVariable.create(None)
         return assign(self, tx, obj, key, value)
 
-    def nothing(*args: Any, **named: Any) -> Any:
-        return ConstantVariable.create(None)
-
     causal = mock.patch.object(transformer, "_detect_is_causal_mask", given)
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    checks = mock.patch.dict(handlers, {getattr(torch, name): nothing for name in _CHECKS})
-    with causal, checks, mock.patch.object(owner, name, set_attribute):
+    nothing = dict.fromkeys(_CHECKS, lambda *args, **named: ConstantVariable.create(None))
+    checks = mock.patch.dict(handlers, {getattr(torch, k): f for k, f in nothing.items()})
+    with causal, checks, _unchecked_distributions(), mock.patch.object(owner, name, set_attribute):
         yield
 
 
