@@ -366,7 +366,11 @@ FORWARD = "return self.down(self.up(x).relu()).square().mean()"
             "if x.sum() > 0:\n            x = -x\n        return self.down",
             ["model.py:11: ", "can't be captured as one graph"],
         ),
-        (".square()", ".exp().poisson()", ["model.py:11: ", "aten.poisson.", "random numbers"]),
+        (
+            "self.down(self.up(x).relu()).square()",
+            "torch.poisson(self.up(x).exp())",
+            ["model.py:11: ", "aten.poisson.", "random numbers"],
+        ),
         ("    return Net()", "    return Nett()", ["model.py:14: ", "model() raised NameError"]),
         ("def model", "def made", ["model.py: no function `model`"]),
     ],

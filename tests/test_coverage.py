@@ -34,8 +34,8 @@ PACKAGES = ("torchvision", "timm")
 
 FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransformer")
 ALIKE = (
-    "bart", "beit", "bert", "bert-moe", "bloom", "deit", "distilbert", "electra", "falcon", "gemma", "gpt-neox",
-    "gpt-oss", "gpt2", "hubert", "mistral", "mixtral", "qwen2-moe",
+    "bart", "beit", "bert", "bert-moe", "blip-2", "bloom", "deit", "distilbert", "electra", "falcon", "fnet", "gemma",
+    "gemma3", "gpt-neox", "gpt-oss", "gpt2", "hubert", "internvl", "mistral", "mixtral", "paligemma", "qwen2-moe",
     "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
     "roberta", "t5", "vit", "wav2vec2",
 )  # fmt: skip
@@ -77,7 +77,7 @@ def test_names_are_unique_and_the_families_are_all_there() -> None:
     families = Counter(entry.family for entry in entries().values())
     assert len(entries()) == families.total() >= 150
     assert set(families) >= {
-        "encoder", "decoder", "encoder-decoder", "shared layers", "vision", "audio", "contrastive",
+        "encoder", "decoder", "encoder-decoder", "shared layers", "vision", "audio", "contrastive", "image and text",
         "mixture of experts", "torch", *PACKAGES,
     }  # fmt: skip
 
