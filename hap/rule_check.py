@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from hap.ir import graph
 from hap.ir.graph import Dtype, Graph, Input, Node, Output, Ref
+from hap.ir.graph_builder import UNDEFINED
 from hap.ir.placement import L, P, Placement, R, S
 from hap.ir.program import Compute, Program, Value
 from hap.runtime.context import Context
@@ -24,9 +25,6 @@ from hap.runtime.emit import Emitter
 from hap.runtime.emulate import EmulatedComm, EmulatedWorld
 from hap.runtime.localize import FACTORIES, LOOKUPS, RESULT_SHAPE
 from hap.synthesizer.rules import Row, rows_of
-
-UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
-"""Operators with uninitialised results: only shapes are compared."""
 
 PLANES = {
     "aten.max_pool2d_with_indices_backward.default",

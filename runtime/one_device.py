@@ -113,11 +113,11 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
                 return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
             named = {k: wide(v) for k, v in (kwargs or {}).items()}
-            if func in DRAWS or func in IN_PLACE:
+            if draw := DRAWS.get(func) or IN_PLACE.get(func):
                 with self:  # which sees the uniform and normal numbers that these are made of
-                    made = (DRAWS | IN_PLACE)[func](*map(wide, args), **named)
+                    made = draw(*map(wide, args), **named)
                 if made is not NotImplemented:
-                    return made if func in DRAWS else args[0].copy_(made)
+                    return args[0].copy_(made) if func in IN_PLACE else made
             random = str(func) in RANDOM or func is aten.bernoulli_.float
             if random and replay is None:
                 return constant(func, tuple(map(wide, args)), named)
@@ -146,14 +146,20 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
             return args[0] * drawn * kept_scale(args[1]), drawn
         return made.copy_(drawn)
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if widen else before)
     # With a replay, dropout of attention is an operator of its own.
     attention = sdpa_kernel(SDPBackend.MATH) if replay else contextlib.nullcontext()
+    limits: Any = mock.patch.object(torch, "finfo", _narrow_limits if widen else _limits)
+    with double_by_default(widen), attention, limits, Numbers(), Reference():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextlib.contextmanager
+def double_by_default(widen: bool) -> Iterator[None]:
+    """Let new floats be float64, if ``widen``, also those of a boolean tensor and a number."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if widen else before)
     try:
-        limits: Any = mock.patch.object(torch, "finfo", _narrow_limits if widen else _limits)
-        with attention, limits, Numbers(), Reference():  # type: ignore[no-untyped-call]
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 

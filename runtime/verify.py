@@ -38,6 +38,7 @@ from hap.runtime.one_device import (
     VANISHES,
     Observed,
     copied,
+    double_by_default,
     observe,
     observe_reference,
     rounding,
@@ -143,7 +144,8 @@ def _trained(
 ) -> list[Observed]:
     """Return the results of all ranks."""
     try:
-        return run(plan.world_size, observer)
+        with double_by_default(observer.widen):
+            return run(plan.world_size, observer)
     except HapError:
         raise
     except Exception as error:  # a program that can't run does not compute what one device does
@@ -236,6 +238,8 @@ class Observer:
 
     def __call__(self, comm: Comm) -> Observed:
         """Train one rank; results are on the CPU."""
+        if self.widen:  # this may be a process of its own
+            torch.set_default_dtype(torch.float64)
         module = HapModule(
             self.plan, self.model, comm, self.device, widen=self.widen, backend=self.backend
         )

@@ -25,6 +25,9 @@ RANDOM = {
     "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",
     "aten.randint.default", "aten.randint.low",
 }  # fmt: skip
+UNDEFINED = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
+"""Operators with uninitialised results."""
+
 # Never merged: random values, and position numbers, which would tie the axes of all layers.
 DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.start_step"}
 
