@@ -11,7 +11,7 @@ from hap.ir.regather import with_backward_aliases
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedStep:
     """A captured step, and the parts of it that the user's checkpoints recompute."""
 
     graph: Graph

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from hap.capture import tensor_constants, torch_private
 from hap.capture.autocast_policy import casts_of_cuda
-from hap.capture.captured_step import Captured
+from hap.capture.captured_step import CapturedStep
 from hap.capture.checks import (
     changed_number,
     check_batch,
@@ -110,7 +110,7 @@ def capture(
 
 def captured(
     module: nn.Module, batch: Batch, loss: Loss | None = None, *, autocast: str = ""
-) -> Captured:
+) -> CapturedStep:
     """Return the joint forward and backward graph of one step on the *global* batch.
 
     The backward recomputes the module's parts under ``torch.utils.checkpoint``.
@@ -178,7 +178,7 @@ def captured(
         {i.target for i in graph.inputs} | module.state_dict(keep_vars=True).keys(),
     )
     check_mode(graph, module.training)
-    return Captured(graph, regions)
+    return CapturedStep(graph, regions)
 
 
 def _check_same(run: Callable[[], object], counter: str) -> None:

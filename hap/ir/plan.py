@@ -274,9 +274,8 @@ class Plan:
         def cut(name: str, entry: Any) -> Any:
             if name not in names:
                 return entry
-            expected = self.graph.tensors[names[name]].shape
-            if entry.is_complex():  # a pair of real ones in the graph
-                expected = expected[:-1]
+            pair = -1 if entry.is_complex() else None  # of real ones, in the graph
+            expected = self.graph.tensors[names[name]].shape[:pair]
             if tuple(entry.shape) != expected:
                 raise PlanError(
                     f"batch entry {name!r} has shape {tuple(entry.shape)}, the plan {expected}",
