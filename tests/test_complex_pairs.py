@@ -21,6 +21,7 @@ from hap.runtime.checkpoints.checkpoint_weights import export, import_
 from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule
 from tests.random_plans import make_case, random_plan, verdict
+from tests.random_stages import random_staged_plan
 
 aten = torch.ops.aten
 
@@ -179,9 +180,9 @@ def test_spectra_compute_what_one_device_does(name: str) -> None:
 class Operator(nn.Module):
     """Complex parameters, of which one is frozen and one unused, and a complex buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: bool = True) -> None:
         super().__init__()
-        self.lift = nn.Linear(8, 8)
+        self.lift, self.last = nn.Linear(8, 8), last
         self.weight, self.bias, self.spare = (
             nn.Parameter(torch.randn(shape, dtype=torch.cfloat))
             for shape in ((3, 3, 2), (3, 1), (2,))
@@ -190,7 +191,8 @@ class Operator(nn.Module):
         self.register_buffer("turn", torch.polar(torch.ones(2), torch.arange(2.0)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return operator_layer(self.lift(x), self.weight * self.turn + self.bias).square().mean()  # type: ignore[operator]
+        out = operator_layer(self.lift(x), self.weight * self.turn + self.bias)  # type: ignore[operator]
+        return out.square().mean() if self.last else out.relu()
 
 
 class Measured(nn.Module):
@@ -198,10 +200,10 @@ class Measured(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, spectrum: Tensor, image: Tensor) -> Tensor:
-        return F.mse_loss(self.layer(torch.fft.ifft(spectrum).abs()), image)
+        return F.mse_loss(self.head(self.layer(torch.fft.ifft(spectrum).abs()).relu()), image)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -221,6 +223,16 @@ def test_a_complex_batch_is_cut_as_it_is() -> None:
         plan = random_plan(case, world, 1)
         assert plan.local_batch({"spectrum": x, "image": x.real}, 0)["spectrum"].is_complex()
         assert verdict(case, plan).ok
+
+
+def test_stages_exchange_pairs() -> None:
+    """Of complex parameters and a complex batch, in microbatches."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 3, 8)
+    layers = make_case(nn.Sequential(Operator(False), Operator(True)), x)
+    measured = make_case(Measured(), {"spectrum": x.to(torch.cfloat), "image": x})
+    for case in (layers, measured):
+        assert verdict(case, random_staged_plan(case, (1, 2), 0)).ok
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, hap.optim.Lamb, hap.optim.Lars])
