@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hap.complex_tensors import as_real
 from hap.errors import InputError
 
 
@@ -56,7 +57,7 @@ def tensor_norms(params: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Te
         raise InputError(f"{len(params)} parameters, but {len(values)} values")
     if not values:
         return torch.zeros(0)
-    values = [_real(v) for v in values]
+    values = [as_real(v) for v in values]
     wide = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
     squares = torch.stack([v.detach().to(wide).square().sum() for v in values])
     shards: list[Shard | None] = [getattr(p, "hap_shard", None) for p in params]
@@ -96,11 +97,6 @@ class _Whole(torch.optim.Optimizer, ABC):
         return loss
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers, a view of its memory."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
     """Return ``top / bottom``, or 1 where either is zero."""
     return torch.where((top > 0) & (bottom > 0), top / bottom, torch.ones_like(top))
@@ -138,15 +134,15 @@ class Lamb(_Whole):
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_avg_sq"] = torch.zeros_like(p)
             state["step"] += 1
-            mean, squares, gradient = map(_real, (state["exp_avg"], state["exp_avg_sq"], p.grad))
+            mean, squares, gradient = map(as_real, (state["exp_avg"], state["exp_avg_sq"], p.grad))
             m = mean.lerp_(gradient, 1 - first)
             v = squares.mul_(second).addcmul_(gradient, gradient, value=1 - second)
             root = (v / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
             update = m.div(root).div_(1 - first ** state["step"])
-            updates.append(update.add_(_real(p), alpha=group["weight_decay"]))
+            updates.append(update.add_(as_real(p), alpha=group["weight_decay"]))
         ratios = _ratio(tensor_norms(params, params), tensor_norms(params, updates))
         for p, update, ratio in zip(params, updates, ratios.unbind(), strict=True):
-            _real(p).sub_(update * (group["lr"] * ratio).to(update.dtype))
+            as_real(p).sub_(update * (group["lr"] * ratio).to(update.dtype))
 
 
 class Lars(_Whole):
@@ -180,7 +176,7 @@ class Lars(_Whole):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-            step = g.add(p, alpha=decay).mul_((group["lr"] * rate).to(_real(p).dtype))
+            step = g.add(p, alpha=decay).mul_((group["lr"] * rate).to(as_real(p).dtype))
             p.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(step))
 
 

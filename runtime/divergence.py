@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hap.complex_tensors import as_real
 from hap.ir.batch import Batch, flatten
 from hap.ir.graph import Graph
 from hap.ir.graph_builder import UNDEFINED
@@ -116,8 +117,7 @@ def _inputs(graph: Graph, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             continue
         path, _, leaf = i.target.rpartition(".")
         given = entries[i.target] if i.role == "input" else getattr(model.get_submodule(path), leaf)
-        held = given.detach()
-        found[i.tensor] = torch.view_as_real(held) if held.is_complex() else held
+        found[i.tensor] = as_real(given.detach())
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hap import optim
 from hap.capture import torch_private
 from hap.capture.checks import check_names
+from hap.complex_tensors import as_real
 from hap.errors import PlanError
 from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
@@ -176,8 +177,7 @@ class HapModule(nn.Module):
             lone = "the batch is one tensor x: call model(x), not model(*x)"
             hint = lone if target == "*" else "pass plan.local_batch(batch, rank)"
             raise PlanError(f"{name} is missing", hint=hint)
-        entry = batch[target]
-        entry = torch.view_as_real(entry) if entry.is_complex() else entry
+        entry = as_real(batch[target])
         if expected[:1] == (0,) and entry.shape[1:] == expected[1:]:
             return entry[:0].to(self._device)  # the row of RankBatchSampler
         if tuple(entry.shape) != expected:
@@ -246,7 +246,7 @@ class HapModule(nn.Module):
         state = self._state()
         for name, saved in state_dict.items():
             first = self._same[name]
-            whole = torch.view_as_real(saved) if first in self._complex else saved
+            whole = as_real(saved) if first in self._complex else saved
             tensor = self._inputs.get(first)
             expected = self._plan.graph.tensors[tensor].shape if tensor else state[first].shape
             if tuple(whole.shape) != tuple(expected):

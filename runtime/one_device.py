@@ -24,6 +24,7 @@ from hap.capture.matmul_precision import exact_convolutions
 from hap.capture.random_numbers import DRAWS, IN_PLACE
 from hap.capture.tracing import Loss, Step
 from hap.capture.user_optimizer import MakeOptimizer, make_optimizer
+from hap.complex_tensors import as_real
 from hap.ir.batch import Batch, each, flatten
 from hap.ir.graph_builder import RANDOM
 from hap.optim import tensor_norms
@@ -223,7 +224,7 @@ def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimi
 def _held(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU; of a complex tensor as a pair of real ones, like a program's."""
     held = torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
-    return torch.view_as_real(held) if held.is_complex() else held
+    return as_real(held)
 
 
 def settle(module: nn.Module) -> None:
@@ -237,7 +238,7 @@ def settle(module: nn.Module) -> None:
     if not found:
         return
     params = [p for p, _ in found]
-    gradients = [torch.view_as_real(g) if g.is_complex() else g for _, g in found]
+    gradients = [as_real(g) for _, g in found]
     norms = tensor_norms(params, gradients)
     limit = rounding(gradients[0], float(norms.max()))
     for gradient, norm in zip(gradients, norms, strict=True):

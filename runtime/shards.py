@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hap.complex_tensors import as_real
 from hap.ir.mesh import origin
 from hap.ir.placement import L, P
 from hap.ir.plan import Plan
@@ -16,7 +17,7 @@ from hap.runtime.collectives import Comm
 
 def cut(plan: Plan, tensor: str, whole: Tensor, rank: int) -> Tensor:
     """Return a copy of this rank's shard of a whole input; of a complex one as a pair of real ones."""
-    part = torch.view_as_real(whole.detach()) if whole.is_complex() else whole.detach()
+    part = as_real(whole.detach())
     for level in plan.levels(tensor, rank):
         if level:
             part = part.narrow(level.dim, level.start, level.sizes[level.place])

@@ -56,7 +56,7 @@ FORWARDS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: aten.squeeze.dims(x.unsqueeze(1).unsqueeze(-1), [1, -1]) + aten.copy(x, y[:1]),
     lambda x, y: F.pad(x, (1, 0, 0, 2)) * aten._unsafe_view(y.clone(), [24])[0],
     lambda x, y: x.new_zeros(3, 4, 2) + torch.zeros_like(x) + torch.zeros(2, dtype=x.dtype) - y,
-    lambda x, y: aten.mul.Scalar(x, 3) + x.new_empty_strided((3, 4, 2), (8, 2, 1)) * 0 - y,
+    lambda x, y: aten.copy(x.new_empty_strided((3, 4, 2), (8, 2, 1)), aten.mul.Scalar(x, 3)) - y,
 ]
 
 

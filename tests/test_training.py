@@ -493,7 +493,7 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
         said: list[str] = []
         plan = hap.plan(Blocks(()), rows_of_blocks(), cluster, progress=said.append)
         assert plan.recipe.recompute == way
-        # What is more than the memory of all devices is not searched.
+        # A way is not searched if its bound exceeds the memory of all devices.
         first = capture(Blocks(()), rows_of_blocks()).least_bytes(plan.optimizer.states)
         searched = said.index("search from start 1, round 1")
         told = next(k for k, text in enumerate(said) if text.startswith("no program fits"))

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from hap.complex_tensors import as_real
+
 
 class StoredShard:
     """A block of a tensor: ``tensor`` starts at ``offsets`` in a whole tensor of ``shape``.
@@ -33,7 +35,7 @@ class StoredShard:
     def __init__(
         self, tensor: Tensor, shape: Sequence[int], offsets: Sequence[int], *, written: bool = True
     ) -> None:
-        self.tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self.tensor = as_real(tensor)
         self.shape = torch.Size(shape)
         self.offsets = torch.Size(offsets)
         self.written = written
@@ -41,8 +43,8 @@ class StoredShard:
     @staticmethod
     def whole(tensor: Tensor, *, written: bool = True) -> StoredShard:
         """Return the shard that is the whole tensor."""
-        shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
-        return StoredShard(tensor, shape, [0] * len(shape), written=written)
+        block = as_real(tensor)
+        return StoredShard(block, block.shape, [0] * block.dim(), written=written)
 
     def like(self, tensor: Tensor) -> StoredShard:
         """Return the same block with other values, such as an optimizer's state."""

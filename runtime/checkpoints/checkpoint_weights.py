@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from hap.complex_tensors import as_real
 from hap.errors import CheckpointError, InputError
 from hap.runtime.checkpoints.checkpoint_folder import (
     VERSION,
@@ -96,7 +97,9 @@ def import_(weights: str, to: str) -> int:
                 for name, tensor in tensors.items():
                     _check_stored(name, tensor, weights)
                 pairs += [name for name, t in tensors.items() if t.is_complex()]
-                renamed = {MODEL + n: _stored(t) for n, t in tensors.items()}
+                renamed = {
+                    MODEL + n: as_real(t.detach().contiguous().clone()) for n, t in tensors.items()
+                }
                 save_file(renamed, part, {"format": "pt"})
                 sync_file(part)
                 files[part.name] = part.stat().st_size
@@ -143,12 +146,6 @@ def _numbers(name: str, pairs: torch.Tensor) -> torch.Tensor:
             hint="load the checkpoint in one process with hap.load, and save it with torch.save",
         )
     return torch.view_as_complex(pairs)
-
-
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the form of a checkpoint: of a complex tensor a pair of real ones."""
-    copy = tensor.detach().contiguous().clone()
-    return torch.view_as_real(copy) if copy.is_complex() else copy
 
 
 def _entry(tensor: torch.Tensor, file: str) -> dict[str, Any]:
