@@ -14,6 +14,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -254,37 +255,44 @@ def greedy_order(
     sizes: Sequence[int], edges: Iterable[tuple[int, int]], measure: Measure, limit: float,
     largest_table: float = LARGEST_TABLE,
 ) -> _Order:  # fmt: skip
-    """Return a greedy order, the least measure first; its beginning alone if a table has more
-    entries than ``largest_table``, or all together have more than ``limit``.
+    """Return a greedy order: small tables of up to two neighbours, then the least measure first.
+
+    It is its beginning alone if a table has more entries than ``largest_table``, or all together have
+    more than ``limit``.
     """
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:
         near[u].add(v)
         near[v].add(u)
-    heap = [(measure(v, sizes, near), v) for v in range(len(sizes))]
-    heapq.heapify(heap)
     gone = [False] * len(sizes)
     steps: list[tuple[int, tuple[int, ...]]] = []
     total = largest = 0
     widest: tuple[int, ...] = ()
-    while heap:
-        claimed, v = heapq.heappop(heap)
-        if gone[v] or claimed != measure(v, sizes, near):
-            continue
-        gone[v] = True
-        scope = tuple(sorted(near[v]))
-        entries = table_size(v, sizes, near)
+
+    def eliminate(v: int) -> tuple[int, ...]:
+        nonlocal total, largest, widest
+        gone[v], scope, entries = True, tuple(sorted(near[v])), table_size(v, sizes, near)
         total += entries
         if entries > largest:
             largest, widest = entries, (*scope, v)
         steps.append((v, scope))
-        if largest > largest_table or total > limit:
-            break
         for n in scope:
             near[n].discard(v)
             near[n].update(m for m in scope if m != n)
-        for n in scope:
-            heapq.heappush(heap, (measure(n, sizes, near), n))
+        return scope
+
+    chains = deque(range(len(sizes)))  # most variables; a heap of the others alone is small
+    while chains:
+        v = chains.popleft()
+        if not gone[v] and len(near[v]) <= 2 and table_size(v, sizes, near) <= SMALL:
+            chains.extend(eliminate(v))
+    heap = [(measure(v, sizes, near), v) for v in range(len(sizes)) if not gone[v]]
+    heapq.heapify(heap)
+    while heap and largest <= largest_table and total <= limit:
+        claimed, v = heapq.heappop(heap)
+        if not gone[v] and claimed == measure(v, sizes, near):
+            for n in eliminate(v):
+                heapq.heappush(heap, (measure(n, sizes, near), n))
     return _Order(total, largest, widest, steps)
 
 
