@@ -173,11 +173,28 @@ def _narrow_limits(dtype: torch.dtype | None = None) -> torch.finfo:
 
 
 def widened(module: nn.Module) -> nn.Module:
-    """Convert the floats and complex numbers of a module to double precision."""
+    """Convert the floats and complex numbers of a module to double precision.
+
+    So are tensors that are plain attributes of its modules, or in their lists and dicts.
+    """
     module.double()
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.to(widest(tensor.dtype))
+    for sub in module.modules():
+        vars(sub).update({k: _wide(v) for k, v in vars(sub).items() if k not in _REGISTERED})
     return module
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(widest(value.dtype))
+    if type(value) is dict:
+        return {key: _wide(part) for key, part in value.items()}
+    return type(value)(map(_wide, value)) if type(value) in (list, tuple) else value
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes in which ``nn.Module`` keeps what is registered."""
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:

@@ -53,6 +53,7 @@ NOISES: dict[str, Callable[[Tensor], Tensor]] = {
     "geometric": lambda x: x * torch.empty_like(x).geometric_(0.5),
     "whole numbers": lambda x: x * torch.randint_like(x, 3) * torch.randint_like(x, 1, 4),
     "permutation": lambda x: x[:, torch.randperm(8)] * x,
+    "no generator": lambda x: x + torch.randn(x.shape, generator=None),
     "multinomial": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 2)),
     "a posterior": lambda x: Normal(x, x.exp()).rsample(),
     "its divergence": lambda x: kl_divergence(Normal(x, x.exp()), Normal(0.0, 1.0)),
@@ -93,6 +94,11 @@ CALLS: list[tuple[Any, tuple[Any, ...], Callable[[], Tensor]]] = [
     (aten.randperm.default, (100_000,), lambda: torch.randperm(100_000)),
     (aten.multinomial.default, (X[:4] + torch.arange(4) + 0.5, 1),
      lambda: torch.multinomial(X[:4] + torch.arange(4) + 0.5, 1)),
+    (aten.rand.generator, ([100_000],), lambda: torch.rand(100_000)),
+    (aten.randn.generator, ([100_000],), lambda: torch.randn(100_000)),
+    (aten.randint.generator, (5, [100_000]), lambda: torch.randint(5, [100_000])),
+    (aten.randint.low_generator, (2, 5, [100_000]), lambda: torch.randint(2, 5, [100_000])),
+    (aten.randperm.generator, (100_000,), lambda: torch.randperm(100_000)),
 ]  # fmt: skip
 
 

@@ -1,31 +1,151 @@
-"""The operators of a forward, in order, with their arguments: do two forwards compute the same?"""
+"""The operators of a forward, in order: do two forwards compute the same, and what do they keep?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hap.capture import torch_private
+from hap.errors import ModelError
 
 
-def operators_of(run: Callable[[], object]) -> list[str]:
-    """Return the operators that a function runs on fake tensors; constants count by their values."""
-    seen = list[str]()
+class OperatorLog(torch_private.TorchDispatchMode):
+    """The operators that run on fake tensors meanwhile, without those that make constants.
 
-    def told(value: Any) -> Any:
+    A constant is made of Python's numbers alone: of no parameter, buffer, batch or random number.
+    ``seen`` names the other operators and their arguments; a constant by how it was made.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        # Number of a storage -> how its constants were made, and the storage, so that it stays.
+        self._made: dict[int, tuple[str, Any]] = {}
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        known = torch_private.storage_number(tensor) in self._made
+        return known or not torch_private.is_fake(tensor)
+
+    def take(self) -> list[str]:
+        """Return the operators seen since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
+        named = kwargs or {}
+        given = [*_tensors([args, *named.values()])]
+        what = f"{func} {self._told(args)} {[(k, self._told(v)) for k, v in sorted(named.items())]}"
+        one = isinstance(func, torch_private.OpOverload)  # not several, such as those of torch.cond
+        drawn = one and torch.Tag.nondeterministic_seeded in func.tags
+        constant = one and not drawn and all(map(self.is_constant, given))
+        result = func(*args, **named)
+        if not constant:
+            self.seen.append(what)
+            if one and func._schema.is_mutable:
+                for tensor in given:
+                    self._made.pop(torch_private.storage_number(tensor), None)
+            return result
+        for tensor in _tensors(result):
+            number = torch_private.storage_number(tensor)
+            if number not in self._made or func._schema.is_mutable:
+                digest = hashlib.sha256(what.encode()).hexdigest()
+                self._made[number] = digest, tensor.untyped_storage()
+        return result
+
+    def _told(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            data = None if torch_private.is_fake(value) else torch_private.values(value)
+            data: Any = None
+            if not torch_private.is_fake(value):
+                data = torch_private.values(value)
+            elif made := self._made.get(torch_private.storage_number(value)):
+                data = made[0], value.stride(), value.storage_offset()
             return value.dtype, tuple(value.shape), data
-        return [told(v) for v in value] if isinstance(value, list | tuple) else value
+        return [self._told(v) for v in value] if isinstance(value, list | tuple) else value
 
-    class Log(torch_private.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
-            named = sorted((kwargs or {}).items())
-            seen.append(f"{func} {told(args)} {[(key, told(value)) for key, value in named]}")
-            return func(*args, **(kwargs or {}))
 
-    with Log():  # type: ignore[no-untyped-call]
-        run()
-    return seen
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+class Attributes:
+    """The attributes of a module's parts at one moment, with the entries of dicts and lists."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._then: list[tuple[str, Any, Any]] = []
+        for path, sub in module.named_modules():
+            prefix = path and f"{path}."
+            self._then.append((prefix, vars(sub), dict(vars(sub))))
+            for key, value in vars(sub).items():
+                if key == "_buffers":
+                    self._then.append((prefix, value, dict(value)))
+                elif not key.startswith("_") or type(value) in (dict, list):
+                    if isinstance(value, dict | list):
+                        self._then.append((f"{prefix}{key}.", value, value.copy()))
+
+    def constants(self, log: OperatorLog, saved: Container[str]) -> list[tuple[str, Any, Any, Any]]:
+        """Return (name, holder, key, entry before) of all constants that forwards have kept since.
+
+        Args:
+            log: of those forwards.
+            saved: names of a state dict, which are left out.
+        """
+        return [
+            (name, holder, key, _at(then, key))
+            for prefix, holder, then in self._then
+            for key, value in _entries(holder)
+            if (name := f"{prefix}{key}") not in saved
+            and _at(then, key) is not value
+            and (tensors := [*_tensors(value)])
+            and all(map(log.is_constant, tensors))
+        ]
+
+    def restore(self, log: OperatorLog, saved: Container[str]) -> None:
+        """Take back kept constants, which the next forward makes anew, and changed numbers."""
+        numbers = [
+            ("", holder, key, _at(then, key))
+            for _, holder, then in self._then
+            for key, value in _entries(holder)
+            if isinstance(value, bool | int | float | str) and _at(then, key) != value
+        ]
+        for _, holder, key, before in reversed([*numbers, *self.constants(log, saved)]):
+            if before is _MISSING:
+                del holder[key]
+            else:
+                holder[key] = before
+
+
+_MISSING = object()
+
+
+def _entries(holder: Any) -> list[tuple[Any, Any]]:
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _at(then: Any, key: Any) -> Any:
+    if isinstance(then, dict):
+        return then.get(key, _MISSING)
+    return then[key] if key < len(then) else _MISSING
+
+
+def check_same(run: Callable[[], object], counter: str) -> None:
+    """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
+    log, seen = OperatorLog(), []
+    with log:
+        for _ in range(2):
+            run()
+            seen.append(log.take())
+    if seen[0] != seen[1]:
+        raise ModelError(
+            f"the forward changes the attribute {counter!r}, and then computes something else",
+            hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
+        )

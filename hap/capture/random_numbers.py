@@ -89,6 +89,13 @@ def _multinomial(p: Tensor, count: int, replacement: bool = False, **_: Any) -> 
     return (p / _exponential(p)).topk(count, -1).indices
 
 
+def _without_generator(draw: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(*args: Any, generator: Any = None, **options: Any) -> Any:
+        return NotImplemented if generator else draw(*args, **options)
+
+    return drawn
+
+
 DRAWS: dict[Any, Callable[..., Any]] = {
     aten.uniform.default: _uniform,
     aten.normal_functional.default: _normal_like,
@@ -106,6 +113,11 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     aten.randint_like.low_dtype: _whole_between,
     aten.randperm.default: _permutation,
     aten.multinomial.default: _multinomial,
+    aten.rand.generator: _without_generator(torch.rand),
+    aten.randn.generator: _without_generator(torch.randn),
+    aten.randint.generator: _without_generator(torch.randint),
+    aten.randint.low_generator: _without_generator(torch.randint),
+    aten.randperm.generator: _without_generator(_permutation),
 }
 """Operator that draws -> its numbers from those of ``rand_like``, ``randn_like`` and ``randint``."""
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._decomp import get_decompositions as get_decompositions
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,6 +41,38 @@ def fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def known_numbers() -> Iterator[None]:
+    """Let fake modes know small tensors which are made of Python's numbers.
+
+    So ``torch.arange(2, x.ndim).tolist()`` has a value. Tensors of a module or a batch never do.
+    The class stays: torch finds the rules of an operator such as ``torch.cond`` by it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    aten = torch.ops.aten
+    makers = (aten.arange, aten.linspace, aten.full, aten.zeros, aten.ones, aten.eye)
+    fits, dispatch = FakeTensorMode.may_turn_const, FakeTensorMode._dispatch_impl
+
+    def is_small(self: Any, t: torch.Tensor) -> bool:
+        return t.numel() <= KNOWN and fits(self, t.view(-1)[:1])
+
+    def known(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = dispatch(self, func, types, args, kwargs)
+        if getattr(func, "overloadpacket", None) in makers and made.numel() <= KNOWN:
+            with _disable_current_modes():
+                real = func(*args, **{**kwargs, "device": "cpu"})
+            return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+        return made
+
+    with mock.patch.multiple(FakeTensorMode, may_turn_const=is_small, _dispatch_impl=known):
+        yield
+
+
+KNOWN = 64
+"""Largest number of elements of a tensor whose numbers a capture knows."""
 
 
 @contextlib.contextmanager
@@ -79,17 +112,6 @@ def attention_in_parts() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-@contextlib.contextmanager
-def recurrent_layers(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let ``nn.LSTM`` and its like call these: torch's own run every step, also without data."""
-    import torch._dynamo as dynamo
-
-    with mock.patch.multiple(
-        torch._VF, **{k: dynamo.allow_in_graph(f) for k, f in functions.items()}
-    ):
-        yield
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has a shape and no data."""
     from torch._subclasses import FakeTensor
@@ -103,120 +125,17 @@ def values(tensor: torch.Tensor) -> Any:
         return tensor.tolist()
 
 
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share which share their memory, as long as it lasts."""
+    return tensor.untyped_storage()._cdata
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of fake tensors when Python asks for data that they lack."""
     from torch._subclasses import fake_tensor
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as Guard
 
     return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, Guard
-
-
-def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    """Return the torch-level graph of ``module(*args)``; parameters stay its attributes.
-
-    Raises:
-        GraphBreak: the Python code depends on tensor data, or can't be traced.
-    """
-    import torch._dynamo as dynamo
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-    from torch._dynamo.variables.builtin import populate_builtin_to_tensor_fn_map
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    dynamo.reset()
-    with unset_fake_temporarily():  # it runs operators, at the first operator inside of vmap
-        populate_builtin_to_tensor_fn_map()
-    # Libraries add methods to Logger (warning_once); none changes the program.
-    loggers = {f for f in vars(logging.Logger).values() if callable(f)}
-    try:
-        with (
-            warnings.catch_warnings(),
-            dynamo.config.patch(
-                ignore_logging_functions=loggers, allow_rnn=True, trace_autograd_ops=True
-            ),
-            _autocast_of_any_device(),
-            _without_hints(),
-        ):
-            warnings.simplefilter("ignore")
-            captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    except capture_errors() as error:
-        raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
-    return captured
-
-
-@contextlib.contextmanager
-def _autocast_of_any_device() -> Iterator[None]:
-    """Let ``autocast("cuda")`` cast fake tensors too, which are all on the CPU when traced."""
-    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
-
-    original = AutocastModeVariable.__init__
-
-    def on_cpu(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
-        device, dtype, *rest = target_values
-        dtype = dtype or torch.get_autocast_dtype(device)
-        original(self, ["cpu", dtype, *rest], *args, **kwargs)
-
-    AutocastModeVariable.__init__ = on_cpu  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AutocastModeVariable.__init__ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def as_if_compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` return true.
-
-    Models check it before they cache tensors globally, as in an ``lru_cache``: a real forward
-    must not find tensors that were made under fake tensors. Checks of data are skipped.
-    """
-    checks: dict[str, Any] = dict.fromkeys(_CHECKS, lambda *args: None)
-    flag = mock.patch.object(torch.compiler, "_is_compiling_flag", True)
-    with flag, mock.patch.multiple(torch, **checks), _unchecked_distributions():
-        yield
-
-
-_CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
-"""Functions of torch that read a whole tensor, and raise if it is not all true."""
-
-
-def _unchecked_distributions() -> Any:
-    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
-
-
-@contextlib.contextmanager
-def _without_hints() -> Iterator[None]:
-    """Skip steps that have no effect on the result.
-
-    ``nn.Transformer`` reads its masks to find causal ones, for a faster kernel; the mask has the
-    same effect. Audio models ask for the gradient of their input, which reaches no parameter, so
-    that reentrant checkpoints run. Checks of data are no part of a program.
-    """
-    from torch._dynamo.variables import builtin
-    from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-    from torch.nn.modules import transformer
-
-    owner: Any = builtin.BuiltinVariable
-    name = "call_setattr"  # until torch 2.12
-    if hasattr(builtin, "SetAttrBuiltinVariable"):
-        owner, name = builtin.SetAttrBuiltinVariable, "_call_setattr"
-    assign = getattr(owner, name)
-
-    def given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    def set_attribute(self: Any, tx: Any, obj: Any, key: Any, value: Any) -> Any:
-        asks = obj.is_tensor() and key.as_python_constant() == "requires_grad"
-        if asks and value.as_python_constant() is True:
-            return ConstantVariable.create(None)
-        return assign(self, tx, obj, key, value)
-
-    causal = mock.patch.object(transformer, "_detect_is_causal_mask", given)
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    nothing = dict.fromkeys(_CHECKS, lambda *args, **named: ConstantVariable.create(None))
-    checks = mock.patch.dict(handlers, {getattr(torch, k): f for k, f in nothing.items()})
-    with causal, checks, _unchecked_distributions(), mock.patch.object(owner, name, set_attribute):
-        yield
 
 
 @contextlib.contextmanager
@@ -240,13 +159,6 @@ def below_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     )
-
-
-def capture_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of a capture if the code can't be one graph."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return (TorchDynamoException, *data_dependent_errors())
 
 
 @dataclass(frozen=True, slots=True)

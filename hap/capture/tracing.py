@@ -6,6 +6,7 @@ depend on the capturing machine's device.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import re
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap.capture import tensor_constants, torch_private
+from hap.capture import dynamo_private, tensor_constants, torch_private
 from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.captured_step import CapturedStep
 from hap.capture.checks import (
@@ -46,7 +47,7 @@ from hap.capture.experts import experts_by_row
 from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
-from hap.capture.operator_log import operators_of
+from hap.capture.operator_log import Attributes, OperatorLog, check_same
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
@@ -135,23 +136,32 @@ def captured(
     mode = torch_private.fake_mode()
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
-    before = state_of(step.module)
-    layers = torch_private.recurrent_layers(LAYERS)
+    before, saved = state_of(step.module), module.state_dict(keep_vars=True)
+    layers = dynamo_private.recurrent_layers(LAYERS)
     parts = torch_private.attention_in_parts()
     with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers:
-        with torch_private.as_if_compiling():
+        with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
-            numbers = numbers_of(given)
-            check_loss(lambda: step(*tensors), raised_at, skip)
-            counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
+            numbers, attributes, log = numbers_of(given), Attributes(step.module), OperatorLog()
+            with log:
+                check_loss(lambda: step(*tensors), raised_at, skip)
+                seen = log.take()
+                counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
+                if attributes.constants(log, saved):  # of use to the next forwards, not to a trace
+                    with contextlib.suppress(*skip):
+                        step(*tensors)
+                    if log.take() == seen:
+                        attributes.restore(log, saved)
+                        counter = ""
         check_gradient_hooks(step.module)  # those that the forward registers
         after = state_of(step.module)
-        check_state(before, after, module.state_dict(keep_vars=True))
+        check_state(before, after, saved)
         try:
-            traced = torch_private.dynamo_graph(step, tensors)
+            traced = dynamo_private.dynamo_graph(step, tensors)
             if counter:
-                _check_same(lambda: step(*tensors), counter)
+                with dynamo_private.as_if_compiling():
+                    check_same(lambda: step(*tensors), counter)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
         except GraphBreak as error:
@@ -175,21 +185,10 @@ def captured(
     check_shared_memory(
         module,
         {o.target for o in graph.outputs},
-        {i.target for i in graph.inputs} | module.state_dict(keep_vars=True).keys(),
+        {i.target for i in graph.inputs} | saved.keys(),
     )
     check_mode(graph, module.training)
     return CapturedStep(graph, regions)
-
-
-def _check_same(run: Callable[[], object], counter: str) -> None:
-    """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
-    with torch_private.as_if_compiling():
-        same = operators_of(run) == operators_of(run)
-    if not same:
-        raise ModelError(
-            f"the forward changes the attribute {counter!r}, and then computes something else",
-            hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
-        )
 
 
 def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:
