@@ -214,7 +214,7 @@ def _truth_unless_raised(translator: Any, jump: Any) -> bool | None:
     """Return the truth with which a jump does not lead to ``raise``, if the other one does."""
     instructions, after = translator.instructions, translator.instruction_pointer
     on_true = "IF_TRUE" in jump.opname
-    if not on_true and "IF_FALSE" not in jump.opname or _is_caught(translator):
+    if (not on_true and "IF_FALSE" not in jump.opname) or _is_caught(translator):
         return None
     if _only_raises(instructions[after:]):
         return on_true
@@ -259,11 +259,32 @@ def capture_errors() -> tuple[type[Exception], ...]:
 
 
 @contextlib.contextmanager
-def recurrent_layers(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let ``nn.LSTM`` and its like call these: torch's own run every step, also without data."""
-    import torch._dynamo as dynamo
+def in_one_piece(
+    layers: Mapping[str, Callable[..., Any]], functions: Mapping[str, Callable[..., Any]]
+) -> Iterator[None]:
+    """Let ``nn.LSTM`` and its like call ``layers``, and all call ``functions`` of torch, untraced.
 
-    with mock.patch.multiple(
-        torch._VF, **{k: dynamo.allow_in_graph(f) for k, f in functions.items()}
-    ):
+    torch's own run every step of a layer, also without data, or make shapes of data. So do methods of
+    tensors of the same names, and which kernels of cuDNN run is no part of a program.
+    """
+    import torch._dynamo as dynamo
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: Any, tx: Any, *args: Any, **named: Any) -> Any:
+            whole = VariableTracker.build(tx, getattr(torch, name))
+            return whole.call_function(tx, [self, *args], named)
+
+        return call
+
+    cudnn = torch.backends.cudnn
+    with contextlib.ExitStack() as stack:
+        for name in functions:
+            patch = mock.patch.object(TensorVariable, f"method_{name}", method(name), create=True)
+            stack.enter_context(patch)
+        stack.enter_context(mock.patch.object(cudnn, "flags", lambda **k: contextlib.nullcontext()))
+        for owner, table in ((torch._VF, layers), (torch, functions)):
+            whole = {name: dynamo.allow_in_graph(function) for name, function in table.items()}
+            stack.enter_context(mock.patch.multiple(owner, **whole))
         yield

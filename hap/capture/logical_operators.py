@@ -31,7 +31,7 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     F.dropout1d: attention.channel_dropout,
     F.dropout2d: attention.channel_dropout,
     F.dropout3d: attention.channel_dropout,
-    # Modules call these by dynamo_private.recurrent_layers, other code as torch.lstm.
+    # Modules call these by dynamo_private.in_one_piece, other code as torch.lstm.
     **{getattr(torch, kind): function for kind, function in recurrence.LAYERS.items()},
 }
 """Functions of torch -> the functions that replace them."""

@@ -23,7 +23,7 @@ class OperatorLog(torch_private.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
         # Number of a storage -> how its constants were made, and the storage, so that it stays.
         self._made: dict[int, tuple[str, Any]] = {}
@@ -86,11 +86,9 @@ class Attributes:
             prefix = path and f"{path}."
             self._then.append((prefix, vars(sub), dict(vars(sub))))
             for key, value in vars(sub).items():
-                if key == "_buffers":
-                    self._then.append((prefix, value, dict(value)))
-                elif not key.startswith("_") or type(value) in (dict, list):
-                    if isinstance(value, dict | list):
-                        self._then.append((f"{prefix}{key}.", value, value.copy()))
+                if isinstance(value, dict | list):
+                    inside = prefix if key == "_buffers" else f"{prefix}{key}."
+                    self._then.append((inside, value, value.copy()))
 
     def constants(self, log: OperatorLog, saved: Container[str]) -> list[tuple[str, Any, Any, Any]]:
         """Return (name, holder, key, entry before) of all constants that forwards have kept since.

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import threading
 import types
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hap.capture.data_checks import drop_checks
-from hap.capture.graph_break import GraphBreak
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
@@ -50,24 +47,24 @@ def known_numbers() -> Iterator[None]:
     So ``torch.arange(2, x.ndim).tolist()`` has a value. Tensors of a module or a batch never do.
     The class stays: torch finds the rules of an operator such as ``torch.cond`` by it.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses import fake_tensor
 
-    aten = torch.ops.aten
+    aten, mode = torch.ops.aten, fake_tensor.FakeTensorMode
     makers = (aten.arange, aten.linspace, aten.full, aten.zeros, aten.ones, aten.eye)
-    fits, dispatch = FakeTensorMode.may_turn_const, FakeTensorMode._dispatch_impl
-
-    def is_small(self: Any, t: torch.Tensor) -> bool:
-        return t.numel() <= KNOWN and fits(self, t.view(-1)[:1])
+    dispatch = mode._dispatch_impl
 
     def known(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = dispatch(self, func, types, args, kwargs)
-        if getattr(func, "overloadpacket", None) in makers and made.numel() <= KNOWN:
-            with _disable_current_modes():
-                real = func(*args, **{**kwargs, "device": "cpu"})
-            return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
-        return made
+        if getattr(func, "overloadpacket", None) not in makers or "out" in kwargs:
+            return made
+        if made is None or made.numel() > KNOWN:
+            return made
+        with _disable_current_modes():
+            real = func(*args, **{**kwargs, "device": "cpu"})
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
-    with mock.patch.multiple(FakeTensorMode, may_turn_const=is_small, _dispatch_impl=known):
+    limit = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN)
+    with limit, mock.patch.object(mode, "_dispatch_impl", known):
         yield
 
 
@@ -127,7 +124,8 @@ def values(tensor: torch.Tensor) -> Any:
 
 def storage_number(tensor: torch.Tensor) -> int:
     """Return a number that tensors share which share their memory, as long as it lasts."""
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor as TorchTensor
 from torch import fx, nn
 
-from hap.capture import dynamo_private, tensor_constants, torch_private
+from hap.capture import ctc, dynamo_private, tensor_constants, torch_private
 from hap.capture.autocast_policy import casts_of_cuda
 from hap.capture.captured_step import CapturedStep
 from hap.capture.checks import (
@@ -137,7 +137,7 @@ def captured(
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
     before, saved = state_of(step.module), module.state_dict(keep_vars=True)
-    layers = dynamo_private.recurrent_layers(LAYERS)
+    layers = dynamo_private.in_one_piece(LAYERS, ctc.FUNCTIONS)
     parts = torch_private.attention_in_parts()
     with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers:
         with dynamo_private.as_if_compiling():
@@ -162,6 +162,7 @@ def captured(
             if counter:
                 with dynamo_private.as_if_compiling():
                     check_same(lambda: step(*tensors), counter)
+            ctc.check_selected(traced)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
         except GraphBreak as error:
@@ -183,9 +184,7 @@ def captured(
         before, after, {i.target for i in graph.role("buffer") if graph.consumers[i.tensor]}
     )
     check_shared_memory(
-        module,
-        {o.target for o in graph.outputs},
-        {i.target for i in graph.inputs} | saved.keys(),
+        module, {o.target for o in graph.outputs}, {i.target for i in graph.inputs} | saved.keys()
     )
     check_mode(graph, module.training)
     return CapturedStep(graph, regions)

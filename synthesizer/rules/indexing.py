@@ -142,6 +142,12 @@ def _cross_entropy(call: Call) -> list[Row]:
 
 @rule("hap.cross_entropy_backward.default")
 def _cross_entropy_backward(call: Call) -> list[Row]:
-    rows = letters(call.ins[0])
-    logits = [*rows, "v"]
+    logits = [*(rows := letters(call.ins[0])), "v"]
     return equation(call, [rows, rows, logits, rows, rows], [logits], linear=[{0, 1}])
+
+
+@rule("hap.ctc_loss.default", "hap.ctc_loss_backward.default")
+def _ctc_loss(call: Call) -> list[Row]:
+    dims: dict[int, list[str | None]] = {3: [None, "n", None], 2: ["n", None], 1: ["n"]}
+    ins = [dims[len(t.shape)] for t in call.ins]
+    return equation(call, ins, [dims[len(call.out.shape)]], linear=[{0}] if len(ins) == 5 else [])

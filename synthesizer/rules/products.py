@@ -119,13 +119,11 @@ def _pool(call: Call) -> list[Row]:
 
 @rule("aten.max_pool2d_with_indices_backward.default")
 def _max_pool_backward(call: Call) -> list[Row]:
-    planes = _planes(call)
-    return equation(call, [planes, planes, planes], [planes], linear=[{0}])
+    return equation(call, [_planes(call)] * 3, [_planes(call)], linear=[{0}])
 
 
 @rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
 def _avg_pool_backward(call: Call) -> list[Row]:
     # The pool's input only provides its shape; the pool, being linear, may have left it partial.
-    planes = _planes(call)
-    linear = [{0}, {1}, {0, 1}]
+    planes, linear = _planes(call), [{0}, {1}, {0, 1}]
     return equation(call, [planes, planes], [planes], linear=linear, depends=[{0}])

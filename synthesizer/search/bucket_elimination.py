@@ -33,12 +33,11 @@ MOST_ENTRIES = 1 << 31
 """Limit of entries of all tables together: some ten seconds."""
 
 HUBS = 3
-"""Number of variables that are fixed to each of their labels in turn if a table is too large.
-
-A tensor that many layers read, such as an encoder's output, connects them until it is fixed.
-"""
+"""Number of variables that are fixed to each label in turn if a table is too large: a tensor that many
+layers read, such as an encoder's output, connects them until then."""
 
 Pairs = Mapping[tuple[int, int], Costs]
+"""``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +93,9 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
         given = _given(unary, pairs, dict(zip(hubs, labels, strict=True)))
         found = _eliminated(Reduced(reduced.pool, *given), known, plan)
         if found and (best is None or found.cost < best.cost):
-            own = list(found.labels)
-            for hub, label in zip(hubs, labels, strict=True):
-                own[hub] = label
-            best = replace(found, labels=tuple(own), entries=entries)
+            fixed = dict(zip(hubs, labels, strict=True))
+            own = tuple(fixed.get(v, label) for v, label in enumerate(found.labels))
+            best = replace(found, labels=own, entries=entries)
     return best
 
 
@@ -143,12 +141,10 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
     )  # fmt: skip
 
 
+# Key of an elimination: own costs, labels of all, (dims, number) of each table.
 _Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
-"""Key of an elimination: own costs, labels of all, (dims, number) of each table."""
-
-
+# Known eliminations: their least entry, the number of their table, the best labels.
 _Known = dict[_Key, tuple[int, int, Labels]]
-"""Known eliminations: their least entry, the number of their table, the best labels."""
 
 
 class _Buckets:
@@ -214,10 +210,9 @@ def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _
     found: list[_Order] = []
     least = math.inf
     for measure in (_small_first, table_size, _fill, _degree):
-        found.append(greedy_order(sizes, edges, measure, least))
-        if found[-1].largest <= LARGEST_TABLE:
-            least = min(least, found[-1].total)
-        if found[-1].total <= EASY and found[-1].largest <= LARGEST_TABLE:
+        found.append(order := greedy_order(sizes, edges, measure, least))
+        least = min(least, order.total if order.largest <= LARGEST_TABLE else math.inf)
+        if least <= EASY:
             break
     return min(found, key=lambda order: (order.largest > LARGEST_TABLE, order.total))
 
@@ -257,8 +252,7 @@ def greedy_order(
 ) -> _Order:  # fmt: skip
     """Return a greedy order: small tables of up to two neighbours, then the least measure first.
 
-    It is its beginning alone if a table has more entries than ``largest_table``, or all together have
-    more than ``limit``.
+    It ends early if a table exceeds ``largest_table`` entries, or all together ``limit``.
     """
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in edges:

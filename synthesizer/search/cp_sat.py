@@ -1,10 +1,9 @@
 """The labelling problem as an integer program for CP-SAT, to check the other engines.
 
-One Boolean per label, exactly one of them true per variable. A pair whose table only forbids
-becomes clauses. A pair with costs has a Boolean per admitted entry, linked to its labels by sums:
-each label is true if and only if one of its entries is. This is the local polytope, whose
-relaxation is often tight (Wainwright and Jordan, 2008, chapter 8). The solver shares only the
-tables with the other engines.
+One Boolean per label, exactly one of them true per variable. A pair whose table only forbids becomes
+clauses. A pair with costs has a Boolean per admitted entry, linked to its labels by sums: the local
+polytope, whose relaxation is often tight (Wainwright and Jordan, 2008, chapter 8). The solver shares
+only the tables with the other engines.
 """
 
 from __future__ import annotations

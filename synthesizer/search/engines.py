@@ -1,9 +1,8 @@
 """The search engines by name.
 
-``exact`` is bucket elimination, the fastest if its tables fit. ``bounded`` is ``exact`` if
-they fit, else a short ``astar``. ``astar`` is HAP's own search with a better bound; its tables
-are bounded and the number of its expansions is limited. ``cpsat`` is an
-independent solver that checks the other two.
+``exact`` is bucket elimination, the fastest if its tables fit. ``bounded`` is ``exact`` if they fit,
+else a short ``astar``. ``astar`` is HAP's own search with a better bound; its tables and the number of
+its expansions are limited. ``cpsat`` is an independent solver that checks the other two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Lower bounds of the cost to go, by mini-bucket elimination with bounded tables.
 
-Mini-bucket elimination (Dechter and Rish, "Mini-buckets: a general scheme for bounded inference",
-J. ACM 2003) adds up tables in groups of bounded size, and minimises each group alone: a sum of minima
-is at most the minimum of the sum. The tables are an admissible heuristic for a search in the
-opposite order (Kask and Dechter, "A general scheme for automatic generation of search heuristics
-from specification dependencies", Artificial Intelligence 2001).
+Tables are added up in groups of bounded size, and each group is minimised alone: a sum of minima is at
+most the minimum of the sum (Dechter and Rish, "Mini-buckets", J. ACM 2003). The tables are an admissible
+heuristic for a search in the opposite order (Kask and Dechter, "A general scheme for automatic generation
+of search heuristics from specification dependencies", Artificial Intelligence 2001).
 """
 
 from __future__ import annotations

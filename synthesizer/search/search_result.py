@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling
+from hap.synthesizer.search.bucket_elimination import Pairs as Pairs
 
 Unary = Sequence[Costs]
 """Per variable, the cost of each of its labels."""
-
-Pairs = Mapping[tuple[int, int], Costs]
-"""``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v)."""
 
 
 class SearchStatus(Enum):

@@ -1,9 +1,8 @@
 """Eliminate variables with few neighbours before a search.
 
 A variable with at most two neighbours is replaced by a table over them, minimised over its labels:
-the cheapest cost stays exactly the same, and no table has more than two variables (Larrosa,
-"Boosting search with variable elimination", CP 2000). A program is chains of operators for the most
-part, so that few variables remain.
+the cheapest cost stays the same (Larrosa, "Boosting search with variable elimination", CP 2000). A
+program is chains of operators for the most part, so that few variables remain.
 """
 
 from __future__ import annotations
