@@ -46,7 +46,8 @@ class OperatorLog(torch_private.TorchDispatchMode):
         constant = one and not drawn and all(map(self.is_constant, given))
         result = func(*args, **named)
         if not constant:
-            self.seen.append(what)
+            if func is not torch_private.DEVICE_OF:  # asked once for each tensor, no computation
+                self.seen.append(what)
             if one and func._schema.is_mutable:
                 for tensor in given:
                     self._made.pop(torch_private.storage_number(tensor), None)
@@ -90,36 +91,44 @@ class Attributes:
                     inside = prefix if key == "_buffers" else f"{prefix}{key}."
                     self._then.append((inside, value, value.copy()))
 
-    def constants(self, log: OperatorLog, saved: Container[str]) -> list[tuple[str, Any, Any, Any]]:
-        """Return (name, holder, key, entry before) of all constants that forwards have kept since.
+    def kept(self) -> list[tuple[str, Any, Any, list[Tensor]]]:
+        """Return (name, holder, key, tensors) of all that forwards have kept since."""
+        return [
+            (f"{prefix}{key}", holder, key, tensors)
+            for prefix, holder, then in self._then
+            for key, value in _entries(holder)
+            if _at(then, key) is not value and (tensors := [*_tensors(value)])
+        ]
+
+    def restore(self, log: OperatorLog, saved: Container[str]) -> bool:
+        """Take back kept constants, which the next forward makes anew, and changed numbers beside them.
 
         Args:
             log: of those forwards.
-            saved: names of a state dict, which are left out.
-        """
-        return [
-            (name, holder, key, _at(then, key))
-            for prefix, holder, then in self._then
-            for key, value in _entries(holder)
-            if (name := f"{prefix}{key}") not in saved
-            and _at(then, key) is not value
-            and (tensors := [*_tensors(value)])
-            and all(map(log.is_constant, tensors))
-        ]
+            saved: names of a state dict, which stay.
 
-    def restore(self, log: OperatorLog, saved: Container[str]) -> None:
-        """Take back kept constants, which the next forward makes anew, and changed numbers."""
+        Returns:
+            Whether there were any.
+        """
+        constants = [
+            (holder, key)
+            for name, holder, key, tensors in self.kept()
+            if name not in saved and all(map(log.is_constant, tensors))
+        ]
         numbers = [
-            ("", holder, key, _at(then, key))
+            (holder, key)
             for _, holder, then in self._then
             for key, value in _entries(holder)
             if isinstance(value, bool | int | float | str) and _at(then, key) != value
         ]
-        for _, holder, key, before in reversed([*numbers, *self.constants(log, saved)]):
-            if before is _MISSING:
+        before = {id(holder): then for _, holder, then in self._then}
+        for holder, key in reversed([*numbers, *constants] if constants else []):
+            value = _at(before[id(holder)], key)
+            if value is _MISSING:
                 del holder[key]
             else:
-                holder[key] = before
+                holder[key] = value
+        return bool(constants)
 
 
 _MISSING = object()
@@ -135,7 +144,7 @@ def _at(then: Any, key: Any) -> Any:
     return then[key] if key < len(then) else _MISSING
 
 
-def check_same(run: Callable[[], object], counter: str) -> None:
+def check_same(run: Callable[[], object], changed: str) -> None:
     """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
     log, seen = OperatorLog(), []
     with log:
@@ -143,7 +152,11 @@ def check_same(run: Callable[[], object], counter: str) -> None:
             run()
             seen.append(log.take())
     if seen[0] != seen[1]:
-        raise ModelError(
-            f"the forward changes the attribute {counter!r}, and then computes something else",
-            hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
-        )
+        raise computes_something_else(changed)
+
+
+def computes_something_else(changed: str) -> ModelError:
+    return ModelError(
+        f"the forward changes the attribute {changed!r}, and then computes something else",
+        hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
+    )

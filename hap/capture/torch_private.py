@@ -42,29 +42,33 @@ def fake_mode() -> Any:
 
 @contextlib.contextmanager
 def known_numbers() -> Iterator[None]:
-    """Let fake modes know small tensors which are made of Python's numbers.
+    """Let fake modes know small tensors of whole numbers that are made of Python's numbers.
 
-    So ``torch.arange(2, x.ndim).tolist()`` has a value. Tensors of a module or a batch never do.
-    The class stays: torch finds the rules of an operator such as ``torch.cond`` by it.
+    So ``torch.arange(2, x.ndim).tolist()`` has a value. Tensors of a module or a batch never do, and floats do
+    not: in another precision they are other numbers. The class of the modes stays: torch finds the rules of an
+    operator such as ``torch.cond`` by it.
     """
-    from torch._subclasses import fake_tensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as Mode
 
-    aten, mode = torch.ops.aten, fake_tensor.FakeTensorMode
-    makers = (aten.arange, aten.linspace, aten.full, aten.zeros, aten.ones, aten.eye)
-    dispatch = mode._dispatch_impl
+    aten = torch.ops.aten
+    makers = (aten.arange, aten.full, aten.zeros, aten.ones, aten.eye)
+    fits, dispatch = Mode.may_turn_const, Mode._dispatch_impl
+
+    def is_small(self: Any, t: torch.Tensor) -> bool:
+        whole = not t.is_floating_point() and t.numel() <= KNOWN
+        return fits(self, t.new_empty(1) if whole else t)
 
     def known(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = dispatch(self, func, types, args, kwargs)
         if getattr(func, "overloadpacket", None) not in makers or "out" in kwargs:
             return made
-        if made is None or made.numel() > KNOWN:
+        if made is None or made.is_floating_point() or made.numel() > KNOWN:
             return made
         with _disable_current_modes():
             real = func(*args, **{**kwargs, "device": "cpu"})
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
-    limit = mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN)
-    with limit, mock.patch.object(mode, "_dispatch_impl", known):
+    with mock.patch.multiple(Mode, may_turn_const=is_small, _dispatch_impl=known):
         yield
 
 
@@ -120,6 +124,10 @@ def values(tensor: torch.Tensor) -> Any:
     """Return the numbers of a tensor with data, also under a fake mode."""
     with _disable_current_modes():
         return tensor.tolist()
+
+
+DEVICE_OF = torch.ops.prim.device.default
+"""The operator by which a fake tensor is asked for its device."""
 
 
 def storage_number(tensor: torch.Tensor) -> int:

@@ -47,7 +47,7 @@ from hap.capture.experts import experts_by_row
 from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
-from hap.capture.operator_log import Attributes, OperatorLog, check_same
+from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
@@ -148,15 +148,17 @@ def captured(
                 check_loss(lambda: step(*tensors), raised_at, skip)
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
-                if attributes.constants(log, saved):  # of use to the next forwards, not to a trace
+                if kept := attributes.kept():  # of use to the next forward, or to this one alone
                     with contextlib.suppress(*skip):
                         step(*tensors)
-                    if log.take() == seen:
-                        attributes.restore(log, saved)
+                    differs = log.take() != seen
+                    if not differs and attributes.restore(log, saved):
                         counter = ""
         check_gradient_hooks(step.module)  # those that the forward registers
         after = state_of(step.module)
         check_state(before, after, saved)
+        if kept and differs:
+            raise computes_something_else(kept[0][0])
         try:
             traced = dynamo_private.dynamo_graph(step, tensors)
             if counter:
