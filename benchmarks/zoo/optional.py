@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-EXTRAS = {"transformers": "models", "torchvision": "zoo", "timm": "zoo"}
+EXTRAS = {
+    "transformers": "models", "torchvision": "zoo", "timm": "zoo", "diffusers": "libraries", "monai": "libraries",
+    "open_clip": "libraries", "peft": "libraries", "segmentation_models_pytorch": "libraries",
+    "torch_geometric": "libraries", "x_transformers": "libraries",
+}  # fmt: skip
 """Optional package -> the extra of this project that installs it."""
 
 
