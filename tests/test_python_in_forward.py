@@ -1,8 +1,12 @@
-"""Python code of a forward: branches that are known, data checks, kept constants, gradients of its own."""
+"""Python code of a forward: numbers and branches, checks of data, kept constants, gradients of its own.
+
+PYTEST_DONT_REWRITE: a rewritten ``assert`` in a forward would branch otherwise.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -134,10 +138,54 @@ def kept_beside_results(net: Net, x: Tensor) -> Tensor:
     return kept_table(net, net.table[0])
 
 
+def mean_over_a_count(net: Net, x: Tensor) -> Tensor:
+    chosen = x > 0
+    return (net.layer(x) * chosen).square().sum() / max(int(chosen.sum()), 1)
+
+
+def scaled_by_the_largest(net: Net, x: Tensor) -> Tensor:
+    h = net.layer(x)
+    return (h / h.abs().max().item()).square().mean()
+
+
+def arithmetic_of_numbers(net: Net, x: Tensor) -> Tensor:
+    above, below, mean = int((x > 0).sum()), int((x < 0).sum()), float(x.abs().mean())
+    weight = above / (above + below) * mean**2 + above // 2 - above % 3 + min(mean, 0.5)
+    return net.layer(x).square().mean() * weight * math.sqrt(mean)
+
+
+def number_of_a_buffer(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x).square().mean() * (net.begun.item() + 2)
+
+
+def tensors_of_numbers(net: Net, x: Tensor) -> Tensor:
+    scale = torch.tensor([x.sum().item(), 1.0, 2.0, 3.0])
+    return (net.layer(x) * scale * torch.tensor(x.mean().item())).square().mean()
+
+
+def numbers_of_linspace(net: Net, x: Tensor) -> Tensor:
+    return sum(net.layer(x).square().mean() * float(s) for s in torch.linspace(0, 1, 4))  # type: ignore[return-value]
+
+
+def number_written_into_zeros(net: Net, x: Tensor) -> Tensor:
+    numbers = torch.zeros(4)
+    numbers[0] = x[0, 0]
+    return net.layer(x).square().mean() * numbers.sum().item()
+
+
+def asserts(net: Net, x: Tensor) -> Tensor:
+    assert x.max().item() < 1e9
+    assert torch.all(x < 1e9).item(), "too large"
+    if x.abs().max().item() > 1e9:
+        raise ValueError
+    return net.layer(x).square().mean()
+
+
 CAPTURED = (
     tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
     check_inside_of_with, class_of_weight, needless_no_grad, gradient_penalty, input_asks_for_gradient, kept_table,
-    kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results,
+    kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results, mean_over_a_count, scaled_by_the_largest,
+    arithmetic_of_numbers, number_of_a_buffer, tensors_of_numbers, numbers_of_linspace, number_written_into_zeros, asserts,
 )  # fmt: skip
 
 
@@ -172,10 +220,24 @@ def batch_copied_into_zeros(net: Net, x: Tensor) -> Tensor:
     return net.layer(x if numbers.sum() > 0 else x * 2).square().mean()
 
 
-def batch_written_into_zeros(net: Net, x: Tensor) -> Tensor:
-    numbers = torch.zeros(4)
-    numbers[0] = x[0, 0]
-    return net.layer(x).square().mean() * numbers.sum().item()
+def number_decides(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x if x.sum().item() > 0 else x * 2).square().mean()
+
+
+def number_is_a_size(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x)[: int((x > 0).sum())].square().mean()
+
+
+def number_is_a_length(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x).square().mean() * torch.arange(int((x > 0).sum())).sum()
+
+
+def number_is_a_key(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x).square().mean() * {0: 2.0, 1: 3.0}.get(int(net.begun), 1.0)
+
+
+def number_is_in_a_set(net: Net, x: Tensor) -> Tensor:
+    return net.layer(x).square().mean() * (2.0 if net.begun.item() in (3, 4) else 1.0)
 
 
 def floats_decide(net: Net, x: Tensor) -> Tensor:
@@ -211,7 +273,7 @@ def caller_catches_the_error(net: Net, x: Tensor) -> Tensor:
     "forward",
     [
         buffer_decides, batch_decides, chance_decides, drawn_into_zeros, batch_copied_into_zeros,
-        batch_written_into_zeros, floats_decide, error_is_caught, caller_catches_the_error,
+        number_decides, number_is_a_size, number_is_a_length, number_is_a_key, number_is_in_a_set, floats_decide, error_is_caught, caller_catches_the_error,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

@@ -54,9 +54,6 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
-    for node in reversed(captured.graph.nodes):  # reads of known numbers
-        if node.op == "call_method" and node.target == "item" and not node.users:
-            captured.graph.erase_node(node)
     return captured
 
 
@@ -173,15 +170,17 @@ def _decided_branches() -> Iterator[None]:
     """
     from torch._dynamo import symbolic_convert as tracer
     from torch._dynamo.variables.constant import ConstantVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
 
     def decided(jump: Callable[..., Any]) -> Callable[..., Any]:
         def decide(self: Any, instruction: Any) -> Any:
-            if self.stack[-1].is_tensor():
-                found = _truth(self.stack[-1].as_proxy().node.meta.get("example_value"))
-                if found is None:
-                    found = _truth_unless_raised(self, instruction)
-                if found is not None:
-                    self.stack[-1] = ConstantVariable.create(found)
+            value, found = self.stack[-1], None
+            if value.is_tensor():
+                found = _truth(value.as_proxy().node.meta.get("example_value"))
+            if found is None and (value.is_tensor() or isinstance(value, SymNodeVariable)):
+                found = _truth_unless_raised(self, instruction)
+            if found is not None:
+                self.stack[-1] = ConstantVariable.create(found)
             return jump(self, instruction)
 
         return decide

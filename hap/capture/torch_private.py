@@ -55,14 +55,14 @@ def known_numbers() -> Iterator[None]:
     fits, dispatch = Mode.may_turn_const, Mode._dispatch_impl
 
     def is_small(self: Any, t: torch.Tensor) -> bool:
-        whole = not t.is_floating_point() and t.numel() <= KNOWN
+        whole = not t.is_floating_point() and _is_small(t.shape)
         return fits(self, t.new_empty(1) if whole else t)
 
     def known(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = dispatch(self, func, types, args, kwargs)
         if getattr(func, "overloadpacket", None) not in makers or "out" in kwargs:
             return made
-        if made is None or made.is_floating_point() or made.numel() > KNOWN:
+        if made is None or made.is_floating_point() or not _is_small(made.shape):
             return made
         with _disable_current_modes():
             real = func(*args, **{**kwargs, "device": "cpu"})
@@ -70,6 +70,10 @@ def known_numbers() -> Iterator[None]:
 
     with mock.patch.multiple(Mode, may_turn_const=is_small, _dispatch_impl=known):
         yield
+
+
+def _is_small(shape: torch.Size) -> bool:
+    return all(type(size) is int for size in shape) and math.prod(shape) <= KNOWN
 
 
 KNOWN = 64

@@ -48,6 +48,7 @@ from hap.capture.graph_break import GraphBreak
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
+from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.cluster.work import PRECISIONS
@@ -164,6 +165,7 @@ def captured(
             if counter:
                 with dynamo_private.as_if_compiling():
                     check_same(lambda: step(*tensors), counter)
+            numbers_as_tensors(traced)
             ctc.check_selected(traced)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
