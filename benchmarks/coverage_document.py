@@ -25,9 +25,10 @@ two cores; the processor seconds of all its processes in brackets. Importing the
 building the model come before, and have a line of their own. The machine differs: images and text, `fno` and `fnet` were
 planned on one that takes about twice as long as that of most entries; of `llava` an earlier commit is shown.
 
-Models are those of `transformers`, `torchvision` and `timm`, unmodified, or those that
-`benchmarks/zoo` defines. `transformers` is the extra `models`, `torchvision` and `timm` are the extra
-`zoo`; without a package the results of its rows stay as they are. An empty cell was not run.
+Models are those of `transformers`, `torchvision`, `timm`, `diffusers`, `monai`, `segmentation-models-pytorch`, `open_clip`,
+`torch_geometric` and `x-transformers`, unmodified, adapters of `peft`, or those that `benchmarks/zoo` defines. `transformers` is
+the extra `models`, `torchvision` and `timm` are the extra `zoo`, the others the extra `libraries`; without a package the results of
+its rows stay as they are. An empty cell was not run.
 
 ## Summary
 
@@ -66,7 +67,6 @@ the forward depends on random numbers that Python reads; set them to 0 and False
 | Qwen2-VL and later, GLM-4V, and others that are told the sizes of images (`image_grid_thw`) | \
 patches of all images are one packed sequence, and shapes depend on the sizes in that tensor |
 | SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
-| losses over sequences of data-dependent length (CTC) | `masked_select` has no fixed shape |
 """
 
 

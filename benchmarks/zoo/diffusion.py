@@ -32,9 +32,8 @@ def denoised(net: Any, x: Tensor, noise: Tensor, t: Tensor, **conditions: Tensor
     return F.mse_loss(net(x + noise, timestep=t, **conditions).sample, noise)
 
 
-def noised(net: Any, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+def noised(scheduler: Any, net: Any, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
     """Noise and its level are drawn in the step, as training scripts do."""
-    scheduler = package("diffusers").DDPMScheduler()
     noise, t = torch.randn_like(x), torch.randint(1000, (len(x),), device=x.device)
     seen = net(scheduler.add_noise(x, noise, t), t, encoder_hidden_states).sample
     return F.mse_loss(seen, noise)
@@ -84,6 +83,10 @@ def diffused(
         if step is denoised:
             whole = torch.randint(1000, (rows,))
             batch |= {"noise": torch.randn_like(batch["x"]), "t": whole}
+        if step is noised:
+            return Wrapped(
+                net, partial(noised, package("diffusers").DDPMScheduler())
+            ).train(), batch
         return Wrapped(net, step).train(), batch
 
     return Entry(
