@@ -22,8 +22,9 @@ for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unli
 *Planned*: the published size (of mixtures of experts and `mamba` 2 or 4 layers, of gpt-oss, DeepSeek-V3 and Llama 4 also fewer experts) on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
 without memory for its weights, in seconds from the module to the plan, one model after the other on
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
-building the model come before, and have a line of their own. The machine differs: images and text, `fno` and `fnet` were
-planned on one that takes about twice as long as that of most entries; of `llava` an earlier commit is shown.
+building the model come before, and have a line of their own. The machine differs: images and text, `fno`, `fnet`, adapters,
+diffusion and other libraries were planned on one that takes about twice as long as that of most entries, the last three beside other
+work; of `llava` an earlier commit is shown.
 
 Models are those of `transformers`, `torchvision`, `timm`, `diffusers`, `monai`, `segmentation-models-pytorch`, `open_clip`,
 `torch_geometric` and `x-transformers`, unmodified, adapters of `peft`, or those that `benchmarks/zoo` defines. `transformers` is
@@ -66,6 +67,7 @@ the interface, and experts with room for a fixed number of tokens, are one progr
 the forward depends on random numbers that Python reads; set them to 0 and False |
 | Qwen2-VL and later, GLM-4V, and others that are told the sizes of images (`image_grid_thw`) | \
 patches of all images are one packed sequence, and shapes depend on the sizes in that tensor |
+| `model()` that makes a `diffusers` scheduler, or another plain object with tensors | planning builds it without data; hold the tensors in buffers, or make the scheduler in the module file's top level |
 | SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
 """
 

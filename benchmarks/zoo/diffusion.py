@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -32,10 +33,11 @@ def denoised(net: Any, x: Tensor, noise: Tensor, t: Tensor, **conditions: Tensor
     return F.mse_loss(net(x + noise, timestep=t, **conditions).sample, noise)
 
 
-def noised(scheduler: Any, net: Any, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+def noised(net: Any, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
     """Noise and its level are drawn in the step, as training scripts do."""
     noise, t = torch.randn_like(x), torch.randint(1000, (len(x),), device=x.device)
-    seen = net(scheduler.add_noise(x, noise, t), t, encoder_hidden_states).sample
+    kept = torch.cos(t / 1000 * math.pi / 2).view(-1, 1, 1, 1)
+    seen = net(kept * x + (1 - kept**2).sqrt() * noise, t, encoder_hidden_states).sample
     return F.mse_loss(seen, noise)
 
 
@@ -83,10 +85,6 @@ def diffused(
         if step is denoised:
             whole = torch.randint(1000, (rows,))
             batch |= {"noise": torch.randn_like(batch["x"]), "t": whole}
-        if step is noised:
-            return Wrapped(
-                net, partial(noised, package("diffusers").DDPMScheduler())
-            ).train(), batch
         return Wrapped(net, step).train(), batch
 
     return Entry(
