@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 
 class GraphBreak(Exception):
@@ -19,5 +20,6 @@ class GraphBreak(Exception):
             re.search(r"data.dependent|dynamic shape|\.item\b", text, re.IGNORECASE)
         )
         stack = getattr(error, "real_stack", None) or ()
-        frames = [f for f in stack if "/torch/" not in f.filename]
+        own = str(Path(__file__).parent)  # which calls the user's loss, for example
+        frames = [f for f in stack if "/torch/" not in f.filename and own not in f.filename]
         self.line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

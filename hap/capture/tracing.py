@@ -439,7 +439,7 @@ def _source(node: fx.Node) -> str:
 def _line(trace: str) -> str:
     """The innermost ``file:line`` outside torch of a traceback's text."""
     found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [f"{file}:{line}" for file, line in found if "/torch/" not in file]
+    outside = [f"{f}:{line}" for f, line in found if "/torch/" not in f and f != __file__]
     return outside[-1] if outside else ""
 
 
