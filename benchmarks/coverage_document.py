@@ -67,7 +67,7 @@ the interface, and experts with room for a fixed number of tokens, are one progr
 the forward depends on random numbers that Python reads; set them to 0 and False |
 | Qwen2-VL and later, GLM-4V, and others that are told the sizes of images (`image_grid_thw`) | \
 patches of all images are one packed sequence, and shapes depend on the sizes in that tensor |
-| `model()` that makes a `diffusers` scheduler, or another plain object with tensors | planning builds it without data; hold the tensors in buffers, or make the scheduler in the module file's top level |
+| `model()` that makes a `diffusers` scheduler, or another plain object with tensors | planning builds it without data; hold the tensors in buffers |
 | SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
 """
 

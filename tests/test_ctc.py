@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hap.capture import ctc
 from hap.capture.tracing import capture
@@ -45,6 +46,14 @@ def test_losses_and_gradients_are_those_of_torch(
     torch.testing.assert_close(found[1], found[0], equal_nan=True)
 
 
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_more_labels_than_steps(zero_infinity: bool) -> None:
+    given = (X[:3], torch.randint(1, CLASSES, (20,)), [3] * ROWS, [2, 9, 1, 3, 4, 1], 0)
+    found = ctc.ctc_loss(*given, 0, zero_infinity)
+    assert found.isinf().any() != zero_infinity
+    torch.testing.assert_close(found, F.ctc_loss(*given, "none", zero_infinity))
+
+
 def test_one_sequence_without_a_batch() -> None:
     given = (X[:, 0], TARGETS[0], LENGTHS[0], LABELS[0])
     torch.testing.assert_close(
@@ -70,6 +79,16 @@ class Speech(nn.Module):
                 return F.ctc_loss(scores, y.masked_select(there), steps, labels, reduction="sum")
         if self.form == "selected by a function":
             return nn.CTCLoss()(scores, torch.masked_select(y, there), steps, labels)
+        if self.form == "named":
+            return F.ctc_loss(
+                scores, targets=y.masked_select(there), input_lengths=steps, target_lengths=labels
+            )
+        if self.form == "in a checkpoint":
+            chosen = checkpoint(
+                lambda s: s.masked_select(s > 0).square().mean(), scores, use_reentrant=False
+            )
+            assert isinstance(chosen, Tensor)
+            return chosen
         if self.form == "read by others":
             chosen = y.masked_select(there)
             return F.ctc_loss(scores, chosen, steps, labels) * chosen.sum()
@@ -82,7 +101,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(ROWS, STEPS, 8), "y": y}
 
 
-FORMS = ("padded", "numbers", "selected", "selected by a function")
+FORMS = ("padded", "numbers", "selected", "selected by a function", "named")
 
 
 @pytest.mark.parametrize(("form", "world"), itertools.product(FORMS, (2, 3)))
@@ -95,7 +114,7 @@ def test_ranks_compute_what_one_device_does(form: str, world: int) -> None:
     assert seen.ok, seen.first_bad
 
 
-@pytest.mark.parametrize("form", ["read by others", "no loss reads them"])
+@pytest.mark.parametrize("form", ["read by others", "no loss reads them", "in a checkpoint"])
 def test_other_readers_of_selected_elements_are_refused(form: str) -> None:
     with pytest.raises(
         ModelError, match=r"test_ctc\.py:\d+: .*masked_select's result depends on data"

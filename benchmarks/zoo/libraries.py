@@ -31,7 +31,10 @@ def segmented(
         module = package(library)
         difference = loss(module)
         labels = torch.randint(2, (rows, *((1,) if channel else ()), *shape[1:]))
-        step = lambda net, x, labels: difference(net(x), labels)  # noqa: E731
+
+        def step(net: nn.Module, x: Tensor, labels: Tensor) -> Any:
+            return difference(net(x), labels)
+
         return Wrapped(make(module), step).train(), {
             "x": torch.randn(rows, *shape),
             "labels": labels,
@@ -81,8 +84,7 @@ def _text(sizes: Mapping[str, Any], words: int, length: int, rows: int) -> Built
     library = package("x_transformers")
     layers = library.Decoder(rotary_pos_emb=True, ff_glu=True, use_rmsnorm=True, **sizes)
     net = library.TransformerWrapper(num_tokens=words, max_seq_len=length, attn_layers=layers)
-    step = lambda net, text: net(text)  # noqa: E731
-    model = Wrapped(library.AutoregressiveWrapper(net), step)
+    model = Wrapped(library.AutoregressiveWrapper(net), lambda net, text: net(text))
     return model.train(), {"text": torch.randint(words, (rows, length + 1))}
 
 

@@ -81,10 +81,15 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 def check_selected(traced: fx.GraphModule) -> None:
     """Raise an error of a shape that depends on data if others than :func:`ctc_loss` read selected elements."""
     _, shape_error, _ = torch_private.data_dependent_errors()
-    for node in (n for n in traced.graph.nodes if n.target is masked_select):
-        if any(user.target not in _READERS or node is not user.args[1] for user in node.users):
+    graphs = (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule))  # and checkpoints
+    for node in (n for graph in graphs for n in graph.nodes if n.target is masked_select):
+        if not all(user.target in _READERS and _targets(user) is node for user in node.users):
             where = node.stack_trace or ""
             raise shape_error(f"the shape of masked_select's result depends on data\n{where}")
+
+
+def _targets(loss: fx.Node) -> Any:
+    return loss.args[1] if len(loss.args) > 1 else loss.kwargs.get("targets")
 
 
 Lengths = Tensor | Sequence[int]
@@ -106,12 +111,13 @@ def ctc_loss(
         (t if isinstance(t, Tensor) else tensor_constants.tensor(t)).reshape(-1).long()
         for t in (steps, labels)
     )
+    fitting = labels
     if targets.dim() == 1:
         first = labels.cumsum(0) - labels
-        widest = min(len(targets), len(x))
+        widest = min(len(targets), len(x) + 1)  # more labels than steps fit as badly as one more
         at = (first.unsqueeze(1) + torch.arange(widest)).clamp(max=len(targets) - 1)
-        targets = targets[at]
-    loss: Tensor = torch.ops.hap.ctc_loss(x, targets.long(), steps, labels, blank, zero_infinity)
+        targets, fitting = targets[at], labels.clamp(max=widest)
+    loss: Tensor = torch.ops.hap.ctc_loss(x, targets.long(), steps, fitting, blank, zero_infinity)
     if reduction == 1:
         return (loss / labels.clamp(min=1)).mean()
     if reduction == 2:

@@ -61,4 +61,3 @@ def numbers_as_tensors(traced: fx.GraphModule) -> None:
         for node in graph.nodes if numbers else ():
             node.target = OF_NUMBERS.get(node.target, node.target)
             node.meta.pop("unbacked_bindings", None)
-    traced.recompile()
