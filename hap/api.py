@@ -16,6 +16,7 @@ from torch import nn
 from hap.capture import torch_private, tracing
 from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
+from hap.capture.fixed_entries import NoData, fix_entries
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import Loss, capture, check_recipe
@@ -73,6 +74,7 @@ def plan(
     autocast: str = "",
     float32_matmul_precision: str = "",
     rules: Mapping[str, Sequence[str]] | None = None,
+    fixed: Sequence[str] = (),
     options: PlanOptions = PlanOptions(),
     source: Source = Source(),
     progress: Progress = lambda text: None,
@@ -98,6 +100,8 @@ def plan(
         float32_matmul_precision: of products on GPUs, as torch names it; default: torch's setting
             is left alone, and the price is that of ``highest``.
         rules: rules of operators that the table lacks, as lines: see docs/rules.md.
+        fixed: names of entries of the batch, of whole numbers or booleans, that are the same in every
+            batch: they are constants of the program, and shapes may depend on them.
         options: see :class:`hap.PlanOptions`.
         source: the model file, for the commands that load it again.
         progress: called now and then with a line of text, in this thread. To stop the search, raise
@@ -120,6 +124,7 @@ def plan(
     check_recipe(autocast, "", float32_matmul_precision)
     wanted = Recipe(autocast=autocast, float32_matmul_precision=float32_matmul_precision)
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    batch = fix_entries(batch, fixed)
     _check_batch(batch, cluster, options.allow_idle)
     progress("capturing the model")
     module = model if isinstance(model, nn.Module) else model()
@@ -232,13 +237,18 @@ def plan_file(
     return plan(
         model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
         autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
-        rules=file.rules, options=options, progress=progress,
+        rules=file.rules, fixed=file.fixed, options=options, progress=progress,
     )  # fmt: skip
 
 
 def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
     """Return model and batch without data; with data if the file's code reads tensor values."""
-    return without_data(lambda: (file.model(), file.batch()), progress)
+
+    def batch() -> Batch:
+        with torch_private.known_numbers():
+            return fix_entries(file.batch(), file.fixed)
+
+    return without_data(file.model, progress), without_data(batch, progress)
 
 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
@@ -246,7 +256,7 @@ def without_data(make: Callable[[], Made], progress: Progress = lambda text: Non
     try:
         with torch_private.building_without_data():
             return make()
-    except torch_private.data_dependent_errors():
+    except (*torch_private.data_dependent_errors(), NoData):
         progress("model() or batch() reads tensor data: building them for real")
         return make()
     except ModelError as error:

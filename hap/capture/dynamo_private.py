@@ -16,10 +16,14 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hap.capture.graph_break import GraphBreak
-from hap.capture.torch_private import data_dependent_errors, known_numbers
+from hap.capture.torch_private import (
+    data_dependent_errors,
+    known_numbers,
+    known_value,
+    values,
+)
 
 
 def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -48,6 +52,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
             _without_hints(),
             _names_of_classes(),
             _decided_branches(),
+            _known_lists(),
             known_numbers(),
         ):
             warnings.simplefilter("ignore")
@@ -144,6 +149,22 @@ def _without_hints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _known_lists() -> Iterator[None]:
+    """Give Python all numbers of a known tensor at once; the tracer reads them one by one."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    read = TensorVariable.method_tolist
+
+    def tolist(self: Any, tx: Any) -> Any:
+        known = known_value(self.as_proxy().node.meta.get("example_value"))
+        return read(self, tx) if known is None else VariableTracker.build(tx, values(known))
+
+    with mock.patch.object(TensorVariable, "method_tolist", tolist):
+        yield
+
+
+@contextlib.contextmanager
 def _names_of_classes() -> Iterator[None]:
     """Let the forward ask ``type(self.weight).__module__``, as adapters do to find quantized ones."""
     from torch._dynamo.variables.constant import ConstantVariable
@@ -202,11 +223,8 @@ def _decided_branches() -> Iterator[None]:
 
 def _truth(example: Any) -> bool | None:
     """Return the truth of a known number, else None."""
-    constant = getattr(example, "constant", None)
-    if constant is None or constant.numel() != 1:
-        return None
-    with _disable_current_modes():
-        return bool(constant)
+    known = known_value(example)
+    return bool(values(known.reshape(()))) if known is not None and known.numel() == 1 else None
 
 
 def _truth_unless_raised(translator: Any, jump: Any) -> bool | None:

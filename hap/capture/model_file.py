@@ -54,6 +54,7 @@ class ModelFile:
         batches: Makes an iterator over global batches; with an argument ``start``, from that one on.
         seed: Of torch's generators, before anything random is made.
         rules: Of operators that the table lacks: see :mod:`hap.synthesizer.rules.textual_rules`.
+        fixed: Names of batch entries that are the same in every batch.
     """
 
     path: str
@@ -67,6 +68,7 @@ class ModelFile:
     batches: Callable[..., Iterator[Any]] | None
     seed: int
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str], ModelFile], tuple[str]]:
         return load_model_file, (f"{self.path}:{self.function}",)  # each process loads the file
@@ -107,6 +109,13 @@ def load_model_file(spec: str) -> ModelFile:
             hint='it must be a dict of operators and their lines: {"my.op": ["ab, b -> ab"]}',
         )  # fmt: skip
 
+    fixed = find("fixed") or ()
+    if not isinstance(fixed, list | tuple) or not all(isinstance(name, str) for name in fixed):
+        raise ModelError(
+            f"`fixed` is {fixed!r}", where=path,
+            hint='it must be a list of names of batch entries: ["image_grid_thw"]',
+        )  # fmt: skip
+
     def guarded(value: Any, called: str, returns: type = object) -> Any:
         found = function(value, called)
         return None if found is None else _guard(found, called, returns, path)
@@ -125,6 +134,7 @@ def load_model_file(spec: str) -> ModelFile:
         rules={
             op: (lines,) if isinstance(lines, str) else tuple(lines) for op, lines in rules.items()
         },
+        fixed=tuple(fixed),
     )
 
 

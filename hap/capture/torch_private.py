@@ -76,7 +76,7 @@ def _is_small(shape: torch.Size) -> bool:
     return all(type(size) is int for size in shape) and math.prod(shape) <= KNOWN
 
 
-KNOWN = 64
+KNOWN = 1 << 16
 """Largest number of elements of a tensor whose numbers a capture knows."""
 
 
@@ -122,6 +122,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def known_value(tensor: Any) -> torch.Tensor | None:
+    """Return the numbers that :func:`known_numbers` knows of a tensor without data."""
+    return tensor.constant if is_fake(tensor) else None
+
+
+def no_modes() -> Any:
+    """Return a context in which tensors are made with data, also under a fake mode."""
+    return _disable_current_modes()
 
 
 def values(tensor: torch.Tensor) -> Any:

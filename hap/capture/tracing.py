@@ -44,10 +44,13 @@ from hap.capture.checks import (
 from hap.capture.complex_pairs import real_pairs
 from hap.capture.constant_masks import simplify_masks
 from hap.capture.experts import experts_by_row
+from hap.capture.fixed_entries import tensor_of
 from hap.capture.graph_break import GraphBreak
+from hap.capture.known_tensors import name_known
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
+from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
@@ -81,7 +84,7 @@ class Step(nn.Module):
             return self._run(*tensors)
 
     def _run(self, *tensors: TorchTensor) -> TorchTensor:
-        batch = rebuild(self._form, dict(zip(self._names, tensors, strict=True)))
+        batch = rebuild(self._form, dict(zip(self._names, tensors, strict=True)), tensor_of)
         output = call(self.module, batch)
         (loss,) = self._loss
         if loss is not None:
@@ -140,12 +143,13 @@ def captured(
     before, saved = state_of(step.module), module.state_dict(keep_vars=True)
     layers = dynamo_private.in_one_piece(LAYERS, ctc.FUNCTIONS)
     parts = torch_private.attention_in_parts()
-    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers:
+    packed = packed_in_one_call(step.module)
+    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), packed, layers:
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
             numbers, attributes, log = numbers_of(given), Attributes(step.module), OperatorLog()
-            with log:
+            with log, torch_private.known_numbers():
                 check_loss(lambda: step(*tensors), raised_at, skip)
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
@@ -166,6 +170,7 @@ def captured(
                 with dynamo_private.as_if_compiling():
                     check_same(lambda: step(*tensors), counter)
             numbers_as_tensors(traced)
+            name_known(traced)
             ctc.check_selected(traced)
             name_logical(traced)
             joint = _differentiated(traced, tensors, step.module)
@@ -241,7 +246,8 @@ def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = 
 def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
     hint = (
         "the program must not depend on tensor data: no `if` on a tensor's value, "
-        "no .item(), no shapes made from data; torch.where often does instead"
+        "no .item(), no shapes made from data; torch.where often does instead. Entries of the batch "
+        "that are always the same may be named in `fixed`"
     )
     if not on_data:
         hint = "compute this in __init__ or in batch(), or with torch's operators alone"

@@ -2,12 +2,13 @@
 
 A tensor is named by its path: ``x`` in ``{"x": t}``, ``1`` in ``(a, t)``, ``inputs.pixels.0`` in
 ``{"inputs": {"pixels": [t]}}``; a batch that is one tensor is ``*``. Other objects are
-constants of the program.
+constants of the program. So are tensors that are the same in every batch: :class:`Fixed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hap.errors import ModelError
@@ -23,6 +24,27 @@ LONE = "*"
 
 TENSOR: Final = object()
 """Stands for a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A tensor of whole numbers or booleans that is the same in every batch.
+
+    Attributes:
+        dtype: as torch names it.
+        numbers: nested lists, as of ``Tensor.tolist()``.
+    """
+
+    dtype: str
+    numbers: Any
+
+    def __str__(self) -> str:
+        text = str(self.numbers)
+        return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+WHOLE: Final = ("bool", "uint8", "int8", "int16", "int32", "int64")
+"""Dtypes of a fixed tensor: a float would be another number in another precision."""
 
 
 _DEEPEST = 64
@@ -65,7 +87,7 @@ def _parts(entry: Any, name: str) -> list[tuple[str, Any]]:
             return [(str(key), part) for key, part in entry.items()]
         case tuple() | list() if type(entry) in (tuple, list):
             return [(str(k), part) for k, part in enumerate(entry)]
-        case None | bool() | int() | float() | str() if name:
+        case None | bool() | int() | float() | str() | Fixed() if name:
             return []
     if is_tensor(entry):
         return []
@@ -95,6 +117,8 @@ def _form(entry: Any, name: str) -> Form:
         return {"dict": forms}
     if isinstance(entry, tuple | list):
         return {type(entry).__name__: list(forms.values())}
+    if isinstance(entry, Fixed):
+        return {"fixed": {"dtype": entry.dtype, "numbers": entry.numbers}}
     return {"value": entry}
 
 
@@ -105,6 +129,8 @@ def leaves(form: Form, name: str = "") -> dict[str, Any]:
         return {name or LONE: TENSOR}
     if kind == "value":
         return {name: content}
+    if kind == "fixed":
+        return {name: Fixed(**content)}
     parts = content.items() if kind == "dict" else enumerate(content)
     found: dict[str, Any] = {}
     for key, part in parts:
@@ -115,28 +141,42 @@ def leaves(form: Form, name: str = "") -> dict[str, Any]:
 def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Return what a call's arguments have and a form has not, in words; ``None`` is as good as nothing."""
     known, found = leaves(form), leaves(form_of(args)) | leaves(form_of(kwargs))
+    tensors = given(args, kwargs)
     if known.keys() == {LONE} and "0" in found:
         found[LONE] = found.pop("0")
     other = []
     for name, value in found.items():
         if name not in known:
             other += [name] if value is not None else []
+        elif isinstance(planned := known[name], Fixed):
+            numbers = tensors[name].tolist() if value is TENSOR else value
+            if numbers != planned.numbers:
+                shown = str(Fixed(planned.dtype, numbers))
+                other.append(f"{name} ({shown}, planned: {planned})")
         elif (value is TENSOR) != (known[name] is TENSOR) or value != known[name]:
             shown = ("a tensor" if v is TENSOR else repr(v) for v in (value, known[name]))
             other.append("{} ({}, planned: {})".format(name, *shown))
     return other
 
 
-def rebuild(form: Form, tensors: Mapping[str, Any]) -> Batch:
-    """Return a batch of this form with these tensors in it."""
+def rebuild(
+    form: Form, tensors: Mapping[str, Any], fixed: Callable[[str, Any], Any] = Fixed
+) -> Batch:
+    """Return a batch of this form with these tensors in it.
+
+    Args:
+        fixed: makes a fixed tensor of its dtype and its numbers.
+    """
     ((kind, content),) = form.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "dict":
-        return {key: rebuild(part, tensors) for key, part in content.items()}
+        return {key: rebuild(part, tensors, fixed) for key, part in content.items()}
     if kind == "value":
         return content
-    parts = [rebuild(part, tensors) for part in content]
+    if kind == "fixed":
+        return fixed(content["dtype"], content["numbers"])
+    parts = [rebuild(part, tensors, fixed) for part in content]
     return tuple(parts) if kind == "tuple" else parts
 
 

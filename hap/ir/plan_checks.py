@@ -9,7 +9,7 @@ from hap.cluster.topology import Cluster
 from hap.cluster.work import PRECISIONS
 from hap.errors import PlanError
 from hap.ir.axes import Shares
-from hap.ir.batch import Form
+from hap.ir.batch import WHOLE, Form
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import ROUNDINGS
 from hap.ir.mesh import Inside, divide
@@ -122,11 +122,27 @@ def check_form(form: Form, graph: Graph) -> None:
         if kind in ("dict", "tuple", "list"):
             for entry in read_list(content, "the batch"):
                 check(entry)
+        elif kind == "fixed":
+            _check_fixed(read_map(content, "a fixed tensor of the batch"))
         elif kind not in ("tensor", "value"):
             raise ValueError(f"the batch has a part of the kind {kind!r}")
 
     if form is not None:  # as in plans of older versions
         check(form)
+
+
+def _check_fixed(content: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` unless a fixed tensor is a rectangle of whole numbers."""
+    if content.keys() != {"dtype", "numbers"} or content["dtype"] not in WHOLE:
+        raise ValueError(f"the batch has a fixed tensor of {content!r:.60}")
+    level = [content["numbers"]]
+    while level and isinstance(level[0], list):
+        if len({len(read_list(row, "a fixed tensor of the batch")) for row in level}) > 1:
+            raise ValueError("the batch has a fixed tensor whose rows differ in length")
+        level = [entry for row in level for entry in row]  # type: ignore[attr-defined]
+    kind = bool if content["dtype"] == "bool" else int
+    if not all(type(number) is kind for number in level):
+        raise ValueError(f"the batch has a fixed tensor of {content['dtype']} with other entries")
 
 
 def check_recipe_names(precision: object, rounding: object) -> None:
