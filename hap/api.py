@@ -23,11 +23,11 @@ from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, ModelError
+from hap.errors import InfeasibleError, InputError, ModelError, PlanError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
-from hap.ir.batch import Batch, flatten, form_of
+from hap.ir.batch import Batch, fixed_entries, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
@@ -253,10 +253,11 @@ def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, 
 
 def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
     """Return the result of ``make`` without data; with data if it reads tensor values."""
+    needs_data: tuple[type[Exception], ...] = (NoData, *torch_private.data_dependent_errors())
     try:
         with torch_private.building_without_data():
             return make()
-    except (*torch_private.data_dependent_errors(), NoData):
+    except needs_data:
         progress("model() or batch() reads tensor data: building them for real")
         return make()
     except ModelError as error:
@@ -325,8 +326,19 @@ def compile(
 
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:
-    """Return the graph of a model, captured by the plan's recipe."""
-    recipe = plan.recipe
+    """Return the graph of a model, captured by the plan's recipe.
+
+    Raises:
+        PlanError: the batch has other numbers in an entry that is the same in every batch.
+    """
+    recipe, planned = plan.recipe, fixed_entries(plan.recipe.batch)
+    batch = fix_entries(batch, planned)
+    for name, entry in fixed_entries(form_of(batch)).items():
+        if entry != planned[name]:
+            raise PlanError(
+                f"the batch has {name} = {entry}, and the plan is for {planned[name]}",
+                hint="`fixed` names entries that are the same in every batch: plan anew",
+            )
     graph = capture(model, batch, loss, autocast=recipe.autocast, recompute=recipe.recompute)
     return with_half_gradients(graph, recipe.gradients)
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hap.capture.tracing import Loss, raised_at
+from hap.capture.source_lines import raised_at
+from hap.capture.tracing import Loss
 from hap.capture.user_optimizer import MakeOptimizer
 from hap.errors import HapError, ModelError, VerifyError
 from hap.ir.batch import Batch, call, each

@@ -22,6 +22,7 @@ from hap.capture.torch_private import (
     data_dependent_errors,
     known_numbers,
     known_value,
+    no_modes,
     values,
 )
 
@@ -224,7 +225,10 @@ def _decided_branches() -> Iterator[None]:
 def _truth(example: Any) -> bool | None:
     """Return the truth of a known number, else None."""
     known = known_value(example)
-    return bool(values(known.reshape(()))) if known is not None and known.numel() == 1 else None
+    if known is None or known.numel() != 1:
+        return None
+    with no_modes():
+        return bool(known)
 
 
 def _truth_unless_raised(translator: Any, jump: Any) -> bool | None:

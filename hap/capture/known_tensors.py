@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from hap.capture import tensor_constants, torch_private
 
@@ -18,16 +19,35 @@ def name_known(traced: fx.GraphModule) -> None:
     """Replace calls whose results have shapes made of known numbers, also inside of checkpoints."""
     for module in [m for m in traced.modules() if isinstance(m, fx.GraphModule)]:
         known: dict[fx.Node, Any] = {}
+        constant: set[fx.Node] = set()
         for node in module.graph.nodes:
-            value = node.meta.get("example_value")
-            if torch_private.known_value(value) is None or not known.keys() >= {*node.all_input_nodes}:
+            value = _known(node.meta.get("example_value"))
+            if value is None or not known.keys() >= {*node.all_input_nodes}:
                 continue
-            with torch_private.no_modes():
-                known[node] = _call(node, known)
-            if node.all_input_nodes and _shape_depends_on_data(node, known):
+            with torch_private.no_modes():  # later calls may write into it
+                called = node.op.startswith("call_")  # else an input of a checkpoint
+                known[node] = _call(node, known) if called else value.clone()
+            if called and (
+                {*node.all_input_nodes} & constant or _shape_depends_on_data(node, known)
+            ):
+                constant.add(node)  # a tuple, or a constant tensor
+            if node in constant and isinstance(known[node], torch.Tensor):
+                constant.remove(node)
                 node.op, node.target = "call_function", tensor_constants.tensor
-                node.args, node.kwargs = (torch_private.values(known[node]),), {"dtype": known[node].dtype}
+                node.args = (torch_private.values(known[node]),)
+                node.kwargs = {"dtype": known[node].dtype}
+        for node in reversed(module.graph.nodes):
+            if node in constant and not node.users:
+                module.graph.erase_node(node)
         module.recompile()
+
+
+def _known(example: Any) -> Any:
+    """Return the numbers of a result; of several ones if all are known."""
+    if not isinstance(example, tuple | list):
+        return torch_private.known_value(example)
+    found = tuple(map(torch_private.known_value, example))
+    return found if found and all(f is not None for f in found) else None
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -38,11 +58,15 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def _bare(value: Any) -> Any:
+    tensor = isinstance(value, torch.Tensor)
+    return torch.empty(value.shape, dtype=value.dtype) if tensor else value
+
+
 def _shape_depends_on_data(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Whether a call fails for tensors without data."""
     with torch_private.no_modes(), torch_private.fake_mode():
-        bare = {
-            n: torch.empty(values[n].shape, dtype=values[n].dtype) for n in node.all_input_nodes
-        }
+        bare = {n: pytree.tree_map(_bare, values[n]) for n in node.all_input_nodes}
         try:
             _call(node, bare)
         except torch_private.data_dependent_errors():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +40,9 @@ def packed_attention(
     Returns:
         A tensor of shape (1, S, heads, features), and nothing.
     """
-    unknown = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+    unknown = [
+        name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None
+    ]
     if cu_seq_lens_q is None or attention_mask is not None or unknown:
         raise ModelError(
             f"attention over a packed sequence has {', '.join(unknown) or 'a mask'}",
@@ -47,14 +50,15 @@ def packed_attention(
         )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
+        out: Tensor = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, is_causal=is_causal,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
+        return out
 
     begins = cu_seq_lens_q.tolist()
     parts: dict[int, list[int]] = {}  # length -> where parts of this length begin
-    for begin, end in zip(begins, begins[1:]):  # noqa: B905  (dynamo traces no `strict` here)
+    for begin, end in itertools.pairwise(begins):
         parts.setdefault(end - begin, []).append(begin)
     parts.pop(0, None)
     if len(parts) == 1:
@@ -74,12 +78,14 @@ def packed_attention(
 
 def _as_rows(t: Tensor, length: int) -> Tensor:
     """(1, heads, rows * length, features) -> (rows, heads, length, features)."""
-    return t.unflatten(2, (-1, length)).squeeze(0).transpose(0, 1)
+    rows: Tensor = t.unflatten(2, (-1, length))
+    return rows.squeeze(0).transpose(0, 1)
 
 
 def _in_sequence(t: Tensor) -> Tensor:
     """(rows, heads, length, features) -> (1, rows * length, heads, features)."""
-    return t.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+    rows: Tensor = t.transpose(1, 2).flatten(0, 1)
+    return rows.unsqueeze(0)
 
 
 @contextlib.contextmanager
@@ -89,10 +95,13 @@ def packed_in_one_call(module: nn.Module) -> Iterator[None]:
     Args:
         module: a copy of the user's, whose configurations are changed.
     """
-    interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    interface: Any = getattr(
+        sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None
+    )
     if not hasattr(interface, "get_interface"):
         yield
         return
+    part: Any
     for part in module.modules():
         takes = inspect.signature(part.forward).parameters
         if "cu_seqlens" in takes and hasattr(getattr(part, "config", None), "_attn_implementation"):

@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-import re
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +40,7 @@ from hap.capture.checks import (
 )
 from hap.capture.complex_pairs import real_pairs
 from hap.capture.constant_masks import simplify_masks
+from hap.capture.deepstack import features_scattered
 from hap.capture.experts import experts_by_row
 from hap.capture.fixed_entries import tensor_of
 from hap.capture.graph_break import GraphBreak
@@ -54,6 +52,7 @@ from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
+from hap.capture.source_lines import line_of, module_of, raised_at, source_of
 from hap.cluster.work import PRECISIONS
 from hap.errors import HapError, InputError, ModelError
 from hap.gc_pause import gc_paused
@@ -143,8 +142,8 @@ def captured(
     before, saved = state_of(step.module), module.state_dict(keep_vars=True)
     layers = dynamo_private.in_one_piece(LAYERS, ctc.FUNCTIONS)
     parts = torch_private.attention_in_parts()
-    packed = packed_in_one_call(step.module)
-    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), packed, layers:
+    images = packed_in_one_call(step.module), features_scattered(step.module)
+    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers, images[0], images[1]:
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
@@ -178,7 +177,7 @@ def captured(
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
             text = str(error)
-            raise _not_one_graph(text.partition("\n")[0], _line(text)) from error
+            raise _not_one_graph(text.partition("\n")[0], line_of(text)) from error
     changed = [target for role, target in joint.outputs if role == "parameter"]
     if changed:
         name = changed[0].removeprefix("module.")
@@ -186,7 +185,7 @@ def captured(
             f"the forward changes the parameter {name!r}, which only the optimizer may do",
             hint="change it outside of the forward, or make it a buffer",
         )
-    real_pairs(joint.graph, _source)
+    real_pairs(joint.graph, source_of)
     simplify_masks(joint.graph)
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
     check_state(
@@ -212,7 +211,7 @@ def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> 
         except torch_private.data_dependent_errors():
             raise
         except (RuntimeError, NotImplementedError) as error:
-            lines = [_line(str(given.message)) for given in forward]
+            lines = [line_of(str(given.message)) for given in forward]
             raise ModelError(
                 f"the step can't be differentiated: {str(error).partition(chr(10))[0]}",
                 where=next((line for line in reversed(lines) if line), ""),
@@ -334,8 +333,8 @@ def _convert(
                 args=(tuple(held.flatten().tolist()), tuple(held.shape)),
                 kwargs=(("dtype", Dtype(str(held.dtype).removeprefix("torch."))),),
                 results=[_tensor(node, node.name, held)],
-                source=_source(node),
-                module=_module(node),
+                source=source_of(node),
+                module=module_of(node),
             )
             continue
         if node.op != "call_function":
@@ -347,7 +346,7 @@ def _convert(
             raise ModelError(
                 f"the step runs programs inside of an operator ({node.target}), whose splits are "
                 "not known",
-                where=_source(node), hint="compute both branches and choose by torch.where",
+                where=source_of(node), hint="compute both branches and choose by torch.where",
             )  # fmt: skip
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
@@ -362,8 +361,8 @@ def _convert(
             args=arg(node.args),
             kwargs=tuple((k, arg(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS),
             results=tensors,
-            source=_source(node),
-            module=_module(node),
+            source=source_of(node),
+            module=module_of(node),
         )
         # A number among the results, such as the longest of some lengths, is known here.
         values[node] = refs if many else refs[0]
@@ -386,7 +385,7 @@ def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
     """Return a tensor that the trace keeps outside the graph: made in the forward from data."""
     value = getattr(joint.graph.owning_module, str(node.target))
     if torch_private.is_fake(value) or value.numel() > tensor_constants.LARGEST:
-        raise tensor_constants.too_large(value.numel(), _source(node))
+        raise tensor_constants.too_large(value.numel(), source_of(node))
     return value  # type: ignore[no-any-return]
 
 
@@ -401,17 +400,6 @@ def _first_names(step: Step) -> dict[str, str]:
     return {f"module.{name}": first.setdefault(id(t), name) for name, t in named}
 
 
-def raised_at(error: Exception) -> str:
-    """The innermost line outside torch and this package that an error came through."""
-    own = f"{Path(__file__).parents[1]}/"
-    frames = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and not frame.filename.startswith(own)
-    ]
-    return frames[-1] if frames else ""
-
-
 def _tensor(node: fx.Node, name: str, value: TorchTensor) -> Tensor:
     """Describe a tensor that ``node`` makes.
 
@@ -423,7 +411,7 @@ def _tensor(node: fx.Node, name: str, value: TorchTensor) -> Tensor:
         raise ModelError(
             f"the step computes a tensor of layout {str(value.layout).removeprefix('torch.')} "
             f"({node.target})",
-            where=_source(node),
+            where=source_of(node),
             hint="use dense tensors: sparse=False in an embedding, for example",
         )
     if dtype not in ITEM_BYTES:
@@ -432,25 +420,6 @@ def _tensor(node: fx.Node, name: str, value: TorchTensor) -> Tensor:
             hint = "compute with real and imaginary parts as real tensors"
         raise ModelError(
             f"the step computes a tensor of dtype {dtype} ({node.target})",
-            where=_source(node), hint=hint,
+            where=source_of(node), hint=hint,
         )  # fmt: skip
     return Tensor(name=name, shape=tuple(int(s) for s in value.shape), dtype=dtype)
-
-
-def _source(node: fx.Node) -> str:
-    """The innermost line of the user's code that made ``node``."""
-    return _line(node.meta.get("stack_trace") or "")
-
-
-def _line(trace: str) -> str:
-    """The innermost ``file:line`` outside torch of a traceback's text."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    outside = [f"{f}:{line}" for f, line in found if "/torch/" not in f and f != __file__]
-    return outside[-1] if outside else ""
-
-
-def _module(node: fx.Node) -> str:
-    """Return the path of the submodule that called ``node`` or its forward operator."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    return re.sub(r"^L\['self'\]\.?|^L\['s'\]\.?", "", path).removeprefix("module").lstrip(".")

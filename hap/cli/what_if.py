@@ -57,6 +57,13 @@ def what_if(
     if changes == Changes():
         _, batch = api.build_without_data(file, lambda text: None)
         changes = default_changes(cluster, _rows(batch))
+        if file.fixed:
+            changes = replace(changes, rows=())
+    if file.fixed and changes.rows:
+        raise InputError(
+            f"--rows: `fixed` of {spec} names entries whose numbers belong to its batch",
+            hint="write another batch() and plan that",
+        )
     swept = sweeps(cluster, changes)
     asked = [[*map(sweep.ask, sweep.values)] for sweep in swept]
     others = [*device_questions(cluster, changes)]
@@ -84,11 +91,9 @@ def what_if(
 
 @gc_paused()
 def _answer(file: ModelFile, question: Question, asking: Asking) -> Answer:
-    def make() -> tuple[Any, Batch]:
-        batch = file.batch()
-        return file.model(), batch if question.rows is None else with_rows(batch, question.rows)
-
-    model, batch = api.without_data(make)
+    model, batch = api.build_without_data(file, lambda text: None)
+    if question.rows is not None:
+        batch = with_rows(batch, question.rows)
     rows = _rows(batch)
     none = Answer(sweep=question.sweep, change=question.change, value=question.value, rows=rows)
     if rows < question.cluster.world_size and not asking.options.allow_idle:

@@ -43,8 +43,12 @@ class Fixed:
         return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-WHOLE: Final = ("bool", "uint8", "int8", "int16", "int32", "int64")
-"""Dtypes of a fixed tensor: a float would be another number in another precision."""
+WHOLE: Final[Mapping[str, tuple[int, int]]] = {
+    "bool": (False, True), "uint8": (0, 255),
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Dtypes of a fixed tensor, and their least and largest number: a float would be another number in another
+precision."""
 
 
 _DEEPEST = 64
@@ -138,6 +142,12 @@ def leaves(form: Form, name: str = "") -> dict[str, Any]:
     return found
 
 
+def fixed_entries(form: Form) -> dict[str, Fixed]:
+    """Return the fixed tensors of a form by name; none for the form of a plan that has none."""
+    found = leaves(form) if form is not None else {}
+    return {name: entry for name, entry in found.items() if isinstance(entry, Fixed)}
+
+
 def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Return what a call's arguments have and a form has not, in words; ``None`` is as good as nothing."""
     known, found = leaves(form), leaves(form_of(args)) | leaves(form_of(kwargs))
@@ -151,8 +161,7 @@ def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         elif isinstance(planned := known[name], Fixed):
             numbers = tensors[name].tolist() if value is TENSOR else value
             if numbers != planned.numbers:
-                shown = str(Fixed(planned.dtype, numbers))
-                other.append(f"{name} ({shown}, planned: {planned})")
+                other.append(f"{name} ({Fixed(planned.dtype, numbers)}, planned: {planned})")
         elif (value is TENSOR) != (known[name] is TENSOR) or value != known[name]:
             shown = ("a tensor" if v is TENSOR else repr(v) for v in (value, known[name]))
             other.append("{} ({}, planned: {})".format(name, *shown))

@@ -133,15 +133,15 @@ def check_form(form: Form, graph: Graph) -> None:
 
 def _check_fixed(content: Mapping[str, object]) -> None:
     """Raise ``ValueError`` unless a fixed tensor is a rectangle of whole numbers."""
-    if content.keys() != {"dtype", "numbers"} or content["dtype"] not in WHOLE:
+    if content.keys() != {"dtype", "numbers"} or content["dtype"] not in [*WHOLE]:
         raise ValueError(f"the batch has a fixed tensor of {content!r:.60}")
     level = [content["numbers"]]
     while level and isinstance(level[0], list):
         if len({len(read_list(row, "a fixed tensor of the batch")) for row in level}) > 1:
             raise ValueError("the batch has a fixed tensor whose rows differ in length")
         level = [entry for row in level for entry in row]  # type: ignore[attr-defined]
-    kind = bool if content["dtype"] == "bool" else int
-    if not all(type(number) is kind for number in level):
+    least, most = WHOLE[content["dtype"]]
+    if not all(type(number) is type(least) and least <= number <= most for number in level):
         raise ValueError(f"the batch has a fixed tensor of {content['dtype']} with other entries")
 
 

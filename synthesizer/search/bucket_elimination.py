@@ -10,6 +10,7 @@ order, which is small for the joint graphs of real models. Repeated tables are e
 
 from __future__ import annotations
 
+import copy
 import functools
 import heapq
 import itertools
@@ -208,12 +209,11 @@ EASY = 1 << 27
 def _best_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> _Order:
     """Return the best of greedy orders by several measures; the last results are cached."""
     found: list[_Order] = []
-    least = math.inf
-    for measure in (_small_first, table_size, _fill, _degree):
-        found.append(order := greedy_order(sizes, edges, measure, least))
-        least = min(least, order.total if order.largest <= LARGEST_TABLE else math.inf)
-        if least <= EASY:
-            break
+    chains = Elimination(sizes, edges)
+    for measure in (table_size, _degree, _fill, _small_first):
+        least = min((o.total for o in found if o.largest <= LARGEST_TABLE), default=math.inf)
+        if least > EASY:
+            found.append(chains.order(measure, least, LARGEST_TABLE))
     return min(found, key=lambda order: (order.largest > LARGEST_TABLE, order.total))
 
 
@@ -246,48 +246,48 @@ def _degree(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     return (len(near[v]) << 40) + min(table_size(v, sizes, near), (1 << 40) - 1)
 
 
-def greedy_order(
-    sizes: Sequence[int], edges: Iterable[tuple[int, int]], measure: Measure, limit: float,
-    largest_table: float = LARGEST_TABLE,
-) -> _Order:  # fmt: skip
-    """Return a greedy order: small tables of up to two neighbours, then the least measure first.
+class Elimination:
+    """Variables and their neighbours, of which small tables of up to two neighbours are eliminated."""
 
-    It ends early if a table exceeds ``largest_table`` entries, or all together ``limit``.
-    """
-    near: list[set[int]] = [set() for _ in sizes]
-    for u, v in edges:
-        near[u].add(v)
-        near[v].add(u)
-    gone = [False] * len(sizes)
-    steps: list[tuple[int, tuple[int, ...]]] = []
-    total = largest = 0
-    widest: tuple[int, ...] = ()
+    def __init__(self, sizes: Sequence[int], edges: Iterable[tuple[int, int]]) -> None:
+        self._sizes, self._near = sizes, [set[int]() for _ in sizes]
+        for u, v in edges:
+            self._near[u].add(v)
+            self._near[v].add(u)
+        self._gone, self._order = [False] * len(sizes), _Order(0, 0, (), [])
+        chains = deque(range(len(sizes)))  # most variables; a heap of the others alone is small
+        while chains:
+            v = chains.popleft()
+            few = not self._gone[v] and len(self._near[v]) <= 2
+            if few and table_size(v, sizes, self._near) <= SMALL:
+                chains.extend(self._eliminate(v))
 
-    def eliminate(v: int) -> tuple[int, ...]:
-        nonlocal total, largest, widest
-        gone[v], scope, entries = True, tuple(sorted(near[v])), table_size(v, sizes, near)
-        total += entries
-        if entries > largest:
-            largest, widest = entries, (*scope, v)
-        steps.append((v, scope))
+    def _eliminate(self, v: int) -> tuple[int, ...]:
+        near, order, scope = self._near, self._order, tuple(sorted(self._near[v]))
+        self._gone[v], entries = True, table_size(v, self._sizes, near)
+        order.steps.append((v, scope))
+        widest = (entries, (*scope, v)) if entries > order.largest else order[1:3]
+        self._order = _Order(order.total + entries, *widest, order.steps)
         for n in scope:
             near[n].discard(v)
             near[n].update(m for m in scope if m != n)
         return scope
 
-    chains = deque(range(len(sizes)))  # most variables; a heap of the others alone is small
-    while chains:
-        v = chains.popleft()
-        if not gone[v] and len(near[v]) <= 2 and table_size(v, sizes, near) <= SMALL:
-            chains.extend(eliminate(v))
-    heap = [(measure(v, sizes, near), v) for v in range(len(sizes)) if not gone[v]]
-    heapq.heapify(heap)
-    while heap and largest <= largest_table and total <= limit:
-        claimed, v = heapq.heappop(heap)
-        if not gone[v] and claimed == measure(v, sizes, near):
-            for n in eliminate(v):
-                heapq.heappush(heap, (measure(n, sizes, near), n))
-    return _Order(total, largest, widest, steps)
+    def order(self, measure: Measure, limit: float, largest_table: float) -> _Order:
+        """Return an order, of the least measure first; one beyond these limits of entries ends early."""
+        rest = copy.copy(self)
+        rest._gone, rest._near = [*self._gone], [{*near} for near in self._near]
+        rest._order = self._order._replace(steps=[*self._order.steps])
+        sizes, near = rest._sizes, rest._near
+        latest = {v: measure(v, sizes, near) for v, gone in enumerate(rest._gone) if not gone}
+        heap = sorted((value, v) for v, value in latest.items())
+        while heap and rest._order.largest <= largest_table and rest._order.total <= limit:
+            claimed, v = heapq.heappop(heap)
+            if not rest._gone[v] and claimed == latest[v] == measure(v, sizes, near):
+                for n in rest._eliminate(v):
+                    latest[n] = measure(n, sizes, near)
+                    heapq.heappush(heap, (latest[n], n))
+        return rest._order
 
 
 SMALL = 1 << 14
