@@ -125,12 +125,9 @@ def verify(name: str) -> Found:
         plans = {f"{world} ranks": by_chance(case, world) for world in WORLDS}
         cluster = unlike(rng.choice(WORLDS), rng)
         plans[f"planned for {cluster.world_size} unlike ranks"] = hap.plan(
-            case.model,
-            case.batch,
-            cluster,
-            loss=entry.loss,
+            case.model, case.batch, cluster, loss=entry.loss, fixed=entry.fixed,
             options=hap.PlanOptions(all_devices=True),
-        )
+        )  # fmt: skip
         worst = 0.0
         for which, plan in plans.items():
             seen = verdict(case, plan)
@@ -153,14 +150,16 @@ def plan(name: str) -> Found:
     import hap
     from benchmarks.plan_phases import processor_s
     from hap.api import without_data
+    from hap.capture.torch_private import known_numbers
     from hap.errors import HapError
 
     entry = entries()[name]
     start = time.perf_counter()
     try:
-        model, batch = without_data(entry.full)
+        with known_numbers():  # of fixed entries
+            model, batch = without_data(entry.full)
         wall, processor = time.perf_counter(), processor_s()
-        made = hap.plan(model, batch, CLUSTER, loss=entry.loss)
+        made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
     except HapError as error:
         return _refused(error)
     return {
@@ -191,6 +190,7 @@ def case_of(entry: Any) -> Any:
     """
     import torch
 
+    from hap.capture.fixed_entries import fix_entries
     from hap.capture.tracing import capture
     from hap.rule_sources import with_rules
     from tests.random_plans import make_case
@@ -199,7 +199,7 @@ def case_of(entry: Any) -> Any:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
     model, batch = built(entry.tiny)
-    graph = with_rules(capture(model, batch, entry.loss), {})
+    graph = with_rules(capture(model, fix_entries(batch, entry.fixed), entry.loss), {})
     return make_case(model, batch, entry.loss, optimizer, graph)
 
 

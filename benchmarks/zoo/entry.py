@@ -27,6 +27,7 @@ class Entry:
         tiny, full: build it small enough to run, and as it was published.
         loss: ``loss(output, batch)``, if the forward returns none.
         requires: the optional package that it is of; empty: torch alone.
+        fixed: entries of the batch that are the same in every batch.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     full: Callable[[], Built]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     requires: str = ""
+    fixed: tuple[str, ...] = ()
 
 
 def pretrained(
@@ -50,6 +52,7 @@ def pretrained(
     full: Mapping[str, Any] | None = None,
     both: Mapping[str, Any] | None = None,
     rows: tuple[int, int] = (6, 64),
+    fixed: tuple[str, ...] = (),
 ) -> Entry:
     """An entry for the class ``model`` of transformers, with a ``config`` of its own class.
 
@@ -58,6 +61,7 @@ def pretrained(
         tiny, full, both: what the configuration sets; the published model's values are mostly
             the defaults.
         rows: of the tiny and of the full batch.
+        fixed: entries of the batch that are the same in every batch.
     """
 
     def build(options: Mapping[str, Any], count: int) -> Built:
@@ -72,4 +76,5 @@ def pretrained(
         tiny=partial(build, tiny, rows[0]),
         full=partial(build, full or {}, rows[1]),
         requires="transformers",
+        fixed=fixed,
     )
