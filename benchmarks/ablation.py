@@ -28,7 +28,7 @@ from benchmarks.race import roomy, take_turns
 from benchmarks.racing.plans import runnable
 from benchmarks.racing.results import Entry
 from benchmarks.racing.summary import PLAN, ratio
-from hap.api import build_without_data
+from hap.capture.building import build_without_data
 from hap.capture.model_file import load_model_file
 from hap.capture.tracing import capture
 from hap.capture.user_optimizer import default_optimizer, examine

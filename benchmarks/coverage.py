@@ -149,7 +149,7 @@ def plan(name: str) -> Found:
     """The full size on eight unlike devices, as ``hap plan`` would."""
     import hap
     from benchmarks.plan_phases import processor_s
-    from hap.api import without_data
+    from hap.capture.building import without_data
     from hap.capture.torch_private import known_numbers
     from hap.errors import HapError
 

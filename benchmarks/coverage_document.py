@@ -65,9 +65,8 @@ which tokens an expert gets is looked up in the data (`nonzero`): shapes depend 
 the interface, and experts with room for a fixed number of tokens, are one program |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
-| Qwen2-VL and later, GLM-4V, and others that are told the sizes of images (`image_grid_thw`) | \
-patches of all images are one packed sequence, and shapes depend on the sizes in that tensor |
-| `model()` that makes a `diffusers` scheduler, or another plain object with tensors | planning builds it without data; hold the tensors in buffers |
+| Qwen-VL, GLM-4V and others that are told the sizes of images (`image_grid_thw`), where the sizes change | \
+shapes depend on that tensor; with images of fixed sizes, name it in [`fixed`](model-file.md#fixed-entries), and give `position_ids` in the batch |
 | SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
 """
 

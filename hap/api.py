@@ -7,16 +7,18 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hap.capture import torch_private, tracing
+from hap.capture import tracing
+from hap.capture.building import build_without_data
 from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
-from hap.capture.fixed_entries import NoData, fix_entries
+from hap.capture.fixed_entries import fix_entries
+from hap.capture.hidden_tensors import HiddenTensorsError
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import Loss, capture, check_recipe
@@ -60,7 +62,6 @@ __all__ = [
 ]
 
 Progress = Callable[[str], None]
-Made = TypeVar("Made")
 
 
 @gc_paused()
@@ -234,37 +235,16 @@ def plan_file(
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
-    return plan(
-        model, batch, cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
+    of_model = functools.partial(
+        plan, batch=batch, cluster=cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
         autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
         rules=file.rules, fixed=file.fixed, options=options, progress=progress,
     )  # fmt: skip
-
-
-def build_without_data(file: ModelFile, progress: Progress) -> tuple[nn.Module, Batch]:
-    """Return model and batch without data; with data if the file's code reads tensor values."""
-
-    def batch() -> Batch:
-        with torch_private.known_numbers():
-            return fix_entries(file.batch(), file.fixed)
-
-    return without_data(file.model, progress), without_data(batch, progress)
-
-
-def without_data(make: Callable[[], Made], progress: Progress = lambda text: None) -> Made:
-    """Return the result of ``make`` without data; with data if it reads tensor values."""
-    needs_data: tuple[type[Exception], ...] = (NoData, *torch_private.data_dependent_errors())
     try:
-        with torch_private.building_without_data():
-            return make()
-    except needs_data:
-        progress("model() or batch() reads tensor data: building them for real")
-        return make()
-    except ModelError as error:
-        if "FakeTensor" not in str(error.__cause__):
-            raise
-        progress("model() or batch() needs tensors with data: building them for real")
-        return make()
+        return of_model(model)
+    except HiddenTensorsError:
+        progress("a plain object of the model holds tensors: building it for real")
+        return of_model(file.model())
 
 
 def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:

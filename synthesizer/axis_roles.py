@@ -27,10 +27,15 @@ class Use:
     role: str
 
 
+def batch_axes(space: Space) -> set[str | None]:
+    """Return the axes of dim 0 of all inputs with dims: several if texts and images have rows each."""
+    inputs = (i.tensor for i in space.graph.role("input"))
+    return {space.axes.of.get((name, 0)) for name in inputs if space.graph.tensors[name].shape}
+
+
 def batch_axis(space: Space) -> str | None:
     """Return the axis on which every input with dims can be split along dim 0, if any."""
-    inputs = (i.tensor for i in space.graph.role("input"))
-    names = {space.axes.of.get((name, 0)) for name in inputs if space.graph.tensors[name].shape}
+    names = batch_axes(space)
     return names.pop() if len(names) == 1 else None
 
 

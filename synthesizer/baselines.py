@@ -6,7 +6,7 @@ trade time for memory. docs/baselines.md describes each one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from hap.errors import HapError
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R, S
 from hap.ir.regather import backward_alias_of
-from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes, weights
+from hap.synthesizer.axis_roles import batch_axes, expert_weights, tensor_parallel_axes, weights
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.hap_paper import plan_as_paper
 from hap.synthesizer.search.cost_tables import Allowed
@@ -50,13 +50,10 @@ def restricted(
     """
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
-        allowed = restriction(space)
-        machine = space.machine(cluster)
-        synthesizer = Synthesizer(
-            narrow(space), cluster, optimizer_states, allowed, machine=machine
-        )
+        part, allowed, machine = narrow(space), restriction(space), space.machine(cluster)
+        made = Synthesizer(part, cluster, optimizer_states, allowed, machine=machine)
         weights = np.ones_like(machine.speed) if even else machine.speed
-        return synthesizer.cheapest(proportional_shares(space.axes, weights))
+        return made.cheapest(proportional_shares(space.axes, weights))
 
     return plan
 
@@ -99,16 +96,19 @@ def _backward_reads(space: Space, wanted: Mapping[str, Placement]) -> Space:
 
 
 def _on_batch(space: Space, stored_as: dict[str, Placement]) -> Allowed:
-    """Use parameters whole; split all other tensors along the batch where they have that dim."""
-    dim_of = _batch_dims(space)
-    fixed = _fixed(space)
+    """Use parameters whole; split all other tensors along the batch where all operators can."""
+    split = _batch_dims(space)
+    options: list[tuple[str | None, Sequence[Placement]]] = [*space.sources.items()]
+    for node in space.graph.nodes:
+        rows = [(*row.ins, *row.outs) for row in space.rows[node.name]]
+        options += zip((*node.inputs, *node.outputs), zip(*rows, strict=True), strict=True)
+    for name in {n for n, given in options if n in split and S(split[n]) not in given}:
+        del split[name]
 
     def allowed(tensor: str, p: Placement, stored: bool) -> bool:
         if tensor in stored_as:
             return p == (stored_as[tensor] if stored else R)
-        if tensor in fixed:
-            return True
-        return p == S(dim_of[tensor]) if tensor in dim_of else True
+        return p == S(split[tensor]) if tensor in split else True
 
     return allowed
 
@@ -118,8 +118,7 @@ def expert_parallel(space: Space) -> Allowed:
     experts = expert_weights(space)
     if not experts:
         raise HapError("the model has no experts")
-    data = data_parallel(space)
-    batch = _batch_dims(space)
+    data, batch = data_parallel(space), _batch_dims(space)
     axes = {space.axes.of[tensor, dim] for tensor, dim in experts.items()}
     tokens = {
         (tensor, dim) for (tensor, dim), name in space.axes.of.items()
@@ -143,7 +142,7 @@ def tensor_parallel(space: Space) -> Allowed:
     axes = tensor_parallel_axes(space)
     if not axes:
         raise HapError("no pair of layers can be split by columns and then by rows")
-    fixed, known = _fixed(space), weights(space.graph)
+    fixed, known = {t for t, h in space.holdings.items() if h == ((R,),)}, weights(space.graph)
     inputs = {i.tensor for i in space.graph.role("input")}
     gradients = _gradients(space.graph)
     split: dict[str, int] = {}
@@ -196,15 +195,11 @@ def baselines(
 
 def _batch_dims(space: Space) -> dict[str, int]:
     """Return tensor -> the dim that counts the batch's rows."""
-    axis = batch_axis(space)
-    if axis is None:
+    axes = batch_axes(space) - {None}
+    dims = [dim for dim, name in space.axes.of.items() if name in axes]
+    if not axes or (len(axes) > 1 and len(dict(dims)) < len(dims)):
         raise HapError("the inputs have no common batch dim")
-    return {tensor: dim for (tensor, dim), name in space.axes.of.items() if name == axis}
-
-
-def _fixed(space: Space) -> set[str]:
-    """Return tensors that are whole in every program of the space."""
-    return {t for t, holdings in space.holdings.items() if holdings == ((R,),)}
+    return dict(dims)
 
 
 def _gradients(graph: Graph) -> dict[str, str]:

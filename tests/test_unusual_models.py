@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
-from hap.api import without_data
 from hap.capture import tensor_constants, torch_private
+from hap.capture.building import without_data
+from hap.capture.hidden_tensors import hidden_tensors
 from hap.capture.tracing import capture
 from hap.errors import HapError, ModelError
 from hap.rule_sources import with_rules
@@ -336,8 +338,49 @@ def test_tensors_without_data_in_a_list_are_refused_by_name() -> None:
     net = Net(lambda net, x: (net.linear(x) @ net.mats[0]).mean())
     with torch_private.fake_mode():
         net.mats = [torch.randn(8, 8)]
-    with pytest.raises(ModelError, match=r"(.|\n)*keep the tensors 'mats' by register_buffer"):
+    with pytest.raises(ModelError, match=r"tensors without data in 'mats\.0'\n.*register_buffer"):
         capture(net, torch.randn(8, 8))
+
+
+SCHEDULE = """
+import torch
+from torch import nn
+
+class Schedule:
+    def __init__(self):
+        self.alphas = torch.linspace(0, 1, 10)
+        self.more = {"scales": [torch.full((3,), 2.0)]}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.schedule = nn.Linear(16, 16), Schedule()
+    def forward(self, x, t):
+        x = self.layer(x) * self.schedule.alphas[t].unsqueeze(1)
+        return x.square().mean() * self.schedule.more["scales"][0].sum()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(64, 16), "t": torch.randint(10, (64,))}
+"""
+
+
+def test_a_model_whose_plain_objects_hold_tensors_is_built_with_data(tmp_path: Path) -> None:
+    path, said = tmp_path / "model.py", []
+    path.write_text(SCHEDULE)
+    plan = hap.api.plan_file(str(path), "local:1", progress=said.append)
+    assert "a plain object of the model holds tensors: building it for real" in said
+    assert hap.verify(plan).ok
+
+
+def test_tensors_of_lists_and_plain_objects_are_found() -> None:
+    class Held:
+        def __init__(self, net: nn.Module) -> None:
+            self.of_net, self.own = [net.linear.weight], ({"x": torch.ones(2)},)
+            self.net, self.itself = net, self
+
+    net = Net(lambda net, x: net.linear(x).mean())
+    net.held, net.plain = Held(net), torch.ones(3)
+    assert list(hidden_tensors(net)) == ["held.own.0.x"]
 
 
 def test_a_global_that_the_forward_writes_into_is_refused() -> None:

@@ -231,18 +231,6 @@ def not_copied(module: nn.Module, memo: Mapping[int, object], error: Exception) 
     )
 
 
-def listed_tensors(module: nn.Module) -> list[str]:
-    """The attributes of modules that are lists, tuples or dicts of constants, by dotted name."""
-    return [
-        f"{path}.{key}" if path else key
-        for path, sub in module.named_modules()
-        for key, value in vars(sub).items()
-        if key not in ("_parameters", "_buffers") and isinstance(value, list | tuple | dict)
-        and any(isinstance(v, Tensor) and not isinstance(v, nn.Parameter)
-                for v in (value.values() if isinstance(value, dict) else value))
-    ]  # fmt: skip
-
-
 def numbers_of(module: nn.Module) -> dict[str, object]:
     """The numbers and texts that are plain attributes of modules, by dotted name."""
     return {

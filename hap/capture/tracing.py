@@ -33,7 +33,6 @@ from hap.capture.checks import (
     check_parameters,
     check_shared_memory,
     check_state,
-    listed_tensors,
     not_copied,
     numbers_of,
     state_of,
@@ -44,6 +43,7 @@ from hap.capture.deepstack import features_scattered
 from hap.capture.experts import experts_by_row
 from hap.capture.fixed_entries import tensor_of
 from hap.capture.graph_break import GraphBreak
+from hap.capture.hidden_tensors import not_differentiated
 from hap.capture.known_tensors import name_known
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
@@ -220,13 +220,7 @@ def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> 
         except HapError:
             raise
         except Exception as error:
-            text = str(error).partition("\n")[0]
-            held = ", ".join(map(repr, listed_tensors(module))) or "that the forward writes into"
-            raise ModelError(
-                f"torch can't differentiate the step: {type(error).__name__}: {text}",
-                hint=f"keep the tensors {held} by register_buffer, each by its own name; "
-                "hap plan -v shows the traceback",
-            ) from error
+            raise not_differentiated(module, error) from error
 
 
 AUTOCAST = ("bfloat16", "float16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hap import api
+from hap.capture.building import build_without_data
 from hap.capture.model_file import load_model_file
 from hap.capture.tracing import capture
 from hap.errors import InputError, UnsupportedOpError
@@ -53,7 +53,7 @@ def _calls(op: str, model: str | None) -> list[Call]:
     if model is None:
         return calls_of(op)
     file = load_model_file(model)
-    model_and_batch = api.build_without_data(file, lambda text: None)
+    model_and_batch = build_without_data(file, lambda text: None)
     graph = capture(*model_and_batch, file.loss, autocast=file.autocast)
     calls = calls_in(graph, op)
     if not calls:

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hap import api
+from hap.capture.building import build_without_data
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.capture.user_optimizer import default_optimizer
 from hap.cli.crossovers import Answer, crossovers, most_questions, narrowed
@@ -55,7 +56,7 @@ def what_if(
     """Plan for every change; with none, for :func:`default_changes`."""
     file, cluster = load_model_file(spec), load_cluster(cluster_file)
     if changes == Changes():
-        _, batch = api.build_without_data(file, lambda text: None)
+        _, batch = build_without_data(file, lambda text: None)
         changes = default_changes(cluster, _rows(batch))
         if file.fixed:
             changes = replace(changes, rows=())
@@ -91,7 +92,7 @@ def what_if(
 
 @gc_paused()
 def _answer(file: ModelFile, question: Question, asking: Asking) -> Answer:
-    model, batch = api.build_without_data(file, lambda text: None)
+    model, batch = build_without_data(file, lambda text: None)
     if question.rows is not None:
         batch = with_rows(batch, question.rows)
     rows = _rows(batch)
