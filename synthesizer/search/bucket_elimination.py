@@ -201,7 +201,7 @@ class _Order(NamedTuple):
     steps: list[tuple[int, tuple[int, ...]]]
 
 
-EASY = 1 << 27
+EASY = 1 << 29
 """Total entries below which no better order is searched; most are in repeated tables."""
 
 
