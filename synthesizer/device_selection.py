@@ -65,7 +65,7 @@ def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed):
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched(), nice=5) as process:
+        with ahead(lambda told: part.searched(), nice=10) as process:
             yield PartAhead(_others(whole, kept), process)
     else:
         yield None
