@@ -103,8 +103,8 @@ def packed_in_one_call(module: nn.Module) -> Iterator[None]:
         return
     part: Any
     for part in module.modules():
-        takes = inspect.signature(part.forward).parameters
-        if "cu_seqlens" in takes and hasattr(getattr(part, "config", None), "_attn_implementation"):
+        configured = hasattr(getattr(part, "config", None), "_attn_implementation")
+        if configured and "cu_seqlens" in inspect.signature(part.forward).parameters:
             part.config = copy.deepcopy(part.config)
             part.config._attn_implementation = _NAME
     original = interface.get_interface
