@@ -25,7 +25,7 @@ from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import InfeasibleError, InputError, ModelError, PlanError
+from hap.errors import HapError, InfeasibleError, InputError, ModelError, PlanError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
@@ -40,7 +40,7 @@ from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
-from hap.runtime.launch import rank_device, spawn
+from hap.runtime.launch import is_first_of_machine, rank_device, spawn
 from hap.runtime.one_device import Observed
 from hap.runtime.shared_gpu import SharedGpus
 from hap.runtime.verify import Observer, Verdict
@@ -283,8 +283,8 @@ def compile(
         comm: this rank's end of the collectives; default: the default process group.
         device: of the shards; default: the current CUDA device under NCCL, else the CPU.
         seed: of dropout masks and other random numbers in the step; the same on all ranks.
-        check: capture the model again and compare it with the plan, and the plan's rows with the
-            rules.
+        check: compare the plan's rows with the rules, and on the first rank of each machine capture
+            the model again and compare it with the plan.
         backend: ``eager``; ``inductor`` to compile what runs between collectives, which
             happens in the first step and takes from seconds to minutes; or ``cudagraphs`` to launch the
             kernels of a step as CUDA graphs (:mod:`hap.runtime.cuda_graphs`); or
@@ -301,8 +301,23 @@ def compile(
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
     if check:
         check_rows(plan)
-        plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
+        _check_model(plan, model, loss, comm)
     return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
+
+
+def _check_model(plan: Plan, model: nn.Module, loss: Loss | None, comm: Comm) -> None:
+    """Raise on all ranks if the first rank of a machine has another model than the planned one."""
+    error: HapError | None = None
+    if is_first_of_machine():  # captures of several ranks would share its processors
+        try:
+            plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
+        except HapError as found:
+            error = found
+    texts = comm.texts(str(error or ""))
+    if error:
+        raise error
+    if any(texts):
+        raise PlanError(next(filter(None, texts)))
 
 
 def _captured_again(plan: Plan, model: nn.Module, batch: Batch, loss: Loss | None) -> Graph:

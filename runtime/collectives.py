@@ -77,8 +77,12 @@ class Comm(ABC):
         """Start to receive a tensor of the shape of ``into``, which is contiguous."""
 
     @abstractmethod
+    def texts(self, text: str) -> list[str]:
+        """Return the texts that the ranks pass, in rank order."""
+
     def agree(self, text: str) -> bool:
         """Return whether all ranks pass the same text."""
+        return len(set(self.texts(text))) == 1
 
     @abstractmethod
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
@@ -241,10 +245,10 @@ class ProcessGroupComm(Comm):
     def receive(self, into: Tensor, rank: int) -> Waiting:
         return messages.receive(into, rank, self._group).wait
 
-    def agree(self, text: str) -> bool:
-        texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, text, group=self._group)
-        return len(set(texts)) == 1
+    def texts(self, text: str) -> list[str]:
+        found = [""] * self.world_size
+        dist.all_gather_object(found, text, group=self._group)
+        return found
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> ProcessGroupComm:
         mine = part_of(parts, self.rank, self.world_size)
@@ -302,8 +306,8 @@ class LocalComm(Comm):
     def receive(self, into: Tensor, rank: int) -> Waiting:
         raise ValueError("a world of one rank has nobody to receive from")
 
-    def agree(self, text: str) -> bool:
-        return True
+    def texts(self, text: str) -> list[str]:
+        return [text]
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> LocalComm:
         part_of(parts, 0, 1)

@@ -105,8 +105,8 @@ class EmulatedComm(Comm):
     def receive(self, into: Tensor, rank: int) -> Waiting:
         return lambda: into.copy_(self._world.taken(rank, self.rank))
 
-    def agree(self, text: str) -> bool:
-        return self._world.exchange(self.rank, text, lambda texts: len(set(texts)) == 1)
+    def texts(self, text: str) -> list[str]:
+        return self._world.exchange(self.rank, text, list)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> EmulatedComm:
         mine = part_of(parts, self.rank, self.world_size)

@@ -117,6 +117,12 @@ def join_group(
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
+def is_first_of_machine() -> bool:
+    """Whether this process is the first rank of its machine, or no launcher started it."""
+    name = "LOCAL_RANK" if "RANK" in os.environ else "SLURM_LOCALID"
+    return os.environ.get(name, "0") == "0"
+
+
 def rank_device() -> torch.device:
     """Return this rank's device: the current CUDA device under NCCL, else the CPU."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config():

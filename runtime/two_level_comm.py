@@ -138,8 +138,8 @@ class TwoLevelComm(Comm):
         machines = len(self.counts)
         return torch.cat([part for m in range(machines) for part in parts[m::machines]], src)
 
-    def agree(self, text: str) -> bool:
-        return self._flat.agree(text)
+    def texts(self, text: str) -> list[str]:
+        return self._flat.texts(text)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         return self._flat.subgroup(parts)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import hap
+from tests.script_server import ScriptServer
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
@@ -40,13 +42,31 @@ def run(*words: object, ranks: int = 0) -> str:
     return process.stdout
 
 
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Run]:
+    """Run a script on ranks that have imported the libraries; return its output."""
+    imported = ("gpt2", "hf_trainer", "lightning", "lightning_strategies", "hap.api")
+    with ScriptServer(EXAMPLES, imported) as server:
+
+        def run(*words: object, ranks: int = 0) -> str:
+            script, *arguments = (str(word) for word in words)
+            status, out, error = server.run(script, arguments, ranks)
+            assert status == 0, error[-3000:]
+            return out
+
+        yield run
+
+
 def losses(output: str) -> dict[int, float]:
     """Return the losses in lines such as ``step 3: loss 5.5``, by step."""
     return {int(a): float(b) for a, b in re.findall(r"step (\d+): loss ([\d.]+)", output)}
 
 
 DEMO = hap.load_cluster(REPOSITORY / "benchmarks" / "clusters" / "demo4.yaml")
-PAIR = DEMO.keep((1, 2))  # a fast and a slow device; each rank imports the libraries for seconds
+PAIR = DEMO.keep((1, 2))  # a fast and a slow device
 
 
 def make_plan(name: str, cluster: hap.Cluster, folder: Path) -> Path:
@@ -105,7 +125,7 @@ def assert_equal(found: dict[int, float], wanted: dict[int, float]) -> None:
     assert [*found.values()] == pytest.approx([*wanted.values()], rel=2e-6)
 
 
-def test_a_plain_loop_and_its_continuation(tmp_path: Path) -> None:
+def test_a_plain_loop_and_its_continuation(forked: Run, tmp_path: Path) -> None:
     words = (
         "plain_loop.py",
         make_plan("", DEMO, tmp_path),
@@ -113,8 +133,8 @@ def test_a_plain_loop_and_its_continuation(tmp_path: Path) -> None:
         tmp_path / "saved",
         "--steps",
     )
-    assert_equal(losses(run(*words, 4, ranks=4)), one_device(4))
-    again = losses(run(*words, 7, ranks=4))
+    assert_equal(losses(forked(*words, 4, ranks=4)), one_device(4))
+    again = losses(forked(*words, 7, ranks=4))
     assert_equal(again, {step: loss for step, loss in one_device(7).items() if step > 4})
 
 
@@ -123,19 +143,19 @@ def test_a_loop_of_accelerate(plan: Path) -> None:
     assert_equal(found, one_device(8, accumulate=2))
 
 
-def test_a_loop_of_lightning_fabric(plan: Path, tmp_path: Path) -> None:
+def test_a_loop_of_lightning_fabric(forked: Run, plan: Path, tmp_path: Path) -> None:
     words = ("lightning_fabric.py", plan, "--checkpoint", tmp_path / "saved", "--steps")
     wanted = one_device(8, warmup=False)
-    first, again = (losses(run(*words, steps, ranks=2)) for steps in (5, 8))
+    first, again = (losses(forked(*words, steps, ranks=2)) for steps in (5, 8))
     assert_equal(first, {step: loss for step, loss in wanted.items() if step <= 5})
     assert_equal(again, {step: loss for step, loss in wanted.items() if step > 4})
 
 
-def test_the_trainer_of_lightning(plan: Path, tmp_path: Path) -> None:
+def test_the_trainer_of_lightning(forked: Run, plan: Path, tmp_path: Path) -> None:
     words = ("lightning_trainer.py", plan, "--folder", tmp_path)
     wanted = one_device(28, warmup=False)
-    assert_equal(losses(run(*words, ranks=2)), wanted)
-    again = losses(run(*words, "--resume", tmp_path / "step=12.ckpt", ranks=2))
+    assert_equal(losses(forked(*words, ranks=2)), wanted)
+    again = losses(forked(*words, "--resume", tmp_path / "step=12.ckpt", ranks=2))
     assert_equal(again, {step: loss for step, loss in wanted.items() if step > 12})
 
 
@@ -158,9 +178,9 @@ def logged(output: str, first: int = 1) -> list[dict[str, float]]:
     ]
 
 
-def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None:
+def test_the_trainer_of_transformers(forked: Run, trainer_plan: Path, tmp_path: Path) -> None:
     rows = "--per_device_train_batch_size"
-    alone = logged(run("hf_trainer.py", *TRAINER, rows, 16, "--output_dir", tmp_path / "one"))
+    alone = logged(forked("hf_trainer.py", *TRAINER, rows, 16, "--output_dir", tmp_path / "one"))
     assert len(alone) == 16
     words = ("hf_trainer.py", trainer_plan, *TRAINER, rows, 4, "--output_dir", tmp_path / "four")
 
@@ -168,10 +188,10 @@ def test_the_trainer_of_transformers(trainer_plan: Path, tmp_path: Path) -> None
         for ours, theirs in zip(logged(output, first), alone[first - 1 :], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
 
-    compare(run(*words, ranks=4), 1)
+    compare(forked(*words, ranks=4), 1)
     for name in ("model.safetensors", "pytorch_model.bin"):
         assert not list(tmp_path.glob(f"four/checkpoint-10/{name}")), "no rank has all weights"
-    resumed = run(*words, "--resume_from_checkpoint", tmp_path / "four/checkpoint-5", ranks=4)
+    resumed = forked(*words, "--resume_from_checkpoint", tmp_path / "four/checkpoint-5", ranks=4)
     compare(resumed, 6)
 
 

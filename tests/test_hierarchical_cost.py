@@ -227,8 +227,8 @@ class Counted(Comm):
     def receive(self, into: Tensor, rank: int) -> Waiting:
         raise AssertionError("no collective here receives from one rank")
 
-    def agree(self, text: str) -> bool:
-        return self._comm.agree(text)
+    def texts(self, text: str) -> list[str]:
+        return self._comm.texts(text)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         raise AssertionError("a subgroup is not cut again")

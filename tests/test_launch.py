@@ -13,15 +13,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from hap.errors import HapError, InputError
+import hap
+from hap import api
+from hap.errors import HapError, InputError, PlanError
 from hap.runtime.launch import init_from_env, report, spawn
 from hap.runtime.launch_lines import batch_script, launch_lines
+from tests.random_plans import benchmark_case, random_plan
 
 gloo = pytest.mark.gloo
 
@@ -393,3 +398,21 @@ def test_the_batch_script_queues_itself_after_a_notice(
 def test_machines_without_devices_are_refused(nodes: list[tuple[str, int]]) -> None:
     with pytest.raises(InputError, match="cannot launch"):
         launch_lines(["train"], nodes)
+
+
+def refused(data: dict[str, Any]) -> tuple[str, int]:
+    """Return the error of a model that is not the planned one, and the number of its captures."""
+    case, plan = benchmark_case("mlp", "tiny_dropout"), hap.Plan.from_json(data)
+    with mock.patch.object(api, "capture", wraps=api.capture) as captures:
+        with pytest.raises(PlanError) as error:
+            hap.compile(case.model, plan, loss=case.loss)
+    return str(error.value), captures.call_count
+
+
+@gloo
+def test_one_rank_of_a_machine_captures_the_model_and_all_refuse_it() -> None:
+    plan = random_plan(benchmark_case("mlp", "tiny"), 2, 5)
+    (first, once), (second, never) = spawn(refused, 2, args=(plan.to_json(),))
+    assert first == second
+    assert (once, never) == (1, 0)
+    assert "planned" in first

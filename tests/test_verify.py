@@ -270,8 +270,8 @@ class Faulty(Comm):
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
         return self._comm.subgroup(parts)
 
-    def agree(self, text: str) -> bool:
-        return self._comm.agree(text)
+    def texts(self, text: str) -> list[str]:
+        return self._comm.texts(text)
 
 
 @pytest.mark.parametrize("at", [0, 5, 9])
