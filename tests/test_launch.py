@@ -403,9 +403,9 @@ def test_machines_without_devices_are_refused(nodes: list[tuple[str, int]]) -> N
 def refused(data: dict[str, Any]) -> tuple[str, int]:
     """Return the error of a model that is not the planned one, and the number of its captures."""
     case, plan = benchmark_case("mlp", "tiny_dropout"), hap.Plan.from_json(data)
-    with mock.patch.object(api, "capture", wraps=api.capture) as captures:
-        with pytest.raises(PlanError) as error:
-            hap.compile(case.model, plan, loss=case.loss)
+    counted = mock.patch.object(api, "capture", wraps=api.capture)
+    with counted as captures, pytest.raises(PlanError) as error:
+        hap.compile(case.model, plan, loss=case.loss)
     return str(error.value), captures.call_count
 
 
