@@ -36,6 +36,7 @@ from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, Rank
 from hap.runtime.launch import report, spawn
 from hap.synthesizer.cost.operator_work import ALWAYS_LOWERED, node_work
 from tests.known_device import TRUTH
+from tests.short_profile import shortly
 
 ROOT = Path(__file__).parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -373,7 +374,9 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     output = tmp_path / "two.yaml"
     settings = profiling.Settings(output=str(output), nodes=("a", "b"), quick=True)
     steps: list[tuple[int, int, str]] = []
-    launch = partial(spawn, world_size=2, timeout_s=400)
+
+    def launch(measure: Any, *, args: tuple[Any, ...], **options: Any) -> Any:
+        return spawn(shortly, 2, args=(measure, *args), timeout_s=400, **options)
 
     def progress(done: int, total: int, what: str) -> None:
         steps.append((done, total, what))
@@ -451,6 +454,15 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
     assert "last seen at mm 512" in told
 
 
+HASTY = """\
+from hap.cli.commands import main
+from hap.profiler.rank_watch import Watch
+Watch.__init__.__kwdefaults__["dead_s"] = 8
+main()
+"""
+"""The command ``hap``, which takes a rank for dead sooner."""
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
@@ -460,7 +472,7 @@ def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) 
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "hap.cli", "profile", "--quick", "--nodes", "a,b"]
+    words = [sys.executable, "-c", HASTY, "profile", "--quick", "--nodes", "a,b"]
     processes = [
         subprocess.Popen(
             [*words, "-o", str(tmp_path / "c.yaml")], stderr=subprocess.PIPE, text=True, cwd=ROOT,

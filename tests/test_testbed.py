@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from hap.errors import HapError, InputError
 from hap.runtime.launch import report
 from hap.runtime.testbed import Testbed, clean, network, ownership, quotas
 from hap.runtime.testbed.scaling import choose_scale, scaled
+from tests.short_profile import shortly
 
 CORE = 100e9  # given, not measured, so that fractions are known
 UNLIKE = """
@@ -492,7 +494,15 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path) -> None:
 @needs_links
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_emulated_hosts_are_profiled_on_the_nodes_of_their_file(tmp_path: Path) -> None:
+def test_emulated_hosts_are_profiled_on_the_nodes_of_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hosts = Testbed.spawn
+
+    def short(bed: Testbed, measure: Any, args: tuple[Any, ...], **options: Any) -> Any:
+        return on_hosts(bed, shortly, (measure, *args), **options)
+
+    monkeypatch.setattr(Testbed, "spawn", short)
     file, output = tmp_path / "two.yaml", tmp_path / "measured.yaml"
     file.write_text(TWO)
     words = ["profile", "--testbed", str(file), "--quick", "-o", str(output)]
