@@ -58,8 +58,11 @@ def start(main: Main, backend: str, method: str) -> RankProcess:
 
 
 def _imported() -> list[str]:
-    """Return the modules of slow packages that this process has imported; torch comes with them."""
-    return [name for name in sys.modules if name.partition(".")[0] in _SLOW_IMPORTS]
+    """Return the modules of slow packages that this process has imported; torch comes with them.
+
+    The first optimizer of each rank would import torch's tracer.
+    """
+    return ["torch._dynamo", *(n for n in sys.modules if n.partition(".")[0] in _SLOW_IMPORTS)]
 
 
 def kill(rank: RankProcess) -> None:

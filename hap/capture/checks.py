@@ -33,7 +33,7 @@ def check_module(module: nn.Module) -> None:
                 f"{where} is compiled by torch.jit, so that its Python code is not known",
                 hint="use the nn.Module that it was made of",
             )
-        if isinstance(sub, torch_private.OptimizedModule):
+        if torch_private.is_compiled(sub):
             raise ModelError(
                 f"{where} is wrapped by torch.compile",
                 hint="use the module inside; --backend inductor compiles what each rank runs",

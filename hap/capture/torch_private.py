@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 import threading
 import types
 from abc import ABC, abstractmethod
@@ -20,12 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._decomp import get_decompositions as get_decompositions
-from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hap.capture.data_checks import drop_checks
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made a module. Its tracer takes seconds to import, and is not here."""
+    tracer = sys.modules.get("torch._dynamo.eval_frame")
+    return tracer is not None and isinstance(module, tracer.OptimizedModule)
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:
