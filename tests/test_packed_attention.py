@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from hap.capture.fixed_entries import fix_entries
 from hap.capture.packed_attention import packed_attention, packed_in_one_call
 from hap.capture.tracing import capture
 from hap.errors import ModelError
-from hap.synthesizer.search.program_space import build_space
-from tests.random_plans import random_plan, verdict
+from tests.random_plans import make_case, random_plan, verdict
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, begins: list[int], **options: Any) -> Tensor:
@@ -89,11 +89,7 @@ def test_windows_of_unequal_size_and_checkpoints_are_verified() -> None:
     }  # fmt: skip
     model.gradient_checkpointing_enable()
     graph = capture(model, fix_entries(batch, entry.fixed))
-    case = case_of(entry)
-    case = type(case)(
-        model=model, batch=batch, loss=None, optimizer=case.optimizer,
-        captured=lambda: build_space(graph),
-    )  # fmt: skip
+    case = make_case(model, batch, None, partial(torch.optim.SGD, lr=0.01), graph)
     seen = verdict(case, random_plan(case, 3, 3))
     assert seen.ok, seen.first_bad
 
