@@ -104,6 +104,8 @@ def _in_a_process(name: str, what: str) -> Found:
     if done.returncode == -signal.SIGXCPU:
         return {"ok": False, "reason": f"not done after {LIMIT_CPU_S} processor seconds"}
     lines = done.stdout.strip().splitlines()
+    if done.returncode == -signal.SIGKILL:
+        return {"ok": False, "reason": "killed by SIGKILL, as when memory runs out"}
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return {"ok": False, "reason": f"the process ended with {done.returncode}: {last}"}
@@ -150,6 +152,7 @@ def plan(name: str) -> Found:
     import hap
     from benchmarks.plan_phases import processor_s
     from hap.capture.building import without_data
+    from hap.capture.hidden_tensors import HiddenTensorsError
     from hap.capture.torch_private import known_numbers
     from hap.errors import HapError
 
@@ -159,7 +162,11 @@ def plan(name: str) -> Found:
         with known_numbers():  # of fixed entries
             model, batch = without_data(entry.full)
         wall, processor = time.perf_counter(), processor_s()
-        made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
+        try:
+            made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
+        except HiddenTensorsError:
+            model, batch = entry.full()
+            made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
     except HapError as error:
         return _refused(error)
     return {

@@ -22,9 +22,9 @@ for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unli
 *Planned*: the published size (of mixtures of experts and `mamba` 2 or 4 layers, of gpt-oss, DeepSeek-V3 and Llama 4 also fewer experts) on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
 without memory for its weights, in seconds from the module to the plan, one model after the other on
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
-building the model come before, and have a line of their own. The machine differs: images and text, `fno`, `fnet`, adapters,
-diffusion and other libraries were planned on one that takes about twice as long as that of most entries, the last three beside other
-work; of `llava` an earlier commit is shown.
+building the model come before, and have a line of their own. Entries are of several commits and of machines that differ: images and
+text, `fno`, `fnet`, adapters, diffusion and other libraries were planned on one that takes about twice as long as that of most entries,
+some of the last three beside other work.
 
 Models are those of `transformers`, `torchvision`, `timm`, `diffusers`, `monai`, `segmentation-models-pytorch`, `open_clip`,
 `torch_geometric` and `x-transformers`, unmodified, adapters of `peft`, or those that `benchmarks/zoo` defines. `transformers` is

@@ -103,6 +103,11 @@ IMAGE_TEXT = (
         "Gemma3ForConditionalGeneration", "Gemma3Config", described,
         tiny={"text_config": MOUTH | {"sliding_window": 4}, "vision_config": EYE, "mm_tokens_per_image": 4,
               "image_token_index": IMAGE},
+        full={"text_config": {"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+                              "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+                              "head_dim": 256, "sliding_window": 1024},
+              "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+                                "num_attention_heads": 16, "image_size": 896, "patch_size": 14}},
     ),
     pretrained(
         "internvl", "image and text", "patches shuffled into channels",
@@ -170,6 +175,6 @@ IMAGE_TEXT = (
         tiny={"text_config": MOUTH | _turning([1, 1, 1], partial_rotary_factor=1.0),
               "vision_config": PACKED_EYE | {"image_size": 16}, "image_token_id": IMAGE, "video_token_id": 59,
               "image_start_token_id": 58, "image_end_token_id": 57},
-        full={},
+        full={"text_config": _turning([8, 12, 12], partial_rotary_factor=0.5)},
     ),
 )  # fmt: skip
