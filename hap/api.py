@@ -25,7 +25,7 @@ from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, InfeasibleError, InputError, ModelError, PlanError
+from hap.errors import InfeasibleError, InputError, ModelError, PlanError
 from hap.gc_pause import gc_paused
 from hap.gradient_roundings import choose_with_roundings
 from hap.ir.axes import Shares
@@ -307,13 +307,13 @@ def compile(
 
 def _check_model(plan: Plan, model: nn.Module, loss: Loss | None, comm: Comm) -> None:
     """Raise on all ranks if the first rank of a machine has another model than the planned one."""
-    error: HapError | None = None
+    error: Exception | None = None
     if is_first_of_machine():  # captures of several ranks would share its processors
         try:
             plan.check_model(_captured_again(plan, model, fake_batch(plan), loss))
-        except HapError as found:
+        except Exception as found:  # is raised below; no rank may wait for one that has ended
             error = found
-    texts = comm.texts(str(error or ""))
+    texts = comm.texts("" if error is None else str(error) or repr(error))
     if error:
         raise error
     if any(texts):

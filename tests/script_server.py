@@ -20,6 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+LIMIT_S = 300
+"""Seconds after which the ranks of a script are killed."""
+
 
 class ScriptServer:
     """A process that has imported ``modules``; ends with the ``with`` block.
@@ -65,6 +68,7 @@ def serve(modules: Sequence[str]) -> None:
     """Answer each line of stdin, a job, by a line with its result."""
     for name in modules:
         import_module(name)
+    signal.signal(signal.SIGALRM, _too_long)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
@@ -81,13 +85,23 @@ def _run(script: str, arguments: Sequence[str], ranks: int) -> tuple[int, str, s
                 _rank(script, arguments, _variables(rank, ranks, port), out, error)
             running.add(pid)
         failed = 0
+        signal.alarm(LIMIT_S)
         while running:
-            pid, status = os.wait()
-            running.discard(pid)
-            failed = failed or abs(os.waitstatus_to_exitcode(status))
+            try:
+                pid, status = os.wait()
+            except TimeoutError:
+                failed = failed or signal.SIGALRM
+            else:
+                running.discard(pid)
+                failed = failed or abs(os.waitstatus_to_exitcode(status))
             for other in running if failed else ():  # they may wait for the one that failed
                 os.kill(other, signal.SIGKILL)
+        signal.alarm(0)
         return failed, _read(out), _read(error)
+
+
+def _too_long(number: int, frame: object) -> None:
+    raise TimeoutError
 
 
 def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
