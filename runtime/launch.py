@@ -237,7 +237,7 @@ def spawn(
     ranks: list[RankProcess] = []
     try:
         for rank in range(world_size):
-            variables = _torchrun_variables(rank, world_size, where.address, store.port)
+            variables = torchrun_variables(rank, world_size, where.address, store.port)
             with environment({**variables, **where.variables(rank)}), where.inside(rank):
                 ranks.append(start(_rank_main, backend, method))
             where.started(rank, ranks[rank].pid)
@@ -379,7 +379,8 @@ def _send(pipe: Connection, kind: str, body: object) -> None:
         pipe.send_bytes(message)
 
 
-def _torchrun_variables(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+def torchrun_variables(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables of a rank whose parent serves the store, as torchrun sets them."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

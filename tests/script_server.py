@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from hap.runtime.launch import torchrun_variables
+
 LIMIT_S = 300
 """Seconds after which the ranks of a script are killed."""
 
@@ -108,15 +110,8 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The environment of a rank under torchrun; empty without ranks."""
     if not ranks:
         return {}
-    numbers = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-    }  # fmt: skip
-    return {k: str(v) for k, v in numbers.items()} | {
-        "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }  # fmt: skip
+    alone = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return torchrun_variables(rank, ranks, "127.0.0.1", port) | alone
 
 
 def _rank(

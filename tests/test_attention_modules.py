@@ -98,7 +98,7 @@ MODULES: dict[str, tuple[Callable[[float], nn.Module], Callable[..., Tensor]]] =
 
 
 TRAINED = ("attention", "attention with weights", "encoder", "decoder")
-"""Without dropout, in training; in eval the others have the same steps."""
+"""Modules that are also tested in training mode without dropout."""
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ PACKAGES = ("torchvision", "timm")
 FAST = ("qwen2", "dlrm", "timm/vit_tiny_patch16_224", "torchvision/VisionTransformer")
 ALIKE = (
     "bart", "beit", "bert", "bert-moe", "blip-2", "bloom", "deit", "distilbert", "electra", "falcon", "fnet", "gemma",
-    "gemma3", "glm-4v", "gpt-neox", "gpt-oss", "gpt2", "hubert", "internvl", "llama", "llava", "mistral", "mixtral",
+    "gemma3", "gpt-neox", "gpt-oss", "gpt2", "hubert", "internvl", "llama", "llava", "mistral", "mixtral",
     "paligemma", "qwen2-moe", "qwen2-vl", "qwen2.5-vl",
     "nn.Transformer", "nn.TransformerDecoder", "nn.TransformerEncoder", "opt", "phi", "plain-gpt",
     "roberta", "t5", "vit", "wav2vec2",
