@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from hap.capture.graph_break import GraphBreak
+from hap.capture.regions_private import repeated_once
 from hap.capture.torch_private import (
     data_dependent_errors,
     known_numbers,
@@ -27,8 +28,15 @@ from hap.capture.torch_private import (
 )
 
 
-def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+def dynamo_graph(
+    module: nn.Module, args: tuple[torch.Tensor, ...], kinds: Sequence[type[nn.Module]] = (),
+    calls: Sequence[object] = (),
+) -> fx.GraphModule:  # fmt: skip
     """Return the torch-level graph of ``module(*args)``; parameters stay its attributes.
+
+    Args:
+        kinds: classes whose forward becomes a region; see :func:`repeated_once`.
+        calls: what is known of each call of their forwards, in order; calls of one region are equal.
 
     Raises:
         GraphBreak: the Python code depends on tensor data, or can't be traced.
@@ -55,6 +63,7 @@ def dynamo_graph(module: nn.Module, args: tuple[torch.Tensor, ...]) -> fx.GraphM
             _decided_branches(),
             _known_lists(),
             known_numbers(),
+            repeated_once(kinds, calls),
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
@@ -276,7 +285,7 @@ def capture_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of a capture if the code can't be one graph."""
     from torch._dynamo.exc import TorchDynamoException
 
-    return (TorchDynamoException, *data_dependent_errors())
+    return (TorchDynamoException, AssertionError, *data_dependent_errors())
 
 
 @contextlib.contextmanager

@@ -42,19 +42,17 @@ from hap.capture.constant_masks import simplify_masks
 from hap.capture.deepstack import features_scattered
 from hap.capture.experts import experts_by_row
 from hap.capture.fixed_entries import tensor_of
+from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
-from hap.capture.hidden_tensors import not_differentiated
-from hap.capture.known_tensors import name_known
-from hap.capture.local_counts import DECOMPOSITIONS
-from hap.capture.logical_operators import name_logical
+from hap.capture.joint import joint_graph
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
 from hap.capture.packed_attention import packed_in_one_call
-from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
+from hap.capture.repeated_layers import repeated_kinds, watched
 from hap.capture.source_lines import line_of, module_of, raised_at, source_of
 from hap.cluster.work import PRECISIONS
-from hap.errors import HapError, InputError, ModelError
+from hap.errors import InputError, ModelError
 from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
@@ -139,8 +137,10 @@ def captured(
     mode = torch_private.fake_mode()
     whole = Step(module, batch, loss, autocast)
     step, tensors = _fake(whole, flatten(batch), mode)
+    leave_out_caches(step.module)
     before, saved = state_of(step.module), module.state_dict(keep_vars=True)
     layers = dynamo_private.in_one_piece(LAYERS, ctc.FUNCTIONS)
+    kinds = repeated_kinds(step.module)
     parts = torch_private.attention_in_parts()
     images = packed_in_one_call(step.module), features_scattered(step.module)
     with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers, images[0], images[1]:
@@ -149,7 +149,8 @@ def captured(
             given = nn.ModuleList([step.module, module])  # hooks may change the original
             numbers, attributes, log = numbers_of(given), Attributes(step.module), OperatorLog()
             with log, torch_private.known_numbers():
-                check_loss(lambda: step(*tensors), raised_at, skip)
+                with watched(kinds, log) as calls:
+                    check_loss(lambda: step(*tensors), raised_at, skip)
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
                 if kept := attributes.kept():  # of use to the next forward, or to this one alone
@@ -164,15 +165,10 @@ def captured(
         if kept and differs:
             raise computes_something_else(kept[0][0])
         try:
-            traced = dynamo_private.dynamo_graph(step, tensors)
+            joint = joint_graph(step, tensors, kinds, calls)
             if counter:
                 with dynamo_private.as_if_compiling():
                     check_same(lambda: step(*tensors), counter)
-            numbers_as_tensors(traced)
-            name_known(traced)
-            ctc.check_selected(traced)
-            name_logical(traced)
-            joint = _differentiated(traced, tensors, step.module)
         except GraphBreak as error:
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:
@@ -196,31 +192,6 @@ def captured(
     )
     check_mode(graph, module.training)
     return CapturedStep(graph, regions)
-
-
-def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:
-    """Return the forward of a module with its backward.
-
-    Raises:
-        ModelError: an operator has no derivative, for example.
-    """
-    with warnings.catch_warnings(record=True) as forward:  # the line in the forward, if it is known
-        warnings.simplefilter("always")
-        try:
-            return torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
-        except torch_private.data_dependent_errors():
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            lines = [line_of(str(given.message)) for given in forward]
-            raise ModelError(
-                f"the step can't be differentiated: {str(error).partition(chr(10))[0]}",
-                where=next((line for line in reversed(lines) if line), ""),
-                hint="detach the tensor there, or compute it with operators that have a derivative",
-            ) from error
-        except HapError:
-            raise
-        except Exception as error:
-            raise not_differentiated(module, error) from error
 
 
 AUTOCAST = ("bfloat16", "float16")

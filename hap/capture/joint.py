@@ -1,0 +1,85 @@
+"""The forward of a step as one graph, and its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from hap.capture import ctc, dynamo_private, regions_private, torch_private
+from hap.capture.hidden_tensors import not_differentiated
+from hap.capture.known_tensors import name_known
+from hap.capture.local_counts import DECOMPOSITIONS
+from hap.capture.logical_operators import name_logical
+from hap.capture.read_numbers import numbers_as_tensors
+from hap.capture.repeated_layers import copy_repeated
+from hap.capture.source_lines import line_of
+from hap.errors import HapError, ModelError, PlanningStopped
+
+Kinds = tuple[type[nn.Module], ...]
+
+
+def joint_graph(
+    step: nn.Module, tensors: Any, kinds: Kinds, calls: Sequence[object]
+) -> torch_private.Joint:
+    """Return the forward of a step with its backward.
+
+    Args:
+        step: calls the user's model, its submodule ``module``.
+        kinds: classes of its layers that are traced once.
+        calls: what each call of their forwards ran before; see :func:`hap.capture.repeated_layers.watched`.
+
+    Raises:
+        ModelError, GraphBreak: the forward can't be traced as one graph, or not be differentiated.
+    """
+    if kinds:
+        try:
+            return _traced(step, tensors, kinds, calls)
+        except PlanningStopped:
+            raise
+        except Exception:  # Not all that a layer may do can be traced once.
+            pass  # The whole trace raises the errors of the model.
+    return _traced(step, tensors)
+
+
+def _traced(
+    step: nn.Module, tensors: Any, kinds: Kinds = (), calls: Sequence[object] = ()
+) -> torch_private.Joint:
+    graph = dynamo_private.dynamo_graph(step, tensors, kinds, calls)
+    numbers_as_tensors(graph)
+    name_known(graph)
+    ctc.check_selected(graph)
+    name_logical(graph)
+    once = regions_private.differentiated_once(tensors) if kinds else contextlib.nullcontext()
+    with once:
+        joint = _differentiated(graph, tensors, step.get_submodule("module"))
+    copy_repeated(joint.graph)
+    return joint
+
+
+def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:
+    """Return the forward of a module with its backward.
+
+    Raises:
+        ModelError: an operator has no derivative, for example.
+    """
+    with warnings.catch_warnings(record=True) as forward:  # the line in the forward, if it is known
+        warnings.simplefilter("always")
+        try:
+            return torch_private.joint_graph(traced, tensors, DECOMPOSITIONS)
+        except torch_private.data_dependent_errors():
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            lines = [line_of(str(given.message)) for given in forward]
+            raise ModelError(
+                f"the step can't be differentiated: {str(error).partition(chr(10))[0]}",
+                where=next((line for line in reversed(lines) if line), ""),
+                hint="detach the tensor there, or compute it with operators that have a derivative",
+            ) from error
+        except HapError:
+            raise
+        except Exception as error:
+            raise not_differentiated(module, error) from error

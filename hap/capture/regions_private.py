@@ -1,0 +1,167 @@
+"""All uses of private APIs of torch's *regions*: programs that a graph calls by name, several times.
+
+Checked on torch 2.13.0 alone. The tracer's other private APIs are in :mod:`hap.capture.dynamo_private`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+
+HAS_REGIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch compares layers, and traces a region once. Checked on torch 2.13.0 alone."""
+
+
+@contextlib.contextmanager
+def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> Iterator[None]:
+    """Let the tracer trace the forward of these classes once for all modules and inputs that are alike.
+
+    A graph then has calls of regions. The tracer compares what it assumed of the first module, and traces another
+    region where something differs. It does not see all: modes of autograd and autocast, for example, and globals
+    that the model changes meanwhile. So the calls are compared, too.
+    """
+    if not kinds:
+        yield
+        return
+    higher_order = importlib.import_module("torch._dynamo.variables.higher_order_ops")
+    regions = importlib.import_module("torch._dynamo.variables.invoke_subgraph")
+    mark = importlib.import_module("torch._higher_order_ops.invoke_subgraph").mark_compile_region
+    variable = regions.InvokeSubgraphHigherOrderVariable
+    called, traced = variable._call_function, variable.create_wrapped_node
+    install, are_same = (
+        variable.install_subgraph_in_output_graph,
+        higher_order.are_same_graph_modules,
+    )
+    condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
+    output: Any = None
+    number, now = 0, object()
+    known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
+
+    @contextlib.contextmanager
+    def exporting(value: bool) -> Iterator[None]:
+        before, output.export = output.export, value
+        try:
+            yield
+        finally:
+            output.export = before
+
+    def call(self: Any, tx: Any, *args: Any) -> Any:
+        nonlocal output, number, now
+        if tx.output is not output:  # a trace may begin again
+            output, number = tx.output, 0
+        now = calls[number] if number < len(calls) else object()
+        number += 1
+        with exporting(False):  # with it, no region is used again
+            return called(self, tx, *args)
+
+    def trace(self: Any, *args: Any, **named: Any) -> Any:
+        with exporting(True):
+            return traced(self, *args, **named)
+
+    def installed(self: Any, *args: Any, **named: Any) -> Any:
+        body = args[4]
+        known[id(body)] = body, now
+        return install(self, *args, **named)
+
+    def same(name: str, before: Any, body: Any, mode: Any) -> bool:
+        return known[id(before)][1] == now and are_same(name, before, body, mode)
+
+    def assumed(*args: Any) -> Any:
+        condition = condition_of(*args)
+        known[id(condition)] = condition, now
+        return condition
+
+    def reusable(tx: Any, condition: Any, *args: Any) -> bool:
+        return known[id(condition)][1] == now and is_reusable(tx, condition, *args)
+
+    with (
+        mock.patch.object(variable, "_call_function", call),
+        mock.patch.object(variable, "create_wrapped_node", trace),
+        mock.patch.object(variable, "install_subgraph_in_output_graph", installed),
+        mock.patch.multiple(regions, build_reuse_condition=assumed, is_reusable=reusable),
+        mock.patch.object(higher_order, "are_same_graph_modules", same),
+        contextlib.ExitStack() as stack,
+    ):
+        for kind in kinds:
+            marked = mark(kind.forward, max_reuse_entries=sys.maxsize)
+            stack.enter_context(mock.patch.object(kind, "forward", marked))
+        yield
+
+
+@contextlib.contextmanager
+def differentiated_once(args: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let a joint graph be traced with one backward for each kind of region.
+
+    Whether a region writes into its inputs is computed once. A backward runs in the modes of the step's, its forward
+    again in those of the first time, and results without a gradient have none.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    regions = importlib.import_module(
+        "torch._higher_order_ops.invoke_subgraph"
+    )  # not the operator of this name
+    run, region = regions.InvokeSubgraphAutogradOp, regions.InvokeSubgraphHOP
+    forward, backward = run.forward, run.backward
+    schema_of, joint_of = region.gen_schema, regions.trace_joint_graph_as_bwd
+    schemas: dict[tuple[int, str], tuple[Any, Any]] = {}
+    differentiated: Any = None  # the region's call whose backward is traced
+
+    def schema(self: Any, body: Any, name: str, *operands: Any) -> Any:
+        inner = getattr(body, "subgraph", body)
+        if (id(inner), name) not in schemas:
+            schemas[id(inner), name] = schema_of(self, body, name, *operands), inner
+        return schemas[id(inner), name][0]
+
+    def run_forward(ctx: Any, *given: Any) -> Any:
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        ctx.autocast = functools.partial(torch.autocast, "cpu", dtype, enabled)
+        ctx.set_materialize_grads(False)
+        return forward(ctx, *given)
+
+    def run_backward(ctx: Any, *gradients: Any) -> Any:
+        nonlocal differentiated
+        differentiated = ctx
+        ctx.unused = [k for k, gradient in enumerate(gradients) if gradient is None]
+        if ctx.unused:
+            ctx._non_differentiable_indices = [*ctx._non_differentiable_indices, *ctx.unused]
+            ctx._identifier = f"{ctx._identifier} without {ctx.unused}"
+        return backward(ctx, *gradients)
+
+    def joint(body: Any, count: int, tensors: Any, included: Any, excluded: Any) -> Any:
+        ctx = differentiated
+
+        def whole(*inputs: Any) -> Any:
+            with ctx.autocast(), fx.traceback.preserve_node_meta():
+                results = fx.Interpreter(body).run(*inputs)
+            return tuple(r.detach() if k in ctx.unused else r for k, r in enumerate(results))
+
+        # torch's own runs the backward under the forward's autocast, too.
+        off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        return joint_of(whole, count, tensors, included, excluded | off)
+
+    with (
+        tracing(TracingContext(detect_fake_mode(args))),
+        mock.patch.object(region, "gen_schema", schema),
+        mock.patch.object(run, "forward", staticmethod(run_forward)),
+        mock.patch.object(run, "backward", staticmethod(run_backward)),
+        mock.patch.object(regions, "trace_joint_graph_as_bwd", joint),
+    ):
+        yield
+
+
+def is_region_call(node: fx.Node) -> bool:
+    """Whether a node of a graph calls a region."""
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def region_number(call: fx.Node) -> Any:
+    """Return what the call of a region in the forward of a joint graph has in common with that in the backward."""
+    return call.meta.get("custom", {}).get("call_id", call)  # without gradients there is one call
