@@ -36,10 +36,8 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
     mark = importlib.import_module("torch._higher_order_ops.invoke_subgraph").mark_compile_region
     variable = regions.InvokeSubgraphHigherOrderVariable
     called, traced = variable._call_function, variable.create_wrapped_node
-    install, are_same = (
-        variable.install_subgraph_in_output_graph,
-        higher_order.are_same_graph_modules,
-    )
+    install = variable.install_subgraph_in_output_graph
+    are_same = higher_order.are_same_graph_modules
     condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
     output: Any = None
     number, now = 0, object()
@@ -105,9 +103,8 @@ def differentiated_once(args: Sequence[torch.Tensor]) -> Iterator[None]:
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
-    regions = importlib.import_module(
-        "torch._higher_order_ops.invoke_subgraph"
-    )  # not the operator of this name
+    # The package has the operator under the module's name.
+    regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
     run, region = regions.InvokeSubgraphAutogradOp, regions.InvokeSubgraphHOP
     forward, backward = run.forward, run.backward
     schema_of, joint_of = region.gen_schema, regions.trace_joint_graph_as_bwd

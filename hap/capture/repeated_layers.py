@@ -63,8 +63,8 @@ def _looks(layer: nn.Module) -> object:
 
 
 def _is_region(layer: nn.Module) -> bool:
-    batch_norms = (m for m in layer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    writes = any(norm.training and norm.track_running_stats for norm in batch_norms)
+    statistics = (m for m in layer.modules() if getattr(m, "track_running_stats", False))
+    writes = any(norm.training for norm in statistics)
     return not isinstance(layer, _CONTAINERS) and any(layer.children()) and not writes
 
 
