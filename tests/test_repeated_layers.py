@@ -216,6 +216,22 @@ def test_other_layers_are_traced_as_a_whole(case: str) -> None:
     assert values(step.graph) == values(captured(WHOLE[case], whole=True)[0].graph)
 
 
+def test_layers_do_not_keep_keys_and_values() -> None:
+    """A cache that all layers write into would make each of them another one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 32}
+    net = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, use_cache=True, **sizes))
+    words = torch.zeros(4, 6, dtype=torch.long)
+    with mock.patch.object(joint, "_traced", wraps=joint._traced) as traced:
+        step = tracing.captured(net, {"input_ids": words, "labels": words})
+    assert net.config.use_cache
+    assert traced.call_count == 1
+    kinds = collections.Counter(node.op for node in step.graph.nodes)
+    assert kinds["hap.sdpa.default"] == 4
+    assert {n.module.split(".")[2] for n in step.graph.nodes if "layers" in n.module} == {*"0123"}
+
+
 def test_errors_are_those_of_the_whole_trace() -> None:
     class Branching(Layer):
         def forward(self, x: Tensor) -> Any:

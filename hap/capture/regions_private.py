@@ -39,6 +39,8 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
     install = variable.install_subgraph_in_output_graph
     are_same = higher_order.are_same_graph_modules
     condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
+    lists = importlib.import_module("torch._dynamo.variables.lists").BaseListVariable
+    flatten = regions.build_fingerprint_with_pytree
     output: Any = None
     number, now = 0, object()
     known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
@@ -80,7 +82,27 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
     def reusable(tx: Any, condition: Any, *args: Any) -> bool:
         return known[id(condition)][1] == now and is_reusable(tx, condition, *args)
 
+    def inputs(tx: Any, given: Any, named: Any) -> Any:
+        leaves, others = list[Any](), list[Any]()
+
+        def form(value: Any) -> Any:
+            value = value.realize()
+            if (tag := regions.classify_vt(value)) is not None:
+                leaves.append((tag, value))
+            elif isinstance(value, lists):
+                return type(value), tuple(map(form, value.items))
+            else:
+                others.append(value)
+            return None
+
+        forms = [*map(form, given)], {key: form(value) for key, value in named.items()}
+        if others:
+            return flatten(tx, given, named)  # the same by tracing torch's function
+        sources = [getattr(value, "source", None) for _, value in leaves]
+        return regions.InputFingerprint(leaves, sources, False, forms)
+
     with (
+        mock.patch.object(regions, "build_fingerprint_with_pytree", inputs),
         mock.patch.object(variable, "_call_function", call),
         mock.patch.object(variable, "create_wrapped_node", trace),
         mock.patch.object(variable, "install_subgraph_in_output_graph", installed),
