@@ -242,6 +242,13 @@ def test_errors_are_those_of_the_whole_trace() -> None:
     assert "test_repeated_layers.py" in str(error.value)
 
 
+def test_errors_inside_of_the_tracer_are_those_of_the_model() -> None:
+    """The tracer fails on a module in a decorator by an assertion of its own."""
+    decorated = (Layer, lambda net, k, layer, x: torch.no_grad()(layer)(x), "")
+    with pytest.raises(ModelError, match="can't be captured as one graph"):
+        captured(decorated)
+
+
 def test_sums_of_gradients_over_layers_are_right() -> None:
     """Layers that share a parameter and an input add up their gradients in another order."""
     net = Net(Reading, lambda net, k, layer, x: layer(x, net.head.weight * 2))
@@ -260,6 +267,7 @@ class Reading(Layer):
 def test_the_outermost_layers_that_repeat_are_found() -> None:
     layers = [Layer() for _ in range(4)]
     assert repeated_kinds(nn.Sequential(nn.ModuleList(layers), nn.Linear(8, 1))) == (Layer,)
+    assert repeated_kinds(nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 1))) == (Layer,)
     assert repeated_kinds(Net(lambda k: Group())) == (Group,)
     assert not repeated_kinds(nn.Sequential(*layers[:3]))
     norms = nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(4)))

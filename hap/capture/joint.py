@@ -22,7 +22,7 @@ from hap.errors import HapError, ModelError, PlanningStopped
 Kinds = tuple[type[nn.Module], ...]
 
 
-def joint_graph(
+def joint_of(
     step: nn.Module, tensors: Any, kinds: Kinds, calls: Sequence[object]
 ) -> torch_private.Joint:
     """Return the forward of a step with its backward.

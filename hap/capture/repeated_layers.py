@@ -23,7 +23,7 @@ from hap.capture import regions_private
 from hap.capture.operator_log import OperatorLog
 
 FEW = 3
-"""Layers up to which a region costs more than it saves: its forward is traced four times."""
+"""Layers up to which a region is not worth its trace, which takes longer than that of a layer."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -33,28 +33,19 @@ def repeated_kinds(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
     Layers are alike if their parameters and buffers are. Those that write into a buffer are left out.
     """
-    found = tuple(_repeated(module)) if regions_private.HAS_REGIONS else ()
-    layers = [part for part in module.modules() if type(part) in found]
-    inside = {type(part) for layer in layers for part in layer.modules() if part is not layer}
-    return tuple(kind for kind in found if kind not in inside)
-
-
-def _repeated(module: nn.Module) -> dict[type[nn.Module], None]:
+    if not regions_private.HAS_REGIONS:
+        return ()
     found = dict[type[nn.Module], None]()
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
+    for layers in module.modules():
+        if isinstance(layers, nn.ModuleList | nn.Sequential):
             alike: dict[object, list[nn.Module]] = {}
-            for layer in filter(None, child):
+            for layer in filter(None, layers):
                 alike.setdefault(_looks(layer), []).append(layer)
-            for layers in alike.values():
-                if len(layers) > FEW and _is_region(layers[0]):
-                    found[type(layers[0])] = None
-                else:
-                    for layer in layers:
-                        found |= _repeated(layer)
-        else:
-            found |= _repeated(child)
-    return found
+            several = [group[0] for group in alike.values() if len(group) > FEW]
+            found |= dict.fromkeys(type(layer) for layer in several if _is_region(layer))
+    outer = [part for part in module.modules() if type(part) in found]
+    inside = {type(part) for layer in outer for part in layer.modules() if part is not layer}
+    return tuple(kind for kind in found if kind not in inside)
 
 
 def _looks(layer: nn.Module) -> object:

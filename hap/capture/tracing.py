@@ -44,7 +44,7 @@ from hap.capture.experts import experts_by_row
 from hap.capture.fixed_entries import tensor_of
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
-from hap.capture.joint import joint_graph
+from hap.capture.joint import joint_of
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
 from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.recompute import WAYS, Region
@@ -165,7 +165,7 @@ def captured(
         if kept and differs:
             raise computes_something_else(kept[0][0])
         try:
-            joint = joint_graph(step, tensors, kinds, calls)
+            joint = joint_of(step, tensors, kinds, calls)
             if counter:
                 with dynamo_private.as_if_compiling():
                     check_same(lambda: step(*tensors), counter)
