@@ -50,6 +50,7 @@ from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.capture.repeated_layers import repeated_kinds, watched
+from hap.capture.replaced_functions import UNTRACED
 from hap.capture.source_lines import line_of, module_of, raised_at, source_of
 from hap.cluster.work import PRECISIONS
 from hap.errors import InputError, ModelError
@@ -139,7 +140,7 @@ def captured(
     step, tensors = _fake(whole, flatten(batch), mode)
     leave_out_caches(step.module)
     before, saved = state_of(step.module), module.state_dict(keep_vars=True)
-    layers = dynamo_private.in_one_piece(LAYERS, ctc.FUNCTIONS)
+    layers = dynamo_private.in_one_piece(LAYERS, {**ctc.FUNCTIONS, **UNTRACED})
     kinds = repeated_kinds(step.module)
     parts = torch_private.attention_in_parts()
     images = packed_in_one_call(step.module), features_scattered(step.module)
@@ -258,12 +259,13 @@ def _convert(
     joint: torch_private.Joint, step: Step, batch_names: tuple[str, ...]
 ) -> tuple[Graph, dict[str, Region]]:
     """Return the graph, and the checkpoints of its nodes."""
-    build = Builder()
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    new = {target for role, target in joint.outputs if role == "buffer"}
+    build = Builder(n.name for n, i in zip(placeholders, joint.inputs, strict=True) if i[1] in new)
     names = _first_names(step)
     values: dict[fx.Node, Any] = {}  # Ref, or a tuple of Refs for several results
     regions: dict[str, Region] = {}  # node -> its checkpoint
     inputs = []
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, (role, target) in zip(placeholders, joint.inputs, strict=True):
         target = batch_names[int(target)] if role == "input" else names.get(target, target)
         if role == "unused":

@@ -24,6 +24,9 @@ ITEM_BYTES: Mapping[str, int] = {
     "uint64": 8, "uint32": 4, "uint16": 2,
 }  # fmt: skip
 
+LATE = ("gradient", "returned")
+"""Roles of outputs that the backward makes."""
+
 FREE = frozenset(
     f"aten.{op}"
     for op in [
@@ -229,8 +232,7 @@ class Graph:
         The graph decides this for all ranks: a partition by a rank's own sizes could
         order its collectives unlike the others'.
         """
-        late = ("gradient", "returned")
-        needed: set[str] = {o.tensor for o in self.outputs if o.role not in late}
+        needed: set[str] = {o.tensor for o in self.outputs if o.role not in LATE}
         forward = set()
         for node in reversed(self.nodes):
             if needed.intersection(node.outputs):

@@ -6,11 +6,12 @@ again in the backward. Removing them changes no result and speeds up planning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from hap.ir.graph import Arg, Graph, Input, Node, Output, Ref, Tensor
+from hap.ir.graph import FREE, Arg, Graph, Input, Node, Output, Ref, Tensor
 
-# The graph mutates nothing and makes its views by reshape, so a copy equals its original.
+# The graph mutates nothing and makes its views by reshape, so a copy equals its original. Only the
+# buffers that a step writes get their new values before the backward reads copies of the old ones.
 ALIASES = {
     "aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
     "aten.lift_fresh.default", "aten.clone.default",
@@ -33,9 +34,14 @@ DISTINCT = RANDOM | {"aten.arange.default", "aten.arange.start", "aten.arange.st
 
 
 class Builder:
-    """Collects nodes; ``node`` may return references to an earlier, equal value."""
+    """Collects nodes; ``node`` may return references to an earlier, equal value.
 
-    def __init__(self) -> None:
+    Args:
+        written: the tensors of buffers that the step writes.
+    """
+
+    def __init__(self, written: Iterable[str] = ()) -> None:
+        self._written = frozenset(written)
         self._tensors: dict[str, Tensor] = {}
         self._nodes: list[Node] = []
         self._made: dict[str, Node] = {}  # tensor -> the node that makes it
@@ -50,6 +56,8 @@ class Builder:
         results: Sequence[Tensor | None], source: str, module: str,
     ) -> tuple[Ref | None, ...]:  # fmt: skip
         """Add ``results = op(*args)`` unless an equal value exists; return the results."""
+        if op == "aten.clone.default" and self._through(args[0], FREE).name in self._written:
+            op, args, kwargs = "aten._to_copy.default", args[:1], ()
         if op in ALIASES:
             return (args[0],)
         if op in VIEWS:
@@ -91,7 +99,7 @@ class Builder:
         own = self._tensors[ref.name]
         return result is not None and (own.shape, own.dtype) == (result.shape, result.dtype)
 
-    def _through(self, ref: Ref, ops: set[str]) -> Ref:
+    def _through(self, ref: Ref, ops: Collection[str]) -> Ref:
         node = self._made.get(ref.name)
         return self._through(node.args[0], ops) if node and node.op in ops else ref
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hap.ir.axes import Axes, Axis, Shares, shard_sizes
-from hap.ir.graph import FREE, Graph
+from hap.ir.graph import FREE, LATE, Graph
 from hap.ir.placement import LOCAL, Placement, R, conversion
 from hap.ir.plain_data import read_count, read_list, read_map, read_text
 
@@ -240,8 +240,8 @@ class Program:
         for output, p in zip(graph.outputs, self.outputs, strict=True):
             if output.role == "loss" and p != R:
                 raise ValueError("the loss must end replicated")
-            if output.role == "sent" and Value(output.tensor, p) in made_late:
-                raise ValueError(f"the forward sends {output.tensor}, which the backward makes")
+            if output.role not in LATE and Value(output.tensor, p) in made_late:
+                raise ValueError(f"the forward returns {output.tensor}, which the backward makes")
 
     def lines(self, graph: Graph) -> Iterator[str]:
         for i in graph.inputs:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hap.ir.graph import Graph, Node
+from hap.ir.graph import LATE, Graph, Node
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement, R
 from hap.ir.program import Compute, Convert, Instruction, Program
@@ -63,12 +63,16 @@ def write_program(
         made = str(node.outputs[0])
         writer.need(made, choices.held[made][0], False)
     start = writer.taken()
-    sent = [(o.tensor, p) for o, p in zip(graph.outputs, finals, strict=True) if o.role == "sent"]
+    ends = [
+        (o.tensor, p) for o, p in zip(graph.outputs, finals, strict=True)
+        if o.role == "sent"
+        or (o.role not in LATE and any(n.name in graph.backward for n in graph.consumers[o.tensor]))
+    ]  # fmt: skip
     # A value that both need is converted for the forward, also if the backward's node stands before.
     for node in sorted(middle, key=lambda n: n.name in graph.backward):
         if node.name in graph.backward:
-            while sent:  # by the forward, before the backward makes the same value
-                writer.need(*sent.pop(), False)
+            while ends:  # by the forward, before the backward makes the same value
+                writer.need(*ends.pop(), False)
         for out, p in writer.compute(node):
             if at_once(out, p, choices.held[out]):
                 writer.need(out, final[out], True)
@@ -76,7 +80,7 @@ def write_program(
     for node in last:
         writer.compute(node)
     for o, p in zip(graph.outputs, finals, strict=True):
-        writer.need(o.tensor, p, o.role in ("gradient", "returned"))
+        writer.need(o.tensor, p, o.role in LATE)
     steps = [*_neighbours(start, graph), *body, *_neighbours(writer.taken(), graph)]
     return Program(
         inputs=stored, instructions=tuple(sorted(steps, key=lambda s: s.backward)),
