@@ -87,7 +87,8 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
     Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
     those casts would dominate the error, and the reference would be less exact than the plan.
     Tensors that the module does not own, such as globals, are converted where they are used.
-    ``torch.finfo`` answers as for float32, as it did when the module was captured.
+    ``torch.finfo`` answers as for float32, as it did when the module was captured; so does
+    ``rms_norm``, whose default for ``eps`` is that of the dtype.
     """
     aten = torch.ops.aten
 
@@ -95,6 +96,9 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
         """Widens ``torch.tensor``, whose dtype no dispatch mode sees."""
 
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore
+            if widen and func in (torch.rms_norm, nn.functional.rms_norm):
+                args = _with_narrow_eps(*args, **(kwargs or {}))
+                kwargs = {}
             made = func(*args, **(kwargs or {}))
             if widen and func is torch.tensor and made.is_floating_point():
                 return func(*args, **{**(kwargs or {}), "dtype": torch.float64})
@@ -170,6 +174,13 @@ _limits = torch.finfo
 
 def _narrow_limits(dtype: torch.dtype | None = None) -> torch.finfo:
     return _limits(torch.float32 if dtype in (None, torch.float64) else dtype)
+
+
+def _with_narrow_eps(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Any, ...]:
+    """Return the arguments of ``rms_norm`` with the ``eps`` of float32 as the default."""
+    return x, normalized_shape, weight, _limits(torch.float32).eps if eps is None else eps
 
 
 def widened(module: nn.Module) -> nn.Module:

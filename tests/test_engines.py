@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -21,8 +22,8 @@ from hap.ir.placement import R
 from hap.ir.program import Compute, Program
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.search import astar
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide
+from hap.synthesizer.search import astar, engines
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, TooWide, minimise
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
 from hap.synthesizer.search.cp_sat import solve
 from hap.synthesizer.search.engines import ENGINES, engine_named
@@ -107,6 +108,26 @@ def test_the_engines_agree(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_search_with_large_tables_is_proved_by_a_star_or_eliminates(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no entries allowed every search asks A* first; one that may expand nothing proves little."""
+    ways = Counter[str]()
+    for seed in range(SEEDS):
+        unary, pairs = random_tables(kind, seed)
+        expected = engines.eliminate(unary, pairs)
+        with monkeypatch.context() as patched:
+            patched.setattr(engines, "EASY", 0)
+            patched.setattr(engines, "FEW", 1 << (seed % 8))
+            first = engines.bound(unary, pairs)
+            outcome = engines.eliminate(unary, pairs)
+        check(outcome, unary, pairs)
+        assert (outcome.status, outcome.bound) == (expected.status, expected.bound), seed
+        ways["A*" if outcome == first else "elimination"] += 1
+    assert len(ways) == 2 or kind in ("infeasible", "tree")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tables_give_the_same_outcome(kind: str) -> None:
     for seed in range(5):
         unary, pairs = random_tables(kind, seed)
@@ -144,7 +165,7 @@ def test_reparametrization_keeps_the_costs(kind: str) -> None:
     """Sweeps and folding keep the cost of each labelling that they leave, and all allowed ones."""
     for seed in range(SEEDS if kind != "long" else 0):
         unary, pairs = random_tables(kind, seed)
-        order, _ = search_order([len(costs) for costs in unary], pairs)
+        order = search_order([len(costs) for costs in unary], pairs)
         reparametrized = reparametrize(unary, pairs, order, 1 + seed % 6)
         if reparametrized is None:
             assert tried(unary, pairs) >= FORBIDDEN
@@ -213,8 +234,8 @@ def test_the_search_solves_problems_too_wide_for_elimination() -> None:
         pairs[u, v] = np.array(entries, dtype=np.int64).reshape(sizes)
         pairs[u, v][hidden[u], hidden[v]] = 0
     with pytest.raises(TooWide):
-        ENGINES["exact"](unary, pairs)
-    for name in ("astar", "cpsat"):
+        minimise(unary, pairs)
+    for name in ("exact", "astar", "cpsat"):
         outcome = ENGINES[name](unary, pairs)
         assert (outcome.status, outcome.bound) == (SearchStatus.OPTIMAL, 0)
         check(outcome, unary, pairs)

@@ -56,6 +56,7 @@ def test_a_dense_network_is_planned_with_its_gap(monkeypatch: pytest.MonkeyPatch
     exact, said = _planned(5)
     assert "too entangled" not in said
     monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 200)
+    monkeypatch.setattr(engines, "SMALL", 0)  # no A* before the narrower spaces
     lines: list[str] = []
     plan = hap.plan(Dense(5), BATCH, two_machines(2), progress=lines.append)
     assert sum("too entangled" in line for line in lines) == len(NARROW)

@@ -62,6 +62,7 @@ def dynamo_graph(
             _names_of_classes(),
             _decided_branches(),
             _known_lists(),
+            _inlined(),
             known_numbers(),
             repeated_once(kinds, calls),
         ):
@@ -106,6 +107,17 @@ def as_if_compiling() -> Iterator[None]:
 
 _CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
 """Functions of torch that read a whole tensor, and raise if it is not all true."""
+
+
+@contextlib.contextmanager
+def _inlined() -> Iterator[None]:
+    """Trace the lines of torch's functions that check data, so that the checks can be left out."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    functions = {torch.nn.functional.gaussian_nll_loss: UserFunctionVariable}
+    with mock.patch.dict(get_torch_obj_rule_map(), functions):
+        yield
 
 
 def _unchecked_distributions() -> Any:

@@ -19,6 +19,7 @@ from hap.capture import (
     cross_entropy,
     masked_scatter,
     recurrence,
+    replaced_functions,
     tensor_constants,
 )
 
@@ -33,6 +34,7 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     F.dropout3d: attention.channel_dropout,
     # Modules call these by dynamo_private.in_one_piece, other code as torch.lstm.
     **{getattr(torch, kind): function for kind, function in recurrence.LAYERS.items()},
+    **replaced_functions.REPLACED,
 }
 """Functions of torch -> the functions that replace them."""
 

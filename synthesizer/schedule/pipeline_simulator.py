@@ -84,10 +84,9 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
-    """A simulated step: its seconds, and per stage the seconds of computing and the end."""
+    """A simulated step: its seconds, and the end of each stage."""
 
     step_s: float
-    busy_s: tuple[float, ...]
     end_s: tuple[float, ...]
 
 
@@ -119,7 +118,6 @@ def simulate_pipeline(
     todo = [list(turns(microbatches, s.in_flight, s.delay)) for s in stages]
     at = [0] * count
     free = [s.before_s for s in stages]
-    busy = [s.before_s + s.shared_s + s.rest_s for s in stages]
     leaving, arriving = [0.0] * count, [0.0] * count  # when each stage's links are free
     there: dict[tuple[int, Turn], float] = {}  # (stage, turn) -> its input has arrived
     weights: dict[tuple[int, int], float] = {}  # (from, to) -> the weight has arrived
@@ -156,7 +154,6 @@ def simulate_pipeline(
                 record.append(TurnTimes(k, turn, True, begin, begin + took))
             lost = begin + took - free[k] if blocking else stage.interference * took
             free[k] += lost
-            busy[k] += 0.0 if blocking else lost
             nexts[to] = next_s(to)
         else:
             turn = todo[k][at[k]]
@@ -168,10 +165,8 @@ def simulate_pipeline(
                 took = stage.return_s if turn.backward else stages[k - 1].send_s
                 lost = stage.interference * min(max(free[k] - (came - took), 0.0), took)
                 free[k] += lost
-                busy[k] += lost
             start, seconds = max(free[k], came), stage.turn_s(turn)
             free[k] = start + seconds
-            busy[k] += seconds
             at[k] += 1
             if record is not None:
                 record.append(TurnTimes(k, turn, False, start, free[k]))
@@ -189,7 +184,7 @@ def simulate_pipeline(
         max(r, f + s.early_s - s.beside_s) + s.after_s - s.early_s
         for r, f, s in zip(ready, free, stages, strict=True)
     )
-    return PipelineTimes(step_s=max(ends), busy_s=tuple(busy), end_s=ends)
+    return PipelineTimes(step_s=max(ends), end_s=ends)
 
 
 def _shared(weights: dict[tuple[int, int], float], src: int, begin: float, took: float) -> float:

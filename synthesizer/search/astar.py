@@ -66,7 +66,7 @@ def search(
     remaining = eliminate_variables(unary, pairs)
     if remaining.constant >= FORBIDDEN or any(c.min() >= FORBIDDEN for c in remaining.unary):
         return INFEASIBLE
-    order, _ = search_order([len(costs) for costs in remaining.unary], remaining.pairs)
+    order = search_order([len(costs) for costs in remaining.unary], remaining.pairs)
     reparametrized = reparametrize(remaining.unary, remaining.pairs, order, sweeps)
     if reparametrized is None:
         return INFEASIBLE
@@ -87,10 +87,7 @@ def search(
     labels = remaining.labels(chosen)
     cost = cost_of(labels, unary, pairs)
     assert cost == run.best.bound + constant, "a complete program costs its bound"
-    found = Labelling(
-        cost=cost, labels=tuple(labels), width=tree.width, largest_table=tree.largest_table
-    )
-    return SearchResult(bound, found)
+    return SearchResult(bound, Labelling(cost=cost, labels=tuple(labels)))
 
 
 class _Partial(NamedTuple):

@@ -43,12 +43,10 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and the work of finding it; ``entries``: of all tables."""
+    """An optimal labelling, its cost, and the entries of all tables of its search."""
 
     cost: int
     labels: tuple[int, ...]
-    width: int
-    largest_table: int
     entries: int = 0
 
 
@@ -60,23 +58,26 @@ class TooWide(Exception):
         self.variables = variables
 
 
-def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
+def minimise(
+    unary: Sequence[Costs], pairs: Pairs, most_entries: int = MOST_ENTRIES
+) -> Labelling | None:
     """Return the cheapest labelling; ``None`` if every labelling is forbidden.
 
     Args:
         unary: per variable, the cost of each of its labels.
         pairs: ``(u, v)`` with ``u < v`` -> table of shape (labels of u, labels of v).
+        most_entries: limit of entries of all tables together.
 
     Raises:
         TooWide: a table exceeds :data:`LARGEST_TABLE` with any labels of the :data:`HUBS` variables of
-            most neighbours, or all together exceed :data:`MOST_ENTRIES`.
+            most neighbours, or all together exceed ``most_entries``.
     """
     if not all(len(costs) for costs in unary):
         return None
     reduced = Reduced(Pool(), unary, pairs)
     hubs: list[int] = []
     plan = _best_order(tuple(reduced.sizes), tuple(reduced.edges))
-    while plan.largest > LARGEST_TABLE and len(hubs) < HUBS:
+    while plan.largest > LARGEST_TABLE and len(hubs) < HUBS and most_entries > LARGEST_TABLE:
         hubs.append(_hub(reduced, hubs))
         sizes = [1 if v in hubs else size for v, size in enumerate(reduced.sizes)]
         edges = [e for e in reduced.edges if not {*e} & {*hubs}]
@@ -84,7 +85,7 @@ def minimise(unary: Sequence[Costs], pairs: Pairs) -> Labelling | None:
     if plan.largest > LARGEST_TABLE:
         raise TooWide(f"a table of {plan.largest} entries", plan.widest)
     entries = plan.total * math.prod(len(reduced.kept[hub]) for hub in hubs)
-    if entries > MOST_ENTRIES:
+    if entries > most_entries:
         raise TooWide(f"{entries} entries in its tables", plan.widest)
     if not hubs:
         return _eliminated(reduced, {}, plan)
@@ -136,9 +137,8 @@ def _eliminated(reduced: Reduced, known: _Known, plan: _Order) -> Labelling | No
     for v, scope, best_label in reversed(trail):
         labels[v] = int(best_label[tuple([labels[n] for n in scope])])
     return Labelling(
-        cost=constant, largest_table=plan.largest, entries=plan.total,
+        cost=constant, entries=plan.total,
         labels=tuple(kept[x] for kept, x in zip(reduced.kept, labels, strict=True)),
-        width=max(len(scope) for _, scope in plan.steps),
     )  # fmt: skip
 
 

@@ -49,8 +49,7 @@ def solve(unary: Unary, pairs: Pairs, *, effort: float = EFFORT) -> SearchResult
     )
     cost = cost_of(labels, unary, pairs)
     assert status != cp_model.OPTIMAL or bound == cost, "the solver's optimum is what labels cost"
-    largest = max((t.size for t in pairs.values()), default=0)
-    return SearchResult(bound, Labelling(cost=cost, labels=labels, width=0, largest_table=largest))
+    return SearchResult(bound, Labelling(cost=cost, labels=labels))
 
 
 class _Model:

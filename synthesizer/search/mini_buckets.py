@@ -43,13 +43,11 @@ class BucketTree:
     """Every variable as a level, in the order of the search.
 
     ``base`` plus the regrets of all levels is exactly the cost of a labelling; with those of the
-    first levels it is a lower bound. ``width``: of the order. ``largest_table``: in entries.
+    first levels it is a lower bound.
     """
 
     base: int
     levels: tuple[BucketLevel, ...]
-    width: int
-    largest_table: int
 
 
 def mini_bucket_elimination(unary: Unary, pairs: Pairs, most_entries: int) -> BucketTree:
@@ -58,27 +56,25 @@ def mini_bucket_elimination(unary: Unary, pairs: Pairs, most_entries: int) -> Bu
     A larger table of the problem is a group of its own. Bounds are exact if no bucket is divided.
     """
     sizes = [len(costs) for costs in unary]
-    order, width = search_order(sizes, pairs)
+    order = search_order(sizes, pairs)
     depth = {v: k for k, v in enumerate(order)}
     buckets = [[Table((v,), np.minimum(unary[v], FORBIDDEN))] for v in order]
     for (u, v), costs in pairs.items():
         ordered = Table((u, v), costs) if depth[u] < depth[v] else Table((v, u), costs.T)
         buckets[max(depth[u], depth[v])].append(ordered)
-    base, largest = 0, 0
-    levels = []
+    base, levels = 0, []
     for v, bucket in zip(reversed(order), reversed(buckets), strict=True):
         regrets = []
         for group in _groups(bucket, sizes, most_entries):
             total = _sum(group, depth)
             rest = total.costs.min(axis=-1)
             regrets.append(Table(total.scope, _regret(total.costs, rest)))
-            largest = max(largest, total.costs.size)
             if rest.ndim:
                 buckets[depth[total.scope[-2]]].append(Table(total.scope[:-1], rest))
             else:
                 base = min(base + int(rest), FORBIDDEN)
         levels.append(BucketLevel(variable=v, regrets=tuple(regrets)))
-    return BucketTree(base=base, levels=tuple(reversed(levels)), width=width, largest_table=largest)
+    return BucketTree(base=base, levels=tuple(reversed(levels)))
 
 
 def _regret(total: Costs, rest: Costs) -> Costs:
@@ -113,8 +109,8 @@ def _sum(tables: Sequence[Table], depth: dict[int, int]) -> Table:
     return Table(scope, total)
 
 
-def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
-    """Return the order in which to decide the variables, and its width.
+def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the order in which to decide the variables.
 
     It reverses an elimination order, by branches of the bucket tree: depth first, small
     branches before large ones, so that few variables are on the frontier at a time.
@@ -133,4 +129,4 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> tupl
         v = stack.pop()
         order.append(v)
         stack += sorted(children.get(v, ()), key=lambda c: (-weight[c], c))
-    return order, max((len(scope) for _, scope in steps), default=0)
+    return order

@@ -8,14 +8,12 @@ the gap of the solver; with them it is a local one. docs/formulas.md states the 
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, replace
 
-from hap.cluster.topology import Cluster
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import COARSE, FINE, SCALE, Model
 from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional
@@ -39,14 +37,11 @@ class ShareStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareResult:
-    """Shares of all axes, and their simulated step; if nothing fits, those that lack the fewest
-    bytes, with a ``message``.
-    """
+    """Shares of all axes, and their simulated step; if nothing fits, those that lack the fewest bytes."""
 
     status: ShareStatus
     shares: Shares
     objective_s: float
-    message: str = ""
 
 
 def solve_shares(
@@ -106,17 +101,4 @@ def solve_shares(
         status=ShareStatus.OPTIMAL if fits else ShareStatus.INFEASIBLE,
         shares=best.shares,
         objective_s=best.step_s,
-        message="" if fits else _lacking(machine.cluster, best.lack_bytes),
-    )
-
-
-def _lacking(cluster: Cluster, lack_bytes: PerRank) -> str:
-    """The devices that lack memory, and the bytes; alike ones together."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for device, lack in zip(cluster.devices, lack_bytes.tolist(), strict=True):
-        if lack > 0:
-            found.setdefault((math.ceil(lack), device.memory_bytes), []).append(device.name)
-    return "; ".join(
-        f"{', '.join(names)} lack{'s' * (len(names) == 1)} {lack:,} bytes beyond {room:,}"
-        for (lack, room), names in found.items()
     )

@@ -1,0 +1,69 @@
+"""Functions of torch whose trace would be wrong, or ends because they check their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cov(
+    x: Tensor, *, correction: int = 1, fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Replace ``torch.cov``, whose trace ends at a check of the count; ``x``: (variables, samples).
+
+    Sums of weights are checked as well; with weights it is torch's own function.
+    """
+    if fweights is not None or aweights is not None:
+        return _cov(x, correction=correction, fweights=fweights, aweights=aweights)
+    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    centred = rows - rows.mean(1, keepdim=True)
+    found = centred @ centred.conj().mT / max(rows.shape[1] - correction, 0)
+    return found if x.dim() == 2 else found.reshape(())
+
+
+def corrcoef(x: Tensor) -> Tensor:
+    """Replace ``torch.corrcoef``; ``x``: (variables, samples)."""
+    if x.dim() < 2:
+        return cov(x) / cov(x)
+    together = cov(x)
+    spread = together.diagonal().sqrt()
+    return (together / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
+
+
+def multilabel_margin_loss(
+    x: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Replace the function of ``torch.nn.functional``: torch's trace of it counts targets after a -1.
+
+    Shapes: ``x`` and ``target`` (N, C) or (C). (torch 2.13)
+    """
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    one = x.dim() < 2
+    x, target = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = torch.arange(x.shape[1], device=x.device)
+    end = torch.where(target == -1, classes, x.shape[1]).amin(1, keepdim=True)
+    given = classes < end
+    own = x.gather(1, torch.where(given, target, 0))
+    is_target = (torch.where(given, target, -1).unsqueeze(2) == classes).any(1)
+    margins = (1 - own.unsqueeze(2) + x.unsqueeze(1)).clamp_min(0)
+    counted = given.unsqueeze(2) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / x.shape[1]
+    if reduction == "none":
+        return losses[0] if one else losses
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+_cov = torch.cov
+
+REPLACED: dict[Any, Callable[..., Any]] = {F.multilabel_margin_loss: multilabel_margin_loss}
+"""Functions of torch in a trace -> the functions that replace them."""
+
+UNTRACED: dict[str, Callable[..., Any]] = {"cov": cov, "corrcoef": corrcoef}
+"""Names of functions of torch that the tracer cannot run -> the functions that it calls instead."""

@@ -1,0 +1,54 @@
+"""Functions of torch that check their data, whose trace is wrong, or that depend on the dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hap.capture.tracing import capture
+from hap.rule_sources import with_rules
+from tests.random_plans import make_case, random_plan, verdict
+from tests.test_unusual_models import Forward, Net
+
+
+def covariance(net: Net, x: Tensor) -> Tensor:
+    """torch's own function checks the count of samples."""
+    y = net.linear(x)
+    weighed = torch.cov(y.T, correction=0).diagonal() + y[:, 0].cov()
+    return weighed.square().sum() + torch.corrcoef(y.T).square().mean()
+
+
+def labels_of_some_classes(net: Net, x: Tensor) -> Tensor:
+    """Targets after the first -1 do not count."""
+    y = net.linear(x)
+    labels = torch.tensor(
+        [[3, 0, -1, 2, 1, 1, 1, 4], [*range(8)], [-1] * 8, [5, *[-1] * 7]]
+    ).repeat(2, 1)
+    apart = F.multilabel_margin_loss(y, labels, reduction="none").square().sum()
+    alone = F.multilabel_margin_loss(y[0], labels[0], reduction="sum")
+    return F.multilabel_margin_loss(y, labels) + apart + alone
+
+
+def checked_variance(net: Net, x: Tensor) -> Tensor:
+    return F.gaussian_nll_loss(net.linear(x), x, net.linear(x).exp())
+
+
+def default_eps(net: Net, x: Tensor) -> Tensor:
+    """The default is that of the dtype, which the comparison in float64 must not change."""
+    small = 1e-3 * net.linear(x)
+    return (F.rms_norm(small, (8,)) + net.normalized(small)).square().mean()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "forward", [covariance, labels_of_some_classes, checked_variance, default_eps]
+)
+def test_functions_of_torch_that_read_their_data_or_their_dtype_are_verified(
+    forward: Forward,
+) -> None:
+    torch.manual_seed(0)
+    net, x = Net(forward, normalized=nn.RMSNorm(8)), torch.randn(8, 8)
+    case = make_case(net, x, graph=with_rules(capture(net, x), {}))
+    for seed in range(2):
+        assert verdict(case, random_plan(case, 2, seed)).ok
