@@ -190,7 +190,8 @@ def check(plan: hap.Plan, args: TrainingArguments, others: dict[str, Any]) -> No
         )
     if not (args.dataloader_drop_last and args.average_tokens_across_devices):
         raise ValueError("give --dataloader_drop_last and leave average_tokens_across_devices on")
-    if args.optim not in ELEMENTWISE and not others.get("optimizer_cls_and_kwargs"):
+    whole = plan.optimizer.whole_parameters or others.get("optimizer_cls_and_kwargs")
+    if args.optim not in ELEMENTWISE and not whole:
         raise ValueError(f"optim={args.optim!s} is none of {', '.join(ELEMENTWISE)}")
     for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
         if others.get(name):

@@ -33,7 +33,8 @@ from hap.ir.batch import Batch, fixed_entries, flatten, form_of
 from hap.ir.graph import Graph
 from hap.ir.half_gradients import with_half_gradients
 from hap.ir.mesh import Inside
-from hap.ir.plan import OptimizerKind, Plan, Recipe, Source
+from hap.ir.optimizer_kind import OptimizerKind
+from hap.ir.plan import Plan, Recipe, Source
 from hap.ir.program import Program
 from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
@@ -138,7 +139,10 @@ def plan(
     @functools.cache
     def captured(recompute: str, gradients: str) -> Graph:
         graph = step.recomputing(recompute)
-        graph = replace(with_half_gradients(graph, gradients), products=wanted.products)
+        graph = replace(
+            with_half_gradients(graph, gradients), products=wanted.products,
+            whole_parameters=kind.whole_parameters,
+        )  # fmt: skip
         return with_rules(graph, rules or {}, strict=options.strict_rules, progress=progress)
 
     wanted = replace(wanted, batch=form_of(batch))

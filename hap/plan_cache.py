@@ -17,7 +17,8 @@ import torch
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
 from hap.ir.graph import Graph
-from hap.ir.plan import OptimizerKind, Plan, Recipe
+from hap.ir.optimizer_kind import OptimizerKind
+from hap.ir.plan import Plan, Recipe
 from hap.synthesizer.plan_options import PlanOptions
 
 MOST = 200

@@ -17,7 +17,8 @@ from hap.capture.model_file import ModelFile, model_file_of
 from hap.capture.user_optimizer import default_optimizer, examine, make_optimizer
 from hap.errors import PlanError
 from hap.ir.batch import Batch, call
-from hap.ir.plan import OptimizerKind, Plan
+from hap.ir.optimizer_kind import OptimizerKind
+from hap.ir.plan import Plan
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.emergency import EmergencySave

@@ -65,8 +65,13 @@ def observe_reference(
         # Clone the batch: the forward may write into it, and every step needs the same values.
         return step(*(t.clone() for t in tensors))  # type: ignore[no-any-return]
 
-    with reference_mode(widen, replay), casts_of_cuda():
-        seen = observe(twin, run, optimizer)
+    @contextlib.contextmanager
+    def mode() -> Iterator[None]:
+        with reference_mode(widen, replay), casts_of_cuda():
+            yield
+
+    with double_by_default(widen):  # an optimizer computes in its own dtypes, as on the ranks
+        seen = observe(twin, run, optimizer, mode)
     if replay:
         replay.end()
     return seen
@@ -229,14 +234,24 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 @exact_convolutions()
-def observe(module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer) -> Observed:
+def observe(
+    module: nn.Module, call: Callable[[], Tensor], optimizer: MakeOptimizer,
+    mode: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Observed:  # fmt: skip
+    """Train for :data:`STEPS` steps.
+
+    Args:
+        call: returns the loss.
+        mode: a context of each forward and backward.
+    """
     updates = make_optimizer(optimizer, module)
     losses: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
     for step in range(STEPS):
         updates.zero_grad()
-        loss = call()
-        loss.backward()
+        with mode():
+            loss = call()
+            loss.backward()
         losses[f"loss of step {step + 1}"] = _held(loss)
         if step == 0:
             gradients = {

@@ -23,8 +23,9 @@ from hap.cluster.topology import Cluster
 from hap.ir.axes import Shares
 from hap.ir.batch import call, each
 from hap.ir.graph import Graph, Node, Tensor
+from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.placement import Placement
-from hap.ir.plan import OptimizerKind, Plan, Source
+from hap.ir.plan import Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Convert, Program
 from hap.runtime.one_device import widest

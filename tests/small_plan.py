@@ -6,8 +6,9 @@ from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
 from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
+from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.placement import P, Placement, R, S
-from hap.ir.plan import OptimizerKind, Plan, Source
+from hap.ir.plan import Plan, Source
 from hap.ir.prediction import Alternative, Collective, Prediction, RankPrediction
 from hap.ir.program import Compute, Convert, Program
 

@@ -13,8 +13,9 @@ from hap.capture.tracing import capture
 from hap.cluster.device import Device
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
+from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.placement import Placement
-from hap.ir.plan import OptimizerKind, Plan, Source
+from hap.ir.plan import Plan, Source
 from hap.ir.prediction import Prediction
 from hap.ir.program import Convert, Program
 from hap.ir.regather import backward_alias_of

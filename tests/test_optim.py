@@ -17,6 +17,8 @@ import hap
 from hap.capture.user_optimizer import examine, make_optimizer
 from hap.errors import InputError, ModelError
 from hap.ir.batch import call
+from hap.ir.graph import Input
+from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plan import Plan
 from hap.optim import Lamb, Lars, tensor_norms
 from hap.runtime.collectives import Comm
@@ -266,26 +268,76 @@ def matrices(params: Any) -> list[Tensor]:
     return [p for p in params if p.dim() == 2]
 
 
+def noisy(params: Any) -> O.Optimizer:
+    optimizer = O.SGD(params, lr=0.1)
+
+    def shaken(*_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.add_(torch.randn_like(p))
+
+    optimizer.register_step_pre_hook(shaken)
+    return optimizer
+
+
+ACROSS = {
+    "Adafactor": lambda params: O.Adafactor(params, lr=1e-2),
+    "own": normalised,
+    "over channels": normalised_over_channels,
+    "Muon": lambda params: O.Muon(matrices(params), lr=1e-2),
+    "small Muon": lambda params: O.Muon(matrices(params), lr=1e-6),
+    "warm Muon": lambda params: warmed_up(O.Muon(matrices(params), lr=1e-2)),
+    "clipped": clipped,
+}
+"""Optimizers that would train shards in another way than whole parameters."""
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_an_optimizer_that_reads_across_parameters_gets_them_whole(name: str) -> None:
+    """Parameters are stored whole; what is computed may be split."""
+    kind = examine(ACROSS[name], nn.ModuleList([Net(), nn.Conv2d(2, 2, 2)]))
+    assert kind.whole_parameters
+    assert "whole parameters on every rank" in str(kind)
+    whole = replace(net().graph, whole_parameters=True)
+    case = make_case(net().model, net().batch, None, ACROSS[name], whole)
+    split = 0
+    for seed in range(3):
+        plan = replace(random_plan(case, 3, seed), optimizer=kind)
+        assert not any(map(_is_cut(plan), plan.graph.role("parameter")))
+        assert verdict(case, plan).ok
+        assert Plan.from_json(plan.to_json()).graph.whole_parameters
+        split += bool(plan.program.used_axes())
+    assert split > 0
+
+
+def _is_cut(plan: Plan) -> Callable[[Input], bool]:
+    return lambda i: plan.program.inputs[i.tensor].sharded
+
+
+def test_a_plan_that_cuts_what_the_optimizer_reads_whole_is_refused() -> None:
+    plans = (random_plan(net(), 3, seed) for seed in range(20))
+    sharded = next(p for p in plans if any(map(_is_cut(p), p.graph.role("parameter"))))
+    kind = OptimizerKind(name="Muon", states=1, whole_parameters=True)
+    content = replace(sharded, optimizer=kind).to_json()
+    with pytest.raises(ValueError, match="is stored in shards, but the optimizer reads it whole"):
+        Plan.from_json(content)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda params: O.Adafactor(params, lr=1e-2), "Adafactor looks across a parameter"),
-        (normalised, "Normalised looks across a parameter"),
-        (normalised_over_channels, "Normalised looks across a parameter"),
-        (lambda params: O.Muon(matrices(params), lr=1e-2), "Muon looks across"),
-        (lambda params: O.Muon(matrices(params), lr=1e-6), "Muon looks across"),
-        (lambda params: warmed_up(O.Muon(matrices(params), lr=1e-2)), "Muon looks across"),
-        (clipped, "SGD looks across"),
-        (lambda params: O.SGD(Net().parameters(), lr=0.1), "trains 7 tensors that are not in params"),
+        (noisy, "SGD trains the same parameters in another way each time"),
+        (
+            lambda params: O.SGD(Net().parameters(), lr=0.1),
+            "trains 7 tensors that are not in params",
+        ),
         (lambda params: O.SGD(params, lr=0.0), "SGD changes no parameter"),
         (lambda params: O.LBFGS(params), "steps? without a closure|closure"),
         (lambda params: O.SparseAdam(list(params)), "fails on small parameters"),
         (lambda params: [], "fails on small parameters|no"),
     ],
-    ids=["Adafactor", "own", "over channels", "Muon", "small Muon", "warm Muon", "clipped", "of others",
-         "no rate", "LBFGS", "SparseAdam", "no optimizer"],
-)  # fmt: skip
-def test_an_optimizer_that_shards_would_mislead_is_refused(make: Any, message: str) -> None:
+    ids=["noisy", "of others", "no rate", "LBFGS", "SparseAdam", "no optimizer"],
+)
+def test_an_optimizer_that_ranks_cannot_run_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         examine(make, nn.ModuleList([Net(), nn.Conv2d(2, 2, 2)]))
     assert torch.get_default_dtype() == torch.float32

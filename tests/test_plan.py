@@ -17,7 +17,8 @@ from hap.capture.tracing import capture
 from hap.cli.plan_screen import program_lines
 from hap.errors import PlanError
 from hap.ir.graph import Graph, Ref
-from hap.ir.plan import FORMAT, OptimizerKind, Plan
+from hap.ir.optimizer_kind import OptimizerKind
+from hap.ir.plan import FORMAT, Plan
 from hap.ir.program import Program
 from hap.plan_simulation import simulate_plan
 from tests.random_plans import Case, benchmark_case, make_case, random_plan

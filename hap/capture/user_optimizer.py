@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hap.errors import HapError, ModelError
-from hap.ir.plan import OptimizerKind
+from hap.ir.optimizer_kind import OptimizerKind
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """``optimizer(params)``, or ``optimizer(named_parameters)``, which gets (name, parameter) pairs."""
@@ -70,12 +70,12 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
     """Take real steps on small parameters, and count the tensors of the optimizer's state.
 
     The parameters have the names, numbers of dims and attributes of the module's trained ones;
-    without a module there is one of two dims. Parameters cut in two must train like the whole ones.
-    A warning names parameters that the optimizer leaves out.
+    without a module there is one of two dims. If parameters cut in two do not train like the whole
+    ones, every rank has to keep them whole. A warning names parameters that the optimizer leaves out.
 
     Raises:
         ModelError: ``optimizer(params)`` fails, returns no optimizer, or returns one that trains
-            other tensors or none, or that reads whole parameters, which shards do not provide.
+            other tensors or none, or that draws random numbers, which differ between ranks.
     """
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad} if module else {}
     models = trained or {"weight": nn.Parameter(torch.zeros(1, 1))}
@@ -98,11 +98,11 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
     finally:
         torch.set_default_dtype(before)
     name = type(optimizer).__name__
-    if not getattr(optimizer, "whole_norms", False) and not alike:
+    across = not alike and not getattr(optimizer, "whole_norms", False)
+    if across and not _equal(whole, _trained(make, models)[2]):
         raise ModelError(
-            f"{name} looks across a parameter: shards don't train like the whole",
-            hint="use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, ...), or Lamb or Lars "
-            "of hap.optim, which ask all ranks; clip gradients by value, or not in the optimizer",
+            f"{name} trains the same parameters in another way each time, as with random numbers",
+            hint="ranks would train different models: use an optimizer that draws no numbers",
         )
     if not any(values.diff(dim=0).any() for values in whole.values()):
         raise ModelError(
@@ -120,7 +120,11 @@ def examine(make: MakeOptimizer, module: nn.Module | None = None) -> OptimizerKi
         state = optimizer.state.get(p, {}).values()
         found = sum(isinstance(t, torch.Tensor) and t.shape == p.shape != () for t in state)
         states = max(states, found)
-    return OptimizerKind(name=name, states=states)
+    return OptimizerKind(name=name, states=states, whole_parameters=across)
+
+
+def _equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return all(torch.equal(values, second[name]) for name, values in first.items())
 
 
 def _trained(

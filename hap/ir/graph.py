@@ -29,24 +29,12 @@ LATE = ("gradient", "returned")
 
 FREE = frozenset(
     f"aten.{op}"
-    for op in [
-        "alias.default",
-        "view.default",
-        "t.default",
-        "transpose.int",
-        "permute.default",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "squeeze.default",
-        "expand.default",
-        "slice.Tensor",
-        "select.int",
-        "unbind.int",
-        "split.Tensor",
-        "split_with_sizes.default",
-    ]
-) | {"mesh.slice"}
+    for op in (
+        "alias.default", "view.default", "t.default", "transpose.int", "permute.default",
+        "unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default", "expand.default",
+        "slice.Tensor", "select.int", "unbind.int", "split.Tensor", "split_with_sizes.default",
+    )
+) | {"mesh.slice"}  # fmt: skip
 """Operators that run no kernel."""
 
 
@@ -148,7 +136,8 @@ class Graph:
     ``rules`` describes operators that the rule table lacks: see
     :mod:`hap.synthesizer.rules.textual_rules`. It is not part of the program, nor of its digest.
     ``products``: the precision at which float32 matrices are multiplied, ``float32`` or ``tfloat32``.
-    It changes prices alone, and a plan file has it in its recipe.
+    It changes prices alone, and a plan file has it in its recipe. ``whole_parameters``: every rank
+    stores trained parameters whole, for an optimizer that reads across them; a plan file has it there.
     """
 
     inputs: tuple[Input, ...]
@@ -157,6 +146,7 @@ class Graph:
     tensors: Mapping[str, Tensor] = field(repr=False)
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     products: str = "float32"
+    whole_parameters: bool = False
 
     def __post_init__(self) -> None:
         self.check()
@@ -395,7 +385,7 @@ def renamed_in_backward(
         nodes.append(node)
     return Graph(
         inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, tensors=tensors,
-        products=graph.products,
+        products=graph.products, whole_parameters=graph.whole_parameters,
     )  # fmt: skip
 
 

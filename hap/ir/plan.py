@@ -23,6 +23,7 @@ from hap.ir.batch import Form, each
 from hap.ir.entry_types import check_entries
 from hap.ir.graph import Graph
 from hap.ir.mesh import Inside, Mesh, Part, divide, offsets
+from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plain_data import read_text
 from hap.ir.plan_checks import check_form, check_programs, check_recipe_names
 from hap.ir.prediction import (
@@ -72,27 +73,6 @@ class Recipe:
     def products(self) -> str:
         """The precision by which products of float32 tensors are priced: see :class:`Graph`."""
         return "tfloat32" if self.float32_matmul_precision in ("high", "medium") else "float32"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerKind:
-    """The optimizer's class, and the number of tensors of a parameter's size in its state."""
-
-    name: str
-    states: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.states} states per parameter)"
-
-    @staticmethod
-    def of(text: str) -> OptimizerKind:
-        """Inverse of ``str``, for plan files before format 4."""
-        name, _, rest = text.partition(" (")
-        states = rest.partition(" ")[0]
-        if not states.isdecimal():
-            what = f"the plan's optimizer, {text!r}, has no number of states"
-            raise PlanError(what, hint="plan anew")
-        return OptimizerKind(name=name, states=int(states))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +394,7 @@ class Plan:
         digests = graph.digest, digest_of(data["cluster"])
         if digests != (data["graph_digest"], data["cluster_digest"]):
             raise PlanError("the plan's contents don't match its digests", hint="plan anew")
-        p, kind = data["prediction"], data["optimizer"]
+        p, optimizer = data["prediction"], OptimizerKind.from_json(data["optimizer"])
         recipe = plan_json.unpacked(Recipe, data.get("recipe", {}), "the recipe")
         check_recipe_names(recipe.float32_matmul_precision, recipe.gradients)
         check_form(recipe.batch, graph)
@@ -429,11 +409,11 @@ class Plan:
         )
         plan = Plan(
             source=plan_json.unpacked(Source, data["source"], "the source"),
-            graph=replace(graph, products=recipe.products),
+            graph=replace(
+                graph, products=recipe.products, whole_parameters=optimizer.whole_parameters
+            ),
             cluster=cluster,
-            optimizer=OptimizerKind.of(kind)
-            if isinstance(kind, str)
-            else plan_json.unpacked(OptimizerKind, kind, "the optimizer"),
+            optimizer=optimizer,
             program=Program.from_json(data["program"]),
             shares=plan_json.read_shares(data["shares"]),
             idle=tuple(data.get("idle", ())),
@@ -446,5 +426,5 @@ class Plan:
             stopped=read_text(data.get("stopped", ""), "`stopped`"),
         )
         check_entries(graph, cluster, prediction)
-        check_programs(graph, plan.program, plan.shares, plan.inside, plan.stages, cluster)
+        check_programs(plan.graph, plan.program, plan.shares, plan.inside, plan.stages, cluster)
         return plan

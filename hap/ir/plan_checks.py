@@ -82,6 +82,10 @@ def _check_program(
             if not _whole(step.bucket):
                 raise ValueError(f"{where} is in the bucket {step.bucket!r}")
     program.check(graph)
+    if graph.whole_parameters:
+        trained = [i for i in graph.role("parameter") if i.target in graph.gradients]
+        if cut := [i.target for i in trained if program.inputs[i.tensor].sharded]:
+            raise ValueError(f"{cut[0]} is stored in shards, but the optimizer reads it whole")
     axes = program.used_axes()
     if shares.keys() != axes.keys():
         raise ValueError(f"shares of {sorted(shares)}, but the program uses {sorted(axes)}")

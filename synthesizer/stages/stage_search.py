@@ -37,7 +37,6 @@ SEARCHED = 8
 NEAR = 1.05
 """Estimated seconds up to which a pipeline is searched, relative to the best plan so far."""
 
-
 Programs = Callable[[StageTask], tuple[Program, Shares] | None]
 """A stage -> the program and shares of a microbatch, if it has one."""
 
@@ -220,6 +219,7 @@ def _check(graph: Graph) -> None:
     """Raise ``HapError`` for a step that the runtime does not run in stages."""
     if any(o.role == "buffer" for o in graph.outputs):
         raise HapError("the step updates buffers, which stages do not")
-    scalars = [i.target for i in graph.role("parameter") if not graph.tensors[i.tensor].shape]
-    if scalars:
+    if graph.whole_parameters:
+        raise HapError("the optimizer reads across parameters, of which a stage holds some")
+    if scalars := [i.target for i in graph.role("parameter") if not graph.tensors[i.tensor].shape]:
         raise HapError(f"{scalars[0]} is a parameter without dims, which no stage can store alone")
