@@ -152,8 +152,9 @@ def build_space(graph: Graph, *, narrow: int = 0) -> Space:
     }
     stored: dict[str, tuple[Placement, ...]] = {i.tensor: (R,) for i in graph.inputs}
     for i in graph.role("parameter"):
-        whole = graph.whole_parameters and i.target in graph.gradients
-        shards = () if whole else _shards(i.tensor, graph, axes)
+        shards = _shards(i.tensor, graph, axes)
+        if graph.whole_parameters and i.target in graph.gradients:
+            shards = ()
         stored[i.tensor] = (R, *(p for p in shards if (i.tensor, p.dim) not in unstorable))
     for i in graph.role("received"):
         stored[i.tensor] = (S(0), R) if axes.axis(i.tensor, 0) else (R,)
