@@ -43,12 +43,14 @@ Observed = dict[str, dict[str, Tensor]]
 def observe_reference(
     model: nn.Module, batch: Batch, loss: Loss | None, optimizer: MakeOptimizer,
     device: torch.device = CPU, *, autocast: str = "", replay: Replay | None = None,
+    limits: torch.dtype = torch.float32,
 ) -> Observed:  # fmt: skip
     """Train the user's module in plain PyTorch on one device; results are on the CPU.
 
     Args:
         autocast: the dtype of automatic mixed precision, unless all floats are float64.
         replay: the random numbers; without it, dropout is off and the other draws are constants.
+        limits: the dtype that the model had when it was captured.
 
     Raises:
         UnlikeDrawsError: the module does not draw the numbers of ``replay``.
@@ -67,7 +69,7 @@ def observe_reference(
 
     @contextlib.contextmanager
     def mode() -> Iterator[None]:
-        with reference_mode(widen, replay), casts_of_cuda():
+        with reference_mode(widen, replay, limits), casts_of_cuda():
             yield
 
     with double_by_default(widen):  # an optimizer computes in its own dtypes, as on the ranks
@@ -86,14 +88,16 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
+def reference_mode(
+    widen: bool, replay: Replay | None = None, limits: torch.dtype = torch.float32
+) -> Iterator[None]:
     """Fix all random numbers and, if ``widen``, replace every float dtype that code names by float64.
 
     Models cast to half precision for speed, and back to float32 for accuracy. In a float64 run
     those casts would dominate the error, and the reference would be less exact than the plan.
     Tensors that the module does not own, such as globals, are converted where they are used.
-    ``torch.finfo`` answers as for float32, as it did when the module was captured; so does
-    ``rms_norm``, whose default for ``eps`` is that of the dtype.
+    ``torch.finfo`` answers for float64 as for ``limits``, as it did when the module was captured; so
+    does ``rms_norm``, whose default for ``eps`` is that of the dtype.
     """
     aten = torch.ops.aten
 
@@ -102,7 +106,7 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
 
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore
             if widen and func in (torch.rms_norm, nn.functional.rms_norm):
-                args = _with_narrow_eps(*args, **(kwargs or {}))
+                args = _with_eps(_finfo(limits).eps, *args, **(kwargs or {}))
                 kwargs = {}
             made = func(*args, **(kwargs or {}))
             if widen and func is torch.tensor and made.is_floating_point():
@@ -156,10 +160,13 @@ def reference_mode(widen: bool, replay: Replay | None = None) -> Iterator[None]:
             return args[0] * drawn * kept_scale(args[1]), drawn
         return made.copy_(drawn)
 
+    def limits_of(dtype: torch.dtype | None = None) -> torch.finfo:
+        return _finfo(limits if dtype in (None, torch.float64) else dtype)
+
     # With a replay, dropout of attention is an operator of its own.
     attention = sdpa_kernel(SDPBackend.MATH) if replay else contextlib.nullcontext()
-    limits: Any = mock.patch.object(torch, "finfo", _narrow_limits if widen else _limits)
-    with double_by_default(widen), attention, limits, Numbers(), Reference():  # type: ignore[no-untyped-call]
+    narrow = mock.patch.object(torch, "finfo", limits_of if widen else _finfo)
+    with double_by_default(widen), attention, narrow, Numbers(), Reference():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -174,18 +181,15 @@ def double_by_default(widen: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-_limits = torch.finfo
+_finfo = torch.finfo
 
 
-def _narrow_limits(dtype: torch.dtype | None = None) -> torch.finfo:
-    return _limits(torch.float32 if dtype in (None, torch.float64) else dtype)
-
-
-def _with_narrow_eps(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> tuple[Any, ...]:
-    """Return the arguments of ``rms_norm`` with the ``eps`` of float32 as the default."""
-    return x, normalized_shape, weight, _limits(torch.float32).eps if eps is None else eps
+def _with_eps(
+    default: float, x: Tensor, normalized_shape: Any, weight: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of ``rms_norm`` with another default."""
+    return x, normalized_shape, weight, default if eps is None else eps
 
 
 def widened(module: nn.Module) -> nn.Module:
@@ -293,4 +297,4 @@ def settle(module: nn.Module) -> None:
 
 def rounding(gradient: Tensor, largest: float) -> float:
     """Return the magnitude below which a gradient is pure rounding error of the largest one."""
-    return VANISHES * _limits(gradient.dtype).eps * largest
+    return VANISHES * _finfo(gradient.dtype).eps * largest

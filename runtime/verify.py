@@ -162,13 +162,16 @@ def _references(
     observer: Observer, loss: Loss | None, drawn: list[list[Draw]] | None
 ) -> tuple[Observed, Observed | None]:
     """Return the module's results in float64 and, if the ranks' precision is lower, in theirs."""
+    graph = observer.plan.graph
+    given = {graph.tensors[i.tensor].dtype for i in graph.role("parameter")}
+    limits = torch.float64 if "float64" in given else torch.float32
 
     def run(model: nn.Module, batch: Batch) -> Observed:
         replay = None if drawn is None else Replay(drawn)
         try:
             return observe_reference(
                 model, batch, loss, observer.optimizer, observer.device,
-                autocast=observer.plan.recipe.autocast, replay=replay,
+                autocast=observer.plan.recipe.autocast, replay=replay, limits=limits,
             )  # fmt: skip
         except (HapError, UnlikeDrawsError):
             raise

@@ -41,6 +41,21 @@ def default_eps(net: Net, x: Tensor) -> Tensor:
     return (F.rms_norm(small, (8,)) + net.normalized(small)).square().mean()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_defaults_that_depend_on_the_dtype_are_those_of_the_capture(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+
+    def limited(net: Net, x: Tensor) -> Tensor:
+        return default_eps(net, x) / (x.abs().amin() + torch.finfo(x.dtype).eps * 1e3)
+
+    # What was bfloat16 may be float32 by now: torch.finfo answers for float64 alone as captured.
+    forward = default_eps if dtype == torch.bfloat16 else limited
+    net = Net(forward, normalized=nn.RMSNorm(8)).to(dtype)
+    x = torch.randn(8, 8, dtype=dtype)
+    case = make_case(net, x, graph=with_rules(capture(net, x), {}))
+    assert verdict(case, random_plan(case, 2, 0)).ok
+
+
 @pytest.mark.parametrize(
     "forward", [covariance, labels_of_some_classes, checked_variance, default_eps]
 )
