@@ -224,6 +224,11 @@ def number_decides(net: Net, x: Tensor) -> Tensor:
     return net.layer(x if x.sum().item() > 0 else x * 2).square().mean()
 
 
+def pairs_of_rows(net: Net, x: Tensor) -> Tensor:
+    """torch picks the pairs by a mask, which fake tensors do not know."""
+    return net.layer(x).sum() + torch.combinations(x[:, 0]).sum()
+
+
 def number_is_a_size(net: Net, x: Tensor) -> Tensor:
     return net.layer(x)[: int((x > 0).sum())].square().mean()
 
@@ -273,7 +278,7 @@ def caller_catches_the_error(net: Net, x: Tensor) -> Tensor:
     "forward",
     [
         buffer_decides, batch_decides, chance_decides, drawn_into_zeros, batch_copied_into_zeros,
-        number_decides, number_is_a_size, number_is_a_length, number_is_a_key, number_is_in_a_set, floats_decide, error_is_caught, caller_catches_the_error,
+        number_decides, pairs_of_rows, number_is_a_size, number_is_a_length, number_is_a_key, number_is_in_a_set, floats_decide, error_is_caught, caller_catches_the_error,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

@@ -80,7 +80,7 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_selected(traced: fx.GraphModule) -> None:
     """Raise an error of a shape that depends on data if others than :func:`ctc_loss` read selected elements."""
-    _, shape_error, _ = torch_private.data_dependent_errors()
+    _, shape_error, *_ = torch_private.data_dependent_errors()
     graphs = (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule))  # and checkpoints
     for node in (n for graph in graphs for n in graph.nodes if n.target is masked_select):
         if not all(user.target in _READERS and _targets(user) is node for user in node.users):

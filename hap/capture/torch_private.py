@@ -159,9 +159,12 @@ def storage_number(tensor: torch.Tensor) -> int:
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of fake tensors when Python asks for data that they lack."""
     from torch._subclasses import fake_tensor
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as Guard
+    from torch.fx.experimental import symbolic_shapes as shapes
 
-    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, Guard
+    return (
+        fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+        shapes.GuardOnDataDependentSymNode, shapes.PendingUnbackedSymbolNotFound,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
