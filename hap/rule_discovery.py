@@ -89,10 +89,16 @@ def discovered(call: Call) -> Discovery:
     Raises:
         UnsupportedOpError: no row can describe the operator: it draws random numbers, writes into
             its inputs, or makes shapes of data.
-        NoSampleError: the operator runs on no sample.
+        NoSampleError: the operator runs on no sample, or a result is one number in all of them.
     """
     samples, tolerance = samples_of(call)
     cases = [Case(sample, tolerance) for sample in samples]
+    if not all(_varies(out, cases) for out in cases[0].whole):
+        raise NoSampleError(
+            f"operator {call.node.op} makes one number alone of random inputs, which shows no row",
+            where=call.node.source,
+            hint="write its rule in the model file: see docs/rules.md",
+        )
     first = cases[0]
     rows = _true_rows(first)
     rows = [
@@ -107,6 +113,12 @@ def discovered(call: Call) -> Discovery:
         shapes=tuple(dict.fromkeys(_shapes(case) for case in cases)),
         trials=len(cases) * len(cuts(6)), tolerance=tolerance,
     )  # fmt: skip
+
+
+def _varies(out: str, cases: Sequence[Case]) -> bool:
+    """Return whether a result has several numbers, so that a wrong placement of it shows."""
+    made = torch.cat([case.whole[out].detach().flatten().cpu() for case in cases])
+    return made.numel() == 0 or len(made.unique()) > 1
 
 
 def _true_rows(case: Case) -> list[Row]:

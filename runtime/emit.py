@@ -287,9 +287,12 @@ class Emitter:
         """Return whether this rank has no elements here: its shards are empty, its terms zero.
 
         Many kernels refuse empty dims, so none is called. A replicated result must be computed
-        all the same.
+        all the same. A tensor that is empty on one device says nothing of a rank.
         """
-        values = [v for v in (*self._used(step), *self._made(step)) if v.placement.sharded]
+        values = [
+            v for v in (*self._used(step), *self._made(step))
+            if v.placement.sharded and self.graph.tensors[v.tensor].numel
+        ]  # fmt: skip
         replicated = any(v.placement == R for v in self._made(step))
         return not replicated and any(0 in self._shape(v) for v in values)
 

@@ -41,6 +41,19 @@ def default_eps(net: Net, x: Tensor) -> Tensor:
     return (F.rms_norm(small, (8,)) + net.normalized(small)).square().mean()  # type: ignore[operator]
 
 
+def test_tensors_that_are_empty_on_one_device_leave_every_rank_its_share() -> None:
+    def pieces(net: Net, x: Tensor) -> Tensor:
+        y = net.linear(x)
+        kept = [part.square().sum() for part in torch.split(y, [3, 5, 0], 1)]
+        nothing = torch.addmm(y, x.new_zeros(8, 0), x.new_zeros(0, 8))
+        return sum(kept) + torch.cat([nothing, y[:, :0]], 1).mean()  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    case = make_case(Net(pieces), torch.randn(8, 8))
+    for seed in range(6):
+        assert verdict(case, random_plan(case, 2 + seed % 2, seed)).ok
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_defaults_that_depend_on_the_dtype_are_those_of_the_capture(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

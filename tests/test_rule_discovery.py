@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import hap
+from hap.capture.tracing import capture
 from hap.cli.commands import main
 from hap.cli.plan_screen import plan_screen
 from hap.cli.terminal import console
@@ -21,7 +22,8 @@ from hap.ir.graph import Tensor as Described
 from hap.ir.placement import P, R, S
 from hap.ir.plan import Plan
 from hap.rule_check import gives
-from hap.rule_discovery import calls_of, discovered
+from hap.rule_discovery import NoSampleError, calls_of, discovered
+from hap.rule_sources import with_rules
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.textual_rules import kind, written_flops, written_rows
@@ -201,6 +203,32 @@ def test_operators_without_valid_rows_are_refused_with_a_reason(op: str, reason:
     with pytest.raises(UnsupportedOpError, match=reason) as error:
         discovered(calls_of(op)[0])
     assert error.value.hint
+
+
+class Distances(nn.Module):
+    """The backward finds the largest difference by the distance, which random numbers never equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.linear(x), x.roll(1, 0), p=float("inf")).square().mean()
+
+
+def test_results_that_are_zero_for_random_inputs_show_no_row() -> None:
+    torch.manual_seed(0)
+    net, x = Distances(), torch.randn(6, 5, 4)
+    said: list[str] = []
+    graph = with_rules(capture(net, x), {}, progress=said.append)
+    backward = next(n for n in graph.nodes if n.op == "aten._cdist_backward.default")
+    call = Call(node=backward, tensors=graph.tensors)
+    with pytest.raises(NoSampleError, match="makes one number alone of random inputs"):
+        discovered(call)
+    assert "origin replicated" in graph.rules[kind(call)]
+    case = make_case(net, x, graph=graph)
+    for seed in range(3):
+        assert verdict(case, random_plan(case, 2 + seed % 2, seed)).ok
 
 
 def test_under_strict_rules_the_message_names_the_command() -> None:
