@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.coverage_results import KINDS, LIMIT_S, Found, counts, entries, figures, read_every
+from benchmarks.coverage_results import (
+    KINDS,
+    LIMIT_S,
+    Found,
+    counts,
+    entries,
+    figures,
+    read_every,
+    read_operators,
+)
 
 INTRODUCTION = """\
 # Models
@@ -56,6 +65,20 @@ they do not suit it, is counted apart.
 {failed}
 """
 
+OPERATORS = """\
+## Every operator of torch's tests
+
+`python -m benchmarks.every_operator` makes a model of each differentiable operator that torch lists for its own tests (`OpInfo`): the
+operator's inputs, times trained numbers, and the sum of the squares of its results. Random plans on two and three emulated ranks are compared with
+one device in float64, for two of torch's inputs each. An operator whose model does not train by itself on these inputs is counted apart.
+
+| listed | verified | not verified | does not train on its inputs | largest error |
+|---|---|---|---|---|
+| {listed} | {verified} | {failed} | {alone} | {worst} |
+
+{reasons}
+"""
+
 ENDING = """\
 ## Unsupported models
 
@@ -104,7 +127,9 @@ def document(results: Mapping[str, Found]) -> str:
     slow = list(_slow(results))
     if slow:
         parts.append(f"## Planned in more than {LIMIT_S:.0f} s\n\n{', '.join(slow)}.\n")
-    return "\n".join([*parts, every_language_model(read_every()), ENDING])
+    return "\n".join(
+        [*parts, every_language_model(read_every()), every_operator(read_operators()), ENDING]
+    )
 
 
 def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
@@ -130,6 +155,20 @@ def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
         "\n".join(["| configuration | kind | reason |", "|---|---|---|", *others]) if others else ""
     )
     return EVERY.format(version=version, table=table, worst=f"{worst:.0e}", failed=failed)
+
+
+def every_operator(results: Mapping[str, Found]) -> str:
+    """Return the section on :mod:`benchmarks.every_operator`."""
+    if not results:
+        return ""
+    errors = [found["error"] for found in results.values() if found.get("ok")]
+    failed = {n: found["reason"] for n, found in results.items() if found.get("ok") is False}
+    lines = ["| operator | reason |", "|---|---|", *(f"| {n} | {r} |" for n, r in failed.items())]
+    return OPERATORS.format(
+        listed=len(results), verified=len(errors), failed=len(failed),
+        alone=sum("alone" in found for found in results.values()),
+        worst=f"{max(errors, default=0.0):.0e}", reasons="\n".join(lines) if failed else "",
+    )  # fmt: skip
 
 
 def _row(entry: Any, found: Found) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "data" / "coverage.json"
 EVERY = Path(__file__).parent / "data" / "every_transformer.json"
+OPERATORS = Path(__file__).parent / "data" / "every_operator.json"
 KINDS = {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}
 """Kinds of language models of :mod:`benchmarks.every_transformer`, and their names on the page."""
 
@@ -51,6 +52,11 @@ def read() -> dict[str, Found]:
 def read_every() -> dict[str, dict[str, Found]]:
     """The results of :mod:`benchmarks.every_transformer`: kind -> class of the configuration -> result."""
     return json.loads(EVERY.read_text()) if EVERY.exists() else {}
+
+
+def read_operators() -> dict[str, Found]:
+    """The results of :mod:`benchmarks.every_operator`: name -> result."""
+    return json.loads(OPERATORS.read_text()) if OPERATORS.exists() else {}
 
 
 def summary(found: Found) -> str:

@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.coverage import by_chance
+from benchmarks.coverage_results import OPERATORS, Found
 from hap.capture.tracing import capture
 from hap.errors import HapError
 from hap.rule_sources import with_rules
 from tests.random_plans import make_case, verdict
 
-RESULTS = Path(__file__).parent / "data" / "every_operator.json"
 WORLDS = (2, 3)
-
-Found = dict[str, Any]
 
 
 class Applied(nn.Module):
@@ -135,14 +132,10 @@ def main() -> None:
         results[name] = found = verify(name)
         if options.only or not found.get("ok") or time.perf_counter() - start > 20:
             print(f"{name:44} {time.perf_counter() - start:5.1f} s  {found}", flush=True)
-    print(
-        {
-            what: sum(what in found for found in results.values())
-            for what in ("rules", "reason", "alone")
-        }
-    )
+    kinds = {"ok": "rules", "refused": "reason", "alone": "alone"}
+    print({what: sum(key in found for found in results.values()) for what, key in kinds.items()})
     if not options.only:
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        OPERATORS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
