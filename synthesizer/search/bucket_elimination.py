@@ -77,7 +77,8 @@ def minimise(
     reduced = Reduced(Pool(), unary, pairs)
     hubs: list[int] = []
     plan = _best_order(tuple(reduced.sizes), tuple(reduced.edges))
-    while plan.largest > LARGEST_TABLE and len(hubs) < HUBS and most_entries > LARGEST_TABLE:
+    most_hubs = HUBS if most_entries > LARGEST_TABLE else 0  # all labels together have more entries
+    while plan.largest > LARGEST_TABLE and len(hubs) < most_hubs:
         hubs.append(_hub(reduced, hubs))
         sizes = [1 if v in hubs else size for v, size in enumerate(reduced.sizes)]
         edges = [e for e in reduced.edges if not {*e} & {*hubs}]

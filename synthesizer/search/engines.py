@@ -29,10 +29,11 @@ def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
     Raises:
         TooWide: the tables of :func:`hap.synthesizer.search.bucket_elimination.minimise` are too large.
     """
+    small = len(unary) <= SMALL
     try:
-        found = minimise(unary, pairs, EASY if len(unary) <= SMALL else MOST_ENTRIES)
+        found = minimise(unary, pairs, QUICK if small else MOST_ENTRIES)
     except TooWide:
-        if len(unary) <= SMALL and (proved := bound(unary, pairs)).status is SearchStatus.OPTIMAL:
+        if small and (proved := bound(unary, pairs)).status is SearchStatus.OPTIMAL:
             return proved
         found = minimise(unary, pairs)
     if found is None or found.cost >= FORBIDDEN:
@@ -56,7 +57,7 @@ def bound(unary: Unary, pairs: Pairs) -> SearchResult:
 SMALL = 2000
 """Variables up to which a short A* takes less than a second. Deep models have more; their tables repeat."""
 
-EASY = 1 << 26
+QUICK = 1 << 26
 """Entries of all tables up to which elimination takes less than half a second."""
 
 FEW = 1 << 16
