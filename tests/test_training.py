@@ -80,7 +80,9 @@ def test_batch_norm_has_the_statistics_of_the_global_batch(options: dict[str, An
 
 def test_vanishing_gradients_count_as_rounding() -> None:
     """A bias before a batch norm has none; from rounding, Adam makes a whole step in float32."""
-    torch.manual_seed(0)  # with one seed in eight the rounding of float32 exceeds what counts as such
+    torch.manual_seed(
+        0
+    )  # with one seed in eight the rounding of float32 exceeds what counts as such
     case = make_case(Images(), images())
     for world, seed in PLANS:
         found = verdict(case, random_plan(case, world, seed), dtype="float32")
