@@ -117,7 +117,7 @@ def discovered(call: Call) -> Discovery:
 
 def _varies(out: str, cases: Sequence[Case]) -> bool:
     """Return whether a result has several numbers, so that a wrong placement of it shows."""
-    made = torch.cat([case.whole[out].detach().flatten().cpu() for case in cases])
+    made = torch.cat([case.whole[out].flatten() for case in cases])
     return made.numel() == 0 or len(made.unique()) > 1
 
 

@@ -61,7 +61,7 @@ def test_defaults_that_depend_on_the_dtype_are_those_of_the_capture(dtype: torch
     def limited(net: Net, x: Tensor) -> Tensor:
         return default_eps(net, x) / (x.abs().amin() + torch.finfo(x.dtype).eps * 1e3)
 
-    # What was bfloat16 may be float32 by now: torch.finfo answers for float64 alone as captured.
+    # The comparison's torch.finfo knows float32 and float64 models, no bfloat16 ones.
     forward = default_eps if dtype == torch.bfloat16 else limited
     net = Net(forward, normalized=nn.RMSNorm(8)).to(dtype)
     x = torch.randn(8, 8, dtype=dtype)
