@@ -18,6 +18,7 @@ from hap.capture.user_optimizer import examine, make_optimizer
 from hap.errors import InputError, ModelError
 from hap.ir.batch import call
 from hap.ir.graph import Input
+from hap.ir.mesh import divide
 from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plan import Plan
 from hap.optim import Lamb, Lars, tensor_norms
@@ -25,6 +26,7 @@ from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import GradScaler, HapModule
 from tests.random_plans import Case, make_case, random_plan, verdict
+from tests.test_two_axes import random_mesh_plan
 
 CPU = torch.device("cpu")
 PLANS = ((2, 0), (3, 1), (5, 2))
@@ -307,6 +309,23 @@ def test_an_optimizer_that_reads_across_parameters_gets_them_whole(name: str) ->
         assert Plan.from_json(plan.to_json()).graph.whole_parameters
         split += bool(plan.program.used_axes())
     assert split > 0
+
+
+def test_whole_parameters_stay_whole_over_two_mesh_axes() -> None:
+    whole = replace(net().graph, whole_parameters=True)
+    case = make_case(net().model, net().batch, None, ACROSS["Muon"], whole)
+    for seed in range(2):
+        plan = random_mesh_plan(case, 2, 2, seed)
+        assert plan.inside is not None
+        inner = plan.inside.program.inputs
+        for i in plan.graph.role("parameter"):
+            assert not plan.program.inputs[i.tensor].sharded
+        assert not any(p.sharded for t, p in inner.items() if t in _stored(plan))
+        assert verdict(case, plan).ok
+
+
+def _stored(plan: Plan) -> set[str]:
+    return {i.tensor for i in divide(plan.graph, plan.program, plan.shares).role("parameter")}
 
 
 def _is_cut(plan: Plan) -> Callable[[Input], bool]:
