@@ -34,7 +34,7 @@ from hap.synthesizer.device_selection import (
 from hap.synthesizer.pins import pinned, read_pins
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
-from hap.synthesizer.search.engines import bound, engine_named
+from hap.synthesizer.search.engines import bound, eliminate_or_bound, engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.share_alignment import aligned
@@ -106,16 +106,35 @@ def choose_in_space(
 ) -> PlannedPair:
     """The best pair of the whole space, or of a narrower one if that is too wide to search.
 
-    If all are, the engine ``bounded`` searches the whole space; it may be cut short.
+    A narrower space counts if its first program beats that of A* over the whole one; A* may be cut short.
     """
+
+    def first(space: Space, engine: Engine) -> Merit:
+        synthesizer = _synthesizer(space, cluster, states, options, engine)
+        return synthesizer.cheapest(next(synthesizer.starts())).estimated_merit
+
     progress("stating the rules")
-    ways = (*NARROW, "everything free, by A* where elimination is too large")
-    for narrow, (left, others) in enumerate(pairwise(ways)):
-        try:
-            return choose(build_space(graph, narrow=narrow), cluster, states, options, progress)
-        except TooEntangledError:
-            progress(f"the graph is too entangled to search with {left}; now with {others}")
-    return choose(build_space(graph), cluster, states, options, progress, bound)
+    whole, exact = build_space(graph), engine_named(options.engine)
+    try:
+        return choose(whole, cluster, states, options, progress)
+    except TooEntangledError:
+        beaten = first(whole, bound)
+    for narrow, (left, now) in enumerate(pairwise(NARROW), 1):
+        progress(f"the graph is too entangled to search with {left}; now with {now}")
+        space = build_space(graph, narrow=narrow)
+        with contextlib.suppress(TooEntangledError):
+            if first(space, exact) > beaten:
+                break  # even narrower ones are no better
+            return choose(space, cluster, states, options, progress, eliminate_or_bound)
+    progress("the graph is too entangled for the exact search; now with everything free, by A*")
+    return choose(whole, cluster, states, options, progress, bound)
+
+
+def _synthesizer(
+    space: Space, cluster: Cluster, states: int, options: PlanOptions, engine: Engine
+) -> Synthesizer:
+    allowed = pinned(space, read_pins(space.graph, options.pins)) if options.pins else None
+    return Synthesizer(space, cluster, states, allowed, engine)
 
 
 def choose(
@@ -141,8 +160,7 @@ def choose(
     if options.pins and (options.stages or options.mesh):
         other = "--stages" if options.stages else "--mesh"
         raise InputError(f"pins are for plans without {other}", hint=f"leave out {other} or --pin")
-    allowed = pinned(space, read_pins(space.graph, options.pins)) if options.pins else None
-    synthesizer = Synthesizer(space, cluster, optimizer_states, allowed, engine)
+    synthesizer = _synthesizer(space, cluster, optimizer_states, options, engine)
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:

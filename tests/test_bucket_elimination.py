@@ -19,7 +19,7 @@ from hap.ir.program import Compute
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.rules.rule_table import Row
-from hap.synthesizer.search import bucket_elimination, table_pool
+from hap.synthesizer.search import bucket_elimination, reduction, table_pool
 from hap.synthesizer.search.bucket_elimination import (
     FORBIDDEN,
     HUBS,
@@ -29,10 +29,22 @@ from hap.synthesizer.search.bucket_elimination import (
     minimise,
 )
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
-from hap.synthesizer.search.dominance import Reduced
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.search.table_pool import Pool
 from tests.small_plan import node, tensor
+
+
+@pytest.fixture
+def no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable is replaced before the elimination."""
+    monkeypatch.setattr(reduction, "MOST_NEIGHBOURS", -1)
+
+
+@pytest.fixture(params=[-1, 1, 2])
+def some_reduction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variables are replaced before the elimination, or those with one neighbour or two."""
+    monkeypatch.setattr(reduction, "MOST_NEIGHBOURS", request.param)
+
 
 # --- tables --------------------------------------------------------------------------------
 
@@ -77,6 +89,7 @@ def everything(unary: Sequence[Costs]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(len(costs)) for costs in unary))
 
 
+@pytest.mark.usefixtures("some_reduction")
 @pytest.mark.parametrize("kind", ["sparse", "clique", "disconnected", "forbidden"])
 def test_elimination_finds_the_minimum(kind: str) -> None:
     infeasible = 0
@@ -94,6 +107,7 @@ def test_elimination_finds_the_minimum(kind: str) -> None:
     assert infeasible <= 80
 
 
+@pytest.mark.usefixtures("some_reduction")
 def test_ties_are_broken_alike_every_time() -> None:
     for seed in range(30):
         unary, pairs = random_tables("sparse", seed)
@@ -106,6 +120,7 @@ def test_ties_are_broken_alike_every_time() -> None:
     assert (zeros.cost, zeros.labels) == (0, (0, 0, 0, 0))
 
 
+@pytest.mark.usefixtures("some_reduction")
 def test_many_forbidden_entries_do_not_overflow() -> None:
     """Cases: components without a solution, a star of 127 forbidden pairs, a forbidden chain."""
     bad = np.full(2, FORBIDDEN, dtype=np.int64)
@@ -116,6 +131,7 @@ def test_many_forbidden_entries_do_not_overflow() -> None:
     assert minimise([np.zeros(2, np.int64)] * 300, chain) is None
 
 
+@pytest.mark.usefixtures("some_reduction")
 def test_allowed_labellings_may_cost_more_than_forbidden_ones() -> None:
     """High prices on many variables add up to more than ``FORBIDDEN`` and forbid nothing."""
     high = np.array([1 << 51, (1 << 51) + 1], dtype=np.int64)
@@ -125,6 +141,7 @@ def test_allowed_labellings_may_cost_more_than_forbidden_ones() -> None:
     assert found.cost == (100 << 51) + 50 > FORBIDDEN
 
 
+@pytest.mark.usefixtures("no_reduction")
 def test_long_chains_stay_narrow() -> None:
     n = 300
     rng = random.Random(0)
@@ -151,6 +168,7 @@ def test_a_table_too_large_is_refused_before_it_is_made() -> None:
     assert str(labels**14) in str(error.value)
 
 
+@pytest.mark.usefixtures("no_reduction")
 @pytest.mark.parametrize("held", [1 << 28, 12, 0], ids=["all held", "some", "none"])
 @pytest.mark.parametrize("kind", ["sparse", "clique", "forbidden"])
 def test_fixing_hubs_changes_nothing(kind: str, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +193,7 @@ def test_fixing_hubs_changes_nothing(kind: str, held: int, monkeypatch: pytest.M
     assert refused < 30
 
 
-# --- dominance -----------------------------------------------------------------------------
-
-
+@pytest.mark.usefixtures("some_reduction")
 @pytest.mark.parametrize("kind", ["sparse", "clique", "forbidden"])
 def test_large_tables_give_the_same_labels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [random_tables(kind, seed) for seed in range(30)]
@@ -205,44 +221,6 @@ def test_fill_counts_the_entries_between_neighbours_without_a_table() -> None:
             sizes[a] * sizes[b] for a, b in itertools.combinations(near[0], 2) if b not in near[a]
         )
         assert bucket_elimination._fill(0, sizes, near) == expected
-
-
-@pytest.mark.parametrize("kind", ["sparse", "clique", "disconnected", "forbidden"])
-def test_a_problem_without_dominated_labels_has_the_same_minimum(kind: str) -> None:
-    dropped = 0
-    for seed in range(100):
-        unary, pairs = random_tables(kind, seed)
-        best = min(cost_of(labels, unary, pairs) for labels in everything(unary))
-        reduced = Reduced(Pool(), unary, pairs)
-        left = min(cost_of(labels, unary, pairs) for labels in itertools.product(*reduced.kept))
-        assert min(left, FORBIDDEN) == min(best, FORBIDDEN), seed
-        dropped += sum(map(len, unary)) - sum(reduced.sizes)
-    assert dropped >= 100, "tests little"
-
-
-def test_no_kept_label_is_dominated() -> None:
-    """Check the definition on the original tables."""
-    for seed in range(60):
-        unary, pairs = random_tables("sparse", seed)
-        kept = Reduced(Pool(), unary, pairs).kept
-        tables = {**pairs, **{(v, u): t.T for (u, v), t in pairs.items()}}
-        for v, labels in enumerate(kept):
-            for a, b in itertools.permutations(labels, 2):
-                gap = int(unary[v][a]) - int(unary[v][b])
-                for (first, u), t in tables.items():
-                    if first == v:
-                        gap += min(int(t[a, x]) - int(t[b, x]) for x in kept[u])
-                assert gap < 0, (seed, v, a, b)
-
-
-def test_a_label_is_kept_if_it_is_the_cheaper_one_somewhere() -> None:
-    """Label 0 of the first is cheaper with label 0 of the second, label 1 with label 1."""
-    pairs = {(0, 1): np.array([[0, 5], [5, 0]], np.int64)}
-    reduced = Reduced(Pool(), [np.zeros(2, np.int64), np.zeros(2, np.int64)], pairs)
-    assert reduced.kept == [(0, 1), (0, 1)]
-    dear = np.array([0, 5], np.int64)  # label 1 of the first now never saves as much as it costs
-    reduced = Reduced(Pool(), [dear, np.zeros(2, np.int64)], pairs)
-    assert reduced.kept == [(0,), (0,)]
 
 
 def test_equal_tables_are_one() -> None:
@@ -277,6 +255,7 @@ def eliminations(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return made
 
 
+@pytest.mark.usefixtures("no_reduction")
 def test_layers_that_repeat_are_eliminated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (eliminations(layers, monkeypatch) for layers in (40, 160))
     assert 0 < many <= few + 8

@@ -5,7 +5,7 @@ one choice, the partial program with the least bound on its completions (Zhang e
 DNN Training on Heterogeneous GPU Clusters with Automated Program Synthesis", EuroSys 2024). It
 differs from the paper in three ways:
 
-* variables with few neighbours are eliminated first, by :mod:`.variable_elimination`;
+* dominated labels and variables with few neighbours are removed first, by :mod:`.reduction`;
 * the bound comes from :mod:`.mini_buckets`, after :mod:`.soft_arc_consistency`. It never falls along
   a path, so the first complete program taken is the cheapest;
 * choices are made in the order of the bucket tree, so that few variables are on the *frontier*:
@@ -30,9 +30,10 @@ from hap.synthesizer.search.mini_buckets import (
     mini_bucket_elimination,
     search_order,
 )
+from hap.synthesizer.search.reduction import Reduced
 from hap.synthesizer.search.search_result import INFEASIBLE, Pairs, SearchResult, Unary, cost_of
 from hap.synthesizer.search.soft_arc_consistency import reparametrize, simplify
-from hap.synthesizer.search.variable_elimination import eliminate_variables
+from hap.synthesizer.search.table_pool import Pool
 
 TABLE_ENTRIES = 1 << 20
 """Limit of entries of a table of the bound: 8 MiB. Larger tables are tighter and slower to build."""
@@ -63,14 +64,15 @@ def search(
     """
     if not all(len(costs) for costs in unary):
         return INFEASIBLE
-    remaining = eliminate_variables(unary, pairs)
-    if remaining.constant >= FORBIDDEN or any(c.min() >= FORBIDDEN for c in remaining.unary):
+    reduced = Reduced(Pool(), unary, pairs)
+    if not reduced.feasible:
         return INFEASIBLE
-    order = search_order([len(costs) for costs in remaining.unary], remaining.pairs)
-    reparametrized = reparametrize(remaining.unary, remaining.pairs, order, sweeps)
+    left, joined = reduced.tables
+    order = search_order([len(costs) for costs in left], joined)
+    reparametrized = reparametrize(left, joined, order, sweeps)
     if reparametrized is None:
         return INFEASIBLE
-    constant = remaining.constant + reparametrized.constant
+    constant = reduced.constant + reparametrized.constant
     simplified = simplify(reparametrized.unary, reparametrized.pairs)
     tree = mini_bucket_elimination(simplified.unary, simplified.pairs, table_entries)
     if tree.base >= FORBIDDEN:
@@ -81,13 +83,13 @@ def search(
         if run.exhausted:
             return INFEASIBLE
         return SearchResult(bound, None)
-    chosen = [0] * len(remaining.variables)
+    chosen = [0] * len(left)
     for level, choice in zip(tree.levels, run.best.choices(), strict=True):
         chosen[level.variable] = simplified.labels[level.variable][choice]
-    labels = remaining.labels(chosen)
+    labels = reduced.labels(chosen)
     cost = cost_of(labels, unary, pairs)
     assert cost == run.best.bound + constant, "a complete program costs its bound"
-    return SearchResult(bound, Labelling(cost=cost, labels=tuple(labels)))
+    return SearchResult(bound, Labelling(cost=cost, labels=labels))
 
 
 class _Partial(NamedTuple):

@@ -1,13 +1,14 @@
 """The search engines by name.
 
-``exact`` is bucket elimination, the fastest if its tables fit; in a small graph whose tables are large,
-after a short ``astar``, whose result is taken if it is proved. ``bounded`` is ``exact`` if the tables
-fit, else a short ``astar``. ``astar`` is HAP's own search with a better bound; its tables and the number of
+``exact`` is bucket elimination, the fastest if its tables fit; where they are large, and in a small graph
+already where they are not small, a short ``astar`` comes first, whose result is taken if it is proved.
+``bounded`` is ``exact`` if the tables fit, else a short ``astar``. ``astar`` is HAP's own search with a better bound; its tables and the number of
 its expansions are limited. ``cpsat`` is an independent solver that checks the other two.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from hap.errors import InputError
@@ -27,26 +28,40 @@ def eliminate(unary: Unary, pairs: Pairs) -> SearchResult:
     """Return an optimal result.
 
     Raises:
-        TooWide: the tables of :func:`hap.synthesizer.search.bucket_elimination.minimise` are too large.
+        TooWide: the tables of :func:`hap.synthesizer.search.bucket_elimination.minimise` are too large,
+            and a short A* proves no result.
     """
-    small = len(unary) <= SMALL
-    try:
-        found = minimise(unary, pairs, QUICK if small else MOST_ENTRIES)
-    except TooWide:
-        if small and (proved := bound(unary, pairs)).status is SearchStatus.OPTIMAL:
-            return proved
-        found = minimise(unary, pairs)
-    if found is None or found.cost >= FORBIDDEN:
-        return INFEASIBLE
-    return SearchResult(found.cost, found)
+    found, too_wide = _searched(unary, pairs)
+    if too_wide:
+        raise too_wide
+    return found
 
 
 def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
     """Run bucket elimination if its tables fit, else A* with :data:`FEW` expansions."""
+    return _searched(unary, pairs)[0]
+
+
+def _searched(unary: Unary, pairs: Pairs) -> tuple[SearchResult, TooWide | None]:
+    """Return a result, and why it is not proved."""
+    small = len(unary) <= SMALL
     try:
-        return eliminate(unary, pairs)
-    except TooWide:
-        return bound(unary, pairs)
+        return _eliminated(unary, pairs, QUICK if small else MOST_ENTRIES), None
+    except TooWide as error:
+        found, too_wide = bound(unary, pairs), error
+    if found.status in (SearchStatus.OPTIMAL, SearchStatus.INFEASIBLE):
+        return found, None
+    if small:
+        with contextlib.suppress(TooWide):
+            return _eliminated(unary, pairs, MOST_ENTRIES), None
+    return found, too_wide
+
+
+def _eliminated(unary: Unary, pairs: Pairs, most_entries: int) -> SearchResult:
+    found = minimise(unary, pairs, most_entries)
+    if found is None or found.cost >= FORBIDDEN:
+        return INFEASIBLE
+    return SearchResult(found.cost, found)
 
 
 def bound(unary: Unary, pairs: Pairs) -> SearchResult:

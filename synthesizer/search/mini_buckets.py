@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Elimination, table_size
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, elimination_order
 from hap.synthesizer.search.search_result import Pairs, Unary
 
 
@@ -115,7 +115,7 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list
     It reverses an elimination order, by branches of the bucket tree: depth first, small
     branches before large ones, so that few variables are on the frontier at a time.
     """
-    steps = Elimination(sizes, pairs).order(table_size, math.inf, math.inf).steps
+    steps = elimination_order(sizes, pairs).steps
     turn = {v: k for k, (v, _) in enumerate(steps)}
     children: dict[int | None, list[int]] = {None: []}
     weight: dict[int, int] = {}

@@ -41,6 +41,7 @@ class Pool:
         ] = {}  # keeps the array, so that its id stays unique
         self._made: dict[object, int] = {}
         self._kept: dict[object, tuple[int, ...]] = {}
+        self._minima: dict[object, tuple[int, int, Labels]] = {}
         self._held = 0
         self._passing: set[int] = set()
 
@@ -92,12 +93,34 @@ class Pool:
         """Return the table with only these labels of its first variable."""
         return self._once((number, labels), lambda: self.tables[number][list(labels)])
 
-    def added(self, costs: int, row: int) -> int:
-        """Return a variable's costs plus its pair's, if the pair's first variable has one label."""
-        return self._once(
-            (costs, row, "added"),
-            lambda: np.minimum(self.tables[costs] + self.tables[row][0], FORBIDDEN),
-        )
+    def row(self, number: int) -> int:
+        """Return the only row of a table whose first variable has one label."""
+        return self._once((number, "row"), lambda: self.tables[number][0])
+
+    def added(self, a: int, b: int) -> int:
+        """Return the sum of two tables."""
+        key = (a, b, "added") if a < b else (b, a, "added")
+        return self._once(key, lambda: np.minimum(self.tables[a] + self.tables[b], FORBIDDEN))
+
+    def minimum(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, int, Labels]:
+        """Return the sum of tables that begin with one variable, minimised over it.
+
+        Returns:
+            Its least entry, the number of its table less this, so that tables of layers repeat, and
+            the first best label.
+        """
+        key = (costs, pairs)
+        found = self._minima.get(key)
+        if found is None:
+            total = self.tables[costs]
+            for n in pairs:
+                table = self.tables[n]
+                total = total[..., None] + table.reshape(len(table), *[1] * (total.ndim - 1), -1)
+            best = total.min(axis=0)
+            least = int(best.min())
+            rest = np.where(best >= FORBIDDEN, FORBIDDEN, best - least)
+            found = self._minima[key] = least, self.number(rest), total.argmin(axis=0)
+        return found
 
     def undominated(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, ...]:
         """Return the labels of a variable that some labelling may need, in order.
