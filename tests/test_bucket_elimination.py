@@ -20,6 +20,7 @@ from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search import bucket_elimination, reduction, table_pool
+from hap.synthesizer.search import elimination_order as orders
 from hap.synthesizer.search.bucket_elimination import (
     FORBIDDEN,
     HUBS,
@@ -29,6 +30,7 @@ from hap.synthesizer.search.bucket_elimination import (
     minimise,
 )
 from hap.synthesizer.search.cost_tables import PICOSECONDS, Problem
+from hap.synthesizer.search.elimination_order import best_order, elimination_order, fill, table_size
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.search.table_pool import Pool
 from tests.small_plan import node, tensor
@@ -220,7 +222,28 @@ def test_fill_counts_the_entries_between_neighbours_without_a_table() -> None:
         expected = sum(
             sizes[a] * sizes[b] for a, b in itertools.combinations(near[0], 2) if b not in near[a]
         )
-        assert bucket_elimination._fill(0, sizes, near) == expected
+        assert fill(0, sizes, near) == expected
+
+
+def test_every_order_eliminates_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill may change without a new table of the variable's own. Random orders are no longer."""
+    rng = random.Random(0)
+    shorter = 0
+    for _ in range(60):
+        n = rng.randint(5, 12)
+        sizes = tuple(rng.randint(2, 5) for _ in range(n))
+        edges = tuple(e for e in itertools.combinations(range(n), 2) if rng.random() < 0.4)
+        for measure in (table_size, fill):
+            order = elimination_order(sizes, edges, measure)
+            assert {v for v, _ in order.steps} == {*range(n)}
+            assert len(order.steps) == n
+        monkeypatch.setattr(orders, "EASY", 0)
+        best_order.cache_clear()
+        best = best_order(sizes, edges, 1 << 26)
+        assert sorted(v for v, _ in best.steps) == [*range(n)]
+        assert best.total <= order.total
+        shorter += best.total < order.total
+    assert shorter >= 10
 
 
 def test_equal_tables_are_one() -> None:

@@ -48,7 +48,7 @@ def test_no_kept_label_is_dominated() -> None:
                 for (first, u), t in tables.items():
                     if first == v:
                         gap += min(int(t[a, x]) - int(t[b, x]) for x in kept[u])
-                assert gap < 0, (seed, v, a, b)
+                assert gap < 0 or (gap == 0 and a < b), (seed, v, a, b)
 
 
 @pytest.mark.usefixtures("labels_alone")

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, elimination_order
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs
+from hap.synthesizer.search.elimination_order import elimination_order
 from hap.synthesizer.search.search_result import Pairs, Unary
 
 

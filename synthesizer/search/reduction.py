@@ -72,7 +72,7 @@ class Reduced:
         return tuple(labels)
 
     def _reduce(self) -> None:
-        waiting = deque(range(len(self.kept)))
+        waiting = deque(reversed(range(len(self.kept))))
         queued = [True] * len(self.kept)
         while waiting and self.feasible:
             v = waiting.popleft()
@@ -84,7 +84,7 @@ class Reduced:
                 changed = self._settle(v)
             if len(self.near[v]) <= MOST_NEIGHBOURS and self._entries(v) <= SMALL:
                 changed += self._eliminate(v)
-            for u in changed:
+            for u in sorted({*changed}):
                 if not queued[u]:
                     queued[u] = True
                     waiting.append(u)

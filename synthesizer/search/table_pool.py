@@ -127,13 +127,16 @@ class Pool:
 
         Label a is removed if another one, b, costs at most as much under all labels of the
         neighbours: the gaps ``min over x of T[a, x] - T[b, x]``, summed over all its tables, are 0
-        or more (Goldstein, "Efficient rotamer elimination", 1994). Of equal labels the first stays.
+        or more (Goldstein, "Efficient rotamer elimination", 1994). No label is removed for a later one
+        that may cost the same under all: the first of equals stays.
         """
         key = (costs, pairs)
         found = self._kept.get(key)
         if found is None:
             gaps = np.stack([self.tables[self._gaps(n)] for n in (costs, *pairs)])
-            dominated = (gaps.sum(axis=0) >= 0) & (gaps > -CAP).all(axis=0)
+            total = gaps.sum(axis=0)
+            earlier = np.tri(len(total), k=-1, dtype=np.bool_)
+            dominated = ((total > 0) | (total == 0) & earlier) & (gaps > -CAP).all(axis=0)
             kept = list(range(len(dominated)))
             for a in reversed(range(len(dominated))):
                 if any(dominated[a, b] for b in kept if b != a):
