@@ -34,7 +34,7 @@ from hap.synthesizer.device_selection import (
 from hap.synthesizer.pins import pinned, read_pins
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.plan_prediction import alternatives, bounds, largest_batch, peak_kinds, predict
-from hap.synthesizer.search.engines import bound, eliminate_or_bound, engine_named
+from hap.synthesizer.search.engines import bound, eliminate, engine_named
 from hap.synthesizer.search.program_space import NARROW, Space, build_space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.share_alignment import aligned
@@ -106,35 +106,46 @@ def choose_in_space(
 ) -> PlannedPair:
     """The best pair of the whole space, or of a narrower one if that is too wide to search.
 
-    A narrower space counts if its first program beats that of A* over the whole one; A* may be cut short.
+    A narrower space counts if its first program beats that of A* over the whole one, which may be cut short.
     """
 
-    def first(space: Space, engine: Engine) -> Merit:
-        synthesizer = _synthesizer(space, cluster, states, options, engine)
-        return synthesizer.cheapest(next(synthesizer.starts())).estimated_merit
-
     progress("stating the rules")
-    whole, exact = build_space(graph), engine_named(options.engine)
+    whole = build_space(graph)
     try:
         return choose(whole, cluster, states, options, progress)
     except TooEntangledError:
-        beaten = first(whole, bound)
+        by_a_star = _synthesizer(whole, cluster, states, options, bound)
+        beaten = _first(by_a_star)
     for narrow, (left, now) in enumerate(pairwise(NARROW), 1):
+        if not by_a_star.gap:
+            break
         progress(f"the graph is too entangled to search with {left}; now with {now}")
         space = build_space(graph, narrow=narrow)
         with contextlib.suppress(TooEntangledError):
-            if first(space, exact) > beaten:
+            if _first(_synthesizer(space, cluster, states, options, None)) > beaten:
                 break  # even narrower ones are no better
-            return choose(space, cluster, states, options, progress, eliminate_or_bound)
+            return choose(space, cluster, states, options, progress)
     progress("the graph is too entangled for the exact search; now with everything free, by A*")
     return choose(whole, cluster, states, options, progress, bound)
 
 
+def _first(synthesizer: Synthesizer) -> Merit:
+    """The merit of the cheapest program under the first shares."""
+    return synthesizer.cheapest(next(synthesizer.starts())).estimated_merit
+
+
 def _synthesizer(
-    space: Space, cluster: Cluster, states: int, options: PlanOptions, engine: Engine
+    space: Space, cluster: Cluster, states: int, options: PlanOptions, engine: Engine | None
 ) -> Synthesizer:
+    """The search with an engine, or with the one that ``options`` names.
+
+    If that is the exact one, the tables of the first search must fit; later ones may be cut short.
+    """
     allowed = pinned(space, read_pins(space.graph, options.pins)) if options.pins else None
-    return Synthesizer(space, cluster, states, allowed, engine)
+    engine = engine or engine_named(options.engine)
+    if engine is not eliminate:
+        return Synthesizer(space, cluster, states, allowed, engine)
+    return Synthesizer(space, cluster, states, allowed, tables_fit=True)
 
 
 def choose(
@@ -151,7 +162,6 @@ def choose(
         InfeasibleError: nothing fits; the message says which device lacks how much.
         PlanningStopped: the search was stopped before it had a pair that fits.
     """
-    engine = engine or engine_named(options.engine)
     if options.mesh and not is_mesh(cluster):
         raise InputError(
             "the cluster is no mesh: it needs several nodes with equally many devices, 2 or more",

@@ -27,7 +27,7 @@ from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
-from hap.synthesizer.search.bucket_elimination import TooWide
+from hap.synthesizer.search.bucket_elimination import MOST_ENTRIES
 from hap.synthesizer.search.cost_tables import Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
@@ -48,7 +48,7 @@ SEARCHES = 3
 Where a search takes seconds, two have to do, and parts of the cluster are not tried.
 """
 
-MANY = 1 << 30
+MANY = 1 << 29
 """Entries of all tables of a search from which on it takes seconds."""
 
 WIDE = 0.05
@@ -80,6 +80,7 @@ class Synthesizer:
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
         machine: the prices' machine of the cluster; default: that of the space.
+        tables_fit: whether to raise ``TooEntangledError`` if those of the first search are too large.
 
     ``found`` has the pairs of :meth:`best` while it runs.
     ``is_long``: whether a part of a search is worth another process.
@@ -89,9 +90,10 @@ class Synthesizer:
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
         engine: Engine = eliminate_or_bound, exponent: int | None = None,
-        machine: Machine | None = None,
+        machine: Machine | None = None, tables_fit: bool = False,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
+        self._must_fit = tables_fit
         self.machine = machine or space.machine(cluster)
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
@@ -292,13 +294,14 @@ class Synthesizer:
             problem = Problem(self.space, self._cost(None, shares), self._allowed)
             self._problem = dict(shares), problem
         problem = self._problem[1].priced(price)
-        try:
-            outcome = problem.outcome(self.engine)
-        except TooWide as error:
+        outcome = problem.outcome(self.engine)
+        entries = outcome.labelling.entries if outcome.labelling else 0
+        if self._must_fit and (outcome.status is Found.UNKNOWN or entries >= MOST_ENTRIES):
             raise TooEntangledError(
-                f"the graph is too entangled for the exact search: {error}",
+                "the graph is too entangled for the exact search",
                 hint="search with the engine astar, whose tables are bounded",
-            ) from error
+            )
+        self._must_fit = False
         if outcome.status is Found.INFEASIBLE:
             if self._allowed is None:
                 raise InputError(
@@ -311,7 +314,7 @@ class Synthesizer:
             return self._undivided(shares)
         if outcome.labelling is None:
             raise HapError("the search found no program before its limit")
-        self._slow |= outcome.labelling.entries >= MANY
+        self._slow |= entries >= MANY
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
         program = problem.program(outcome.labelling)

@@ -70,7 +70,7 @@ def test_a_dense_network_is_planned_with_its_gap(
     lines: list[str] = []
     plan = hap.plan(Dense(5), BATCH, two_machines(2), progress=lines.append)
     said = "\n".join(lines)
-    assert "now with the axes of the batch alone" in said
+    assert whole or "now with the axes of the batch alone" in said
     assert ("now with everything free, by A*" in said) == whole
     assert plan.prediction.step_s <= exact.prediction.step_s * (1.001 if whole else 1.05)
     for bound in plan.prediction.bounds:
@@ -83,7 +83,7 @@ def test_a_dense_network_is_planned_with_its_gap(
 @pytest.mark.slow
 def test_a_network_that_is_too_wide_for_elimination_is_planned_by_a_star() -> None:
     plan, said = _planned(20)
-    assert "too entangled" not in said
+    assert "now with everything free, by A*" in said
     space = build_space(plan.graph)
     synthesizer = Synthesizer(space, two_machines(2), 2)
     problem = Problem(space, synthesizer._cost(None, next(synthesizer.starts())))

@@ -27,8 +27,8 @@ __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minim
 LARGEST_TABLE = 1 << 26
 """Limit of entries of one table: 512 MiB."""
 
-MOST_ENTRIES = 1 << 31
-"""Limit of entries of all tables together: some ten seconds."""
+MOST_ENTRIES = 1 << 30
+"""Limit of entries of all tables together: some five seconds."""
 
 HUBS = 3
 """Number of variables that are fixed to each label in turn if a table is too large: a tensor that many
@@ -40,7 +40,10 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and the entries of all tables of its search."""
+    """An optimal labelling, its cost, and the entries of all tables of its search.
+
+    A* in place of an elimination whose tables are too large counts as :data:`MOST_ENTRIES`.
+    """
 
     cost: int
     labels: tuple[int, ...]
@@ -77,7 +80,10 @@ def minimise(
     core = _Core.of(reduced)
     hubs: list[int] = []
     plan = best_order(core.sizes, core.edges, LARGEST_TABLE)
-    most_hubs = HUBS if most_entries > LARGEST_TABLE else 0  # all labels together have more entries
+    few = most_entries > LARGEST_TABLE and plan.largest < LARGEST_TABLE * LARGEST_TABLE
+    most_hubs = (
+        HUBS if few else 0
+    )  # all labels together have more entries, or some table stays large
     while plan.largest > LARGEST_TABLE and len(hubs) < most_hubs:
         hubs.append(_hub(core, hubs))
         sizes = [1 if v in hubs else size for v, size in enumerate(core.sizes)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hap.errors import InputError
 from hap.synthesizer.search import astar, cp_sat
@@ -49,6 +50,8 @@ def _searched(unary: Unary, pairs: Pairs) -> tuple[SearchResult, TooWide | None]
         return _eliminated(unary, pairs, QUICK if small else MOST_ENTRIES), None
     except TooWide as error:
         found, too_wide = bound(unary, pairs), error
+    if found.labelling and not small:  # takes as long as the largest elimination
+        found = SearchResult(found.bound, replace(found.labelling, entries=MOST_ENTRIES))
     if found.status in (SearchStatus.OPTIMAL, SearchStatus.INFEASIBLE):
         return found, None
     if small:

@@ -9,7 +9,7 @@ from ortools.math_opt.python import mathopt
 
 from hap.errors import HapError
 
-_NODES = 20_000
+_NODES = 2_000
 """Limit on branch and bound: a count, so that it is repeatable."""
 
 _ITERATIONS = 10_000
