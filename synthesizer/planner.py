@@ -108,7 +108,6 @@ def choose_in_space(
 
     A narrower space counts if its first program beats that of A* over the whole one, which may be cut short.
     """
-
     progress("stating the rules")
     whole = build_space(graph)
     try:
