@@ -27,7 +27,7 @@ from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
-from hap.synthesizer.search.bucket_elimination import MOST_ENTRIES
+from hap.synthesizer.search.bucket_elimination import MOST_ENTRIES, TooWide
 from hap.synthesizer.search.cost_tables import Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
@@ -80,7 +80,7 @@ class Synthesizer:
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
         machine: the prices' machine of the cluster; default: that of the space.
-        tables_fit: whether to raise ``TooEntangledError`` if those of the first search are too large.
+        tables_fit: whether a first search whose tables are too large raises ``TooEntangledError``.
 
     ``found`` has the pairs of :meth:`best` while it runs.
     ``is_long``: whether a part of a search is worth another process.
@@ -294,13 +294,17 @@ class Synthesizer:
             problem = Problem(self.space, self._cost(None, shares), self._allowed)
             self._problem = dict(shares), problem
         problem = self._problem[1].priced(price)
-        outcome = problem.outcome(self.engine)
+        too_entangled = TooEntangledError(
+            "the graph is too entangled for the exact search",
+            hint="search with the engine astar, whose tables are bounded",
+        )
+        try:
+            outcome = problem.outcome(self.engine)
+        except TooWide as error:
+            raise too_entangled from error
         entries = outcome.labelling.entries if outcome.labelling else 0
         if self._must_fit and (outcome.status is Found.UNKNOWN or entries >= MOST_ENTRIES):
-            raise TooEntangledError(
-                "the graph is too entangled for the exact search",
-                hint="search with the engine astar, whose tables are bounded",
-            )
+            raise too_entangled
         self._must_fit = False
         if outcome.status is Found.INFEASIBLE:
             if self._allowed is None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hap
+from hap.errors import TooEntangledError
 from hap.ir.plan import Plan
 from hap.synthesizer import planner
 from hap.synthesizer.search import astar, bucket_elimination, engines
@@ -102,3 +103,14 @@ def test_a_search_that_finds_nothing_leaves_all_of_the_step_to_every_rank() -> N
     found = synthesizer.cheapest(next(synthesizer.starts()))
     assert not found.program.used_axes()
     assert synthesizer.gap == 1.0
+
+
+def test_an_exact_engine_alone_refuses_tables_that_are_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = build_space(_planned(5)[0].graph)
+    monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 20)
+    monkeypatch.setattr(engines, "FEW", 40)
+    synthesizer = Synthesizer(space, two_machines(2), 2, engine=engines.eliminate)
+    with pytest.raises(TooEntangledError, match="too entangled"):
+        synthesizer.cheapest(next(synthesizer.starts()))

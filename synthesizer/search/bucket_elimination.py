@@ -80,10 +80,9 @@ def minimise(
     core = _Core.of(reduced)
     hubs: list[int] = []
     plan = best_order(core.sizes, core.edges, LARGEST_TABLE)
-    few = most_entries > LARGEST_TABLE and plan.largest < LARGEST_TABLE * LARGEST_TABLE
-    most_hubs = (
-        HUBS if few else 0
-    )  # all labels together have more entries, or some table stays large
+    # All labels together have more entries than fit, or some table stays large.
+    hopeless = most_entries <= LARGEST_TABLE or plan.largest >= LARGEST_TABLE * LARGEST_TABLE
+    most_hubs = 0 if hopeless else HUBS
     while plan.largest > LARGEST_TABLE and len(hubs) < most_hubs:
         hubs.append(_hub(core, hubs))
         sizes = [1 if v in hubs else size for v, size in enumerate(core.sizes)]

@@ -25,7 +25,7 @@ _Step = tuple[int, tuple[tuple[int, tuple[int, ...]], ...], Labels]
 
 
 class Reduced:
-    """What remains of a problem; its tables are numbers in ``pool``.
+    """A problem without the removed labels and variables; its tables are numbers in ``pool``.
 
     Attributes:
         constant: the cost that each labelling has besides the remaining tables.
