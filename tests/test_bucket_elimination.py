@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -238,8 +239,7 @@ def test_every_order_eliminates_all_variables(monkeypatch: pytest.MonkeyPatch) -
             assert {v for v, _ in order.steps} == {*range(n)}
             assert len(order.steps) == n
         monkeypatch.setattr(orders, "EASY", 0)
-        best_order.cache_clear()
-        best = best_order(sizes, edges, 1 << 26)
+        best = best_order(sizes, edges, 1 << 26, lambda found: found.total)
         assert sorted(v for v, _ in best.steps) == [*range(n)]
         assert best.total <= order.total
         shorter += best.total < order.total
@@ -282,6 +282,31 @@ def eliminations(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_layers_that_repeat_are_eliminated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (eliminations(layers, monkeypatch) for layers in (40, 160))
     assert 0 < many <= few + 8
+
+
+@pytest.mark.usefixtures("some_reduction")
+@pytest.mark.parametrize("kind", ["sparse", "clique"])
+def test_entries_are_those_that_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a problem compute no more entries than it; tables that turn out equal, fewer."""
+    computed = 0
+    plain = bucket_elimination._minimum
+
+    def counted(shape: tuple[int, ...], tables: Any) -> Any:
+        nonlocal computed
+        computed += math.prod(shape)
+        return plain(shape, tables)
+
+    monkeypatch.setattr(bucket_elimination, "_minimum", counted)
+    for seed in range(20):
+        unary, pairs = random_tables(kind, seed)
+        once = minimise(unary, pairs)
+        n = len(unary)
+        copies = {(u + n * k, v + n * k): t for k in range(5) for (u, v), t in pairs.items()}
+        computed = 0
+        found = minimise([*unary] * 5, copies)
+        assert once is not None and found is not None
+        assert computed <= found.entries == once.entries
+        assert found.cost == 5 * once.cost
 
 
 # --- programs ------------------------------------------------------------------------------

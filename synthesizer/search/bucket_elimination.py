@@ -28,7 +28,7 @@ LARGEST_TABLE = 1 << 26
 """Limit of entries of one table: 512 MiB."""
 
 MOST_ENTRIES = 1 << 30
-"""Limit of entries of all tables together: some five seconds."""
+"""Limit of entries of all tables that a search computes: some five seconds."""
 
 HUBS = 3
 """Number of variables that are fixed to each label in turn if a table is too large: a tensor that many
@@ -40,7 +40,7 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and the entries of all tables of its search.
+    """An optimal labelling, its cost, and the entries of the tables that its search computed.
 
     A* in place of an elimination whose tables are too large counts as :data:`MOST_ENTRIES`.
     """
@@ -79,19 +79,17 @@ def minimise(
         return None
     core = _Core.of(reduced)
     hubs: list[int] = []
-    plan = best_order(core.sizes, core.edges, LARGEST_TABLE)
+    plan = core.order()
     # All labels together have more entries than fit, or some table stays large.
     hopeless = most_entries <= LARGEST_TABLE or plan.largest >= LARGEST_TABLE * LARGEST_TABLE
     most_hubs = 0 if hopeless else HUBS
     while plan.largest > LARGEST_TABLE and len(hubs) < most_hubs:
         hubs.append(_hub(core, hubs))
-        sizes = [1 if v in hubs else size for v, size in enumerate(core.sizes)]
-        edges = [e for e in core.edges if not {*e} & {*hubs}]
-        plan = best_order(tuple(sizes), tuple(edges), LARGEST_TABLE)
+        plan = core.given(hubs, [0] * len(hubs)).order()
     if plan.largest > LARGEST_TABLE:
         raise TooWide(f"a table of {plan.largest} entries", plan.widest)
     combinations = [*itertools.product(*(range(core.sizes[hub]) for hub in hubs))]
-    entries = plan.total * len(combinations)
+    entries = plan.computed * len(combinations)
     if entries > most_entries:
         raise TooWide(f"{entries} entries in its tables", plan.widest)
     known: _Known = {}
@@ -143,6 +141,27 @@ class _Core:
         """The pairs that have a table."""
         return tuple([(u, v) for u, near in enumerate(self.near) for v in sorted(near) if u < v])
 
+    def order(self) -> EliminationOrder:
+        """Return an order of few computed entries."""
+        return best_order(self.sizes, self.edges, LARGEST_TABLE, self.computed)
+
+    def computed(self, order: EliminationOrder) -> int:
+        """Return the entries of an order's tables; those that repeat count once, if they are cached.
+
+        Their numbers stand for tables: negative ones for those that the eliminations make.
+        """
+        scopes, room = _Scopes(self), Pool()
+        made: dict[_Key, int] = {}
+        entries = 0
+        for number, (v, scope) in enumerate(order.steps, 1):
+            key = scopes.key(v, scope)
+            if key not in made:
+                entries += math.prod(key[1])
+                if room.holds(math.prod(key[1][:-1])):
+                    made[key] = -number
+            scopes.replace(v, scope, made.get(key, -number))
+        return entries
+
     def given(self, hubs: Sequence[int], labels: Sequence[int]) -> _Core:
         """Return the core in which each hub has one label, and no neighbours (conditioning)."""
         pool, costs, near = self.pool, [*self.costs], [*self.near]
@@ -178,16 +197,35 @@ _Key = tuple[int, tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]
 _Known = dict[_Key, tuple[int, int, Labels]]
 
 
+class _Scopes:
+    """Per variable, the tables that mention it during an elimination, as (scope, number)."""
+
+    def __init__(self, core: _Core) -> None:
+        self._costs, self._sizes = core.costs, core.sizes
+        self._tables: list[list[tuple[tuple[int, ...], int]]] = [
+            [((v, u), table) for u, table in near.items()] for v, near in enumerate(core.near)
+        ]
+
+    def key(self, v: int, scope: tuple[int, ...]) -> _Key:
+        """Return what eliminating ``v`` computes; equal keys have equal results."""
+        names, sizes = (*scope, v), self._sizes
+        place = dict(zip(names, range(len(names)), strict=True))
+        mine = sorted([(tuple([place[n] for n in names]), t) for names, t in self._tables[v]])
+        return self._costs[v], tuple([sizes[n] for n in names]), tuple(mine)
+
+    def replace(self, v: int, scope: tuple[int, ...], number: int) -> None:
+        """Replace the tables of ``v`` by one over its neighbours."""
+        tables = self._tables
+        for n in scope:
+            tables[n] = [entry for entry in tables[n] if v not in entry[0]]
+            tables[n].append((scope, number))
+
+
 class _Buckets:
     """The remaining tables of a problem during elimination."""
 
     def __init__(self, core: _Core, known: _Known) -> None:
-        self._pool, self._costs, self._sizes = core.pool, core.costs, core.sizes
-        # Per variable: (scope, number) of the tables that mention it.
-        self._tables: list[list[tuple[tuple[int, ...], int]]] = [
-            [((v, u), table) for u, table in near.items()] for v, near in enumerate(core.near)
-        ]
-        self._known = known
+        self._pool, self._known, self._scopes = core.pool, known, _Scopes(core)
 
     def eliminate(self, v: int, scope: tuple[int, ...]) -> tuple[int, Labels]:
         """Replace the tables of ``v`` by one over its neighbours.
@@ -196,16 +234,11 @@ class _Buckets:
             Its least entry, which is subtracted so that tables of layers repeat, and the best label of
             ``v``, of dims ``scope``.
         """
-        names, sizes, tables = (*scope, v), self._sizes, self._tables
-        place = dict(zip(names, range(len(names)), strict=True))
-        mine = sorted([(tuple([place[n] for n in names]), t) for names, t in tables[v]])
-        key: _Key = (self._costs[v], tuple([sizes[n] for n in names]), tuple(mine))
+        key = self._scopes.key(v, scope)
         least, best, best_label = self._known.get(key) or self._eliminate(key)
-        for _, table in mine:
+        for _, table in key[2]:
             self._pool.release(table)
-        for n in scope:
-            tables[n] = [entry for entry in tables[n] if v not in entry[0]]
-            tables[n].append((scope, best))
+        self._scopes.replace(v, scope, best)
         return least, best_label
 
     def _eliminate(self, key: _Key) -> tuple[int, int, Labels]:

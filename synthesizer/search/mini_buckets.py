@@ -116,7 +116,7 @@ def search_order(sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list
     It reverses an elimination order, by branches of the bucket tree: depth first, small
     branches before large ones, so that few variables are on the frontier at a time.
     """
-    steps = elimination_order(sizes, pairs).steps
+    steps = elimination_order(tuple(sizes), tuple(pairs)).steps
     turn = {v: k for k, (v, _) in enumerate(steps)}
     children: dict[int | None, list[int]] = {None: []}
     weight: dict[int, int] = {}

@@ -9,7 +9,7 @@ from ortools.math_opt.python import mathopt
 
 from hap.errors import HapError
 
-_NODES = 2_000
+_NODES = 100
 """Limit on branch and bound: a count, so that it is repeatable."""
 
 _ITERATIONS = 10_000
