@@ -2,8 +2,9 @@
 
 An operator tagged ``pointwise`` is elementwise with broadcasting, so every dim can be split on all
 of its tensors together. The schema of an operator tagged ``reduction`` names the reduced dims, and
-the others can be split. A view relates dims by their strides. Torch guarantees the tags; the shapes
-of a call are checked against them.
+the others can be split. A view relates dims by their strides. An operator of torch that reads no tensor,
+and is not tagged as random, is run whole. Torch guarantees the tags; the shapes of a call are checked
+against them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def derived(call: Call) -> tuple[str, ...] | None:
         UnsupportedOpError: the operator does not exist, or no row can describe it.
     """
     op = resolved(call.node.op, call.node.source)
+    if not call.ins and op.namespace == "aten" and _deterministic(op):
+        return ("origin derived", "# made whole: it reads no tensor")
     if torch.Tag.pointwise in op.tags and _elementwise(call):
         backward = call.node.op.split(".")[1].endswith("_backward")
         first = op._schema.arguments[0].name
@@ -39,6 +42,11 @@ def derived(call: Call) -> tuple[str, ...] | None:
     if len(returns) == 1 and returns[0].alias_info and str(returns[0].type) == "Tensor":
         return _view(call, op)
     return None
+
+
+def _deterministic(op: Any) -> bool:
+    """Return whether torch says of an operator of its own that it draws no random numbers."""
+    return torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _elementwise(call: Call) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -43,30 +44,34 @@ class Selection:
         return self.synthesizer.cluster.world_size
 
 
-@dataclass(frozen=True, slots=True)
 class PartAhead:
     """The whole search on a part of the cluster, without the ranks ``left``, in another process."""
 
-    left: Ranks
-    process: Ahead[Searched]
+    def __init__(
+        self, synthesizer: Synthesizer, left: Ranks, process: Ahead[Searched]
+    ) -> None:  # fmt: skip
+        self._synthesizer, self.left, self.stop = synthesizer, left, process.stop
+        self._process = process
 
-    def result(self, wanted: Selection) -> Candidate | None:
-        """Return the best pair if these devices are wanted; else stop the search."""
-        if wanted.left == self.left:
-            return wanted.synthesizer.take(self.process.result())
-        self.process.stop()
-        return None
+    @cached_property
+    def selection(self) -> Selection:
+        """Wait for the best pair."""
+        pair = self._synthesizer.take(self._process.result())
+        return Selection(synthesizer=self._synthesizer, pair=pair, left=self.left)
 
 
 @contextlib.contextmanager
-def fastest_kind_ahead(whole: Synthesizer) -> Iterator[PartAhead | None]:
-    """Search on the fastest kind of devices, often the best part, inside the context."""
+def fastest_kind_ahead(whole: Synthesizer, keep: frozenset[int]) -> Iterator[PartAhead | None]:
+    """Search on the fastest kind of devices, often the best part, inside the context.
+
+    ``keep``: ranks that must not be left out; without them there is no search.
+    """
     speed = np.round(whole.machine.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
-    if whole.is_long and 1 < len(kept) < len(speed):
+    if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched(), nice=10) as process:
-            yield PartAhead(_others(whole, kept), process)
+        with ahead(lambda told: part.searched()) as process:
+            yield PartAhead(part, _others(whole, kept), process)
     else:
         yield None
 
@@ -103,11 +108,15 @@ def select_devices(
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
         promise(promising.synthesizer.cluster)
-        begun = part.result(promising) if part else None
-        pair = fastest([begun or promising.synthesizer.best(progress), promising.pair])
-        found.append(replace(promising, pair=pair))
-    elif part:
-        part.process.stop()
+        if part and promising.left == part.left:
+            searched = part.selection
+        else:
+            pair = promising.synthesizer.best(progress)
+            searched = replace(promising, pair=pair)
+        pair = fastest([searched.pair, promising.pair])
+        found.append(replace(searched, pair=pair))
+    if part:
+        part.stop()
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 
 

@@ -192,7 +192,8 @@ class _Begun:
         self._states, self._options = optimizer_states, options
         self.part: PartAhead | None = None
         if not options.all_devices and not options.mesh:
-            self.part = stack.enter_context(fastest_kind_ahead(synthesizer))
+            keep = _ranks(synthesizer.cluster, options.keep)
+            self.part = stack.enter_context(fastest_kind_ahead(synthesizer, keep))
         self.two_axes: dict[Cluster, TwoAxesAhead] = {}
         self._merit: Merit | None = None
         self.begin_two_axes(synthesizer.cluster)
@@ -206,11 +207,19 @@ class _Begun:
             if self._merit:
                 self.two_axes[on].tell(self._merit)
 
+    def rival(self) -> Merit | None:
+        """Wait for the merit of the search on the fastest kind, if there is one."""
+        if self.part is None:
+            return None
+        merit = self.part.selection.pair.estimated_merit
+        self.tell(merit)
+        return merit
+
     def tell(self, merit: Merit) -> None:
-        """Tell all searches over two axes of a plan on the whole cluster."""
-        self._merit = merit
+        """Tell all searches over two axes of a plan over one axis."""
+        self._merit = min(merit, self._merit or merit)
         for search in self.two_axes.values():
-            search.tell(merit)
+            search.tell(self._merit)
 
 
 def _so_far(
@@ -240,7 +249,7 @@ def _searched(
         begun: searches in other processes.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
-    best = synthesizer.best(progress)
+    best = synthesizer.best(progress, begun.rival)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")

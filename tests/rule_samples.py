@@ -71,6 +71,8 @@ add("new_full.default", f(7, 1), [3, 5], 1.5)
 add("new_ones.default", b(7), [3, 5], dtype=torch.int64)
 add("arange.default", 7, dtype=torch.int64)
 add("arange.start", 2, 7, dtype=torch.int64)
+add("eye.default", 7)
+add("eye.m", 7, 5)
 add("arange.start_step", 2, 12, 2, dtype=torch.int64)
 
 add("hap.constant.default", [0.5, -1.5, 2.0, 0.1, 3.0, 7.0], [3, 2],

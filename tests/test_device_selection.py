@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hap.capture.tracing import capture
 from hap.cluster.topology import Cluster
 from hap.ir.plan import Plan
 from hap.synthesizer.device_selection import CLOSE, MOST, _fastest_of
-from tests.test_synthesize import cluster, device, planned
+from hap.synthesizer.search.program_space import build_space
+from hap.synthesizer.synthesize import Synthesizer
+from tests.test_synthesize import Classifier, cluster, device, planned
 from tests.test_two_axes import machines
 
 
@@ -77,6 +81,7 @@ def test_the_devices_that_stay_are_the_fast_ones() -> None:
     assert chosen(planned(1024, 512, 31, on, all_devices=True)) == ["m:0", "m:1", "m:2"]
 
 
+BATCH = (torch.empty(1024, 512, device="meta"), torch.empty(1024, dtype=torch.int64, device="meta"))
 FAST = [device(r, speed=1e12) for r in (0, 1)]
 SLOW = [device(r, speed=1e10) for r in (2, 3)]
 SHORT = [device(r, speed=1e12, memory=5_500_000) for r in (0, 1)]
@@ -96,11 +101,29 @@ def test_searches_in_other_processes_change_no_plan(
     on: Cluster, want: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow devices are left out, so that the searches on the fast ones count."""
-    found = []
-    for long in (0, 10**9):
-        monkeypatch.setattr("hap.synthesizer.synthesize.LONG", long)
-        found.append(planned(1024, 512, 31, on))
-    apart, here = found
+    monkeypatch.setattr("hap.synthesizer.synthesize.LONG", 0)
+    apart = planned(1024, 512, 31, on)
+    monkeypatch.setattr("hap.other_process._has_core", lambda: False)
+    here = planned(1024, 512, 31, on)
     assert apart.program == here.program and apart.shares == here.shares
     assert apart.prediction == here.prediction
     assert chosen(here) == want
+
+
+@pytest.mark.parametrize("step_s, starts", [(0.0, 1), (1e9, 2)])
+def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> None:
+    """The first start and the programs of the lower bound remain."""
+    space = build_space(capture(Classifier(512, 31), BATCH))
+    synthesizer = Synthesizer(space, cluster(*FAST, *SLOW), 2)
+    said: list[str] = []
+    pair = synthesizer.best(said.append, lambda: (0.0, step_s))
+    assert len({text.split(",")[0] for text in said if "from start" in text}) == starts
+    assert "bounding the step from below" in said
+    assert pair.fits and synthesizer.relaxed.bound_s <= pair.estimated_merit[1]
+
+
+def test_a_rival_without_room_is_none() -> None:
+    space = build_space(capture(Classifier(512, 31), BATCH))
+    said: list[str] = []
+    Synthesizer(space, cluster(*FAST, *SLOW), 2).best(said.append, lambda: (1.0, 0.0))
+    assert any("start 2" in text for text in said)

@@ -130,6 +130,8 @@ class Odd(nn.Module):
                 hidden = torch.special.log_ndtr(hidden) + (hidden.tanh() / 2).erfinv()
             case "reduction":
                 hidden = hidden * torch.linalg.vector_norm(hidden, dim=1, keepdim=True)
+            case "no input":
+                hidden = hidden * torch.logspace(-1, 0, WIDTH)
             case "discovered":
                 hidden = hidden.renorm(2, 0, 1.0) + hidden.cummax(1).values
             case "replicated":
@@ -189,6 +191,7 @@ def _told(plan: Plan) -> str:
     [
         ("pointwise", {"derived"}, "rows derived from tags and schema: aten.erfinv.default (1x, "),
         ("reduction", {"derived"}, "aten.linalg_vector_norm.default (1x, "),
+        ("no input", {"derived"}, "aten.logspace.default (1x, "),
         ("discovered", {"discovered"}, "aten.cummax.default (1x, "),
         ("replicated", {"replicated"}, "run whole by every rank: sourced.coded.default (1x, "),
     ],

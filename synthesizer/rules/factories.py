@@ -26,7 +26,8 @@ def _new(call: Call) -> list[Row]:
     return list(dict.fromkeys(rows))
 
 
-@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "hap.constant.default")
+@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.eye.default",
+      "aten.eye.m", "hap.constant.default")  # fmt: skip
 def _by_place(call: Call) -> list[Row]:
-    # Small, and its elements depend on their positions: made whole, then sliced where needed.
+    # Its elements depend on their positions: made whole, then sliced where needed.
     return equation(call, [], [[None for _ in call.out.shape]])
