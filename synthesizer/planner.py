@@ -208,12 +208,12 @@ class _Begun:
                 self.two_axes[on].tell(self._merit)
 
     def rival(self) -> Merit | None:
-        """Wait for the merit of the search on the fastest kind, if there is one."""
+        """Wait for the estimated merit of the search on the fastest kind, if there is one."""
         if self.part is None:
             return None
-        merit = self.part.selection.pair.estimated_merit
-        self.tell(merit)
-        return merit
+        pair = self.part.selection.pair
+        self.tell(pair.merit)
+        return pair.estimated_merit
 
     def tell(self, merit: Merit) -> None:
         """Tell all searches over two axes of a plan over one axis."""
