@@ -27,7 +27,7 @@ from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
-from hap.synthesizer.search.bucket_elimination import MOST_ENTRIES, TooWide
+from hap.synthesizer.search.bucket_elimination import TooWide
 from hap.synthesizer.search.cost_tables import Allowed, Problem
 from hap.synthesizer.search.engines import bound, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
@@ -314,8 +314,7 @@ class Synthesizer:
             outcome = problem.outcome(self.engine)
         except TooWide as error:
             raise too_entangled from error
-        entries = outcome.labelling.entries if outcome.labelling else 0
-        if self._must_fit and (outcome.status is Found.UNKNOWN or entries >= MOST_ENTRIES):
+        if self._must_fit and (outcome.status is Found.UNKNOWN or outcome.in_place):
             raise too_entangled
         self._must_fit = False
         if outcome.status is Found.INFEASIBLE:
@@ -330,7 +329,7 @@ class Synthesizer:
             return self._undivided(shares)
         if outcome.labelling is None:
             raise HapError("the search found no program before its limit")
-        self._slow |= entries >= MANY
+        self._slow |= outcome.in_place or outcome.labelling.entries >= MANY
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
         program = problem.program(outcome.labelling)

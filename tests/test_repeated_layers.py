@@ -211,8 +211,12 @@ def test_layers_traced_once_are_those_of_the_whole_trace(case: str) -> None:
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_other_layers_are_traced_as_a_whole(case: str) -> None:
-    step, once = captured(WHOLE[case])
+    """The log says why, if a trace of each kind of layer was tried."""
+    info = mock.patch.object(joint._LOGGER, "info")
+    with info as said, mock.patch.object(joint, "_traced", wraps=joint._traced) as traced:
+        step, once = captured(WHOLE[case])
     assert not once
+    assert said.call_count == traced.call_count - 1
     assert values(step.graph) == values(captured(WHOLE[case], whole=True)[0].graph)
 
 

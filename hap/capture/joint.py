@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.repeated_layers import copy_repeated
 from hap.capture.source_lines import line_of
 from hap.errors import HapError, ModelError, PlanningStopped
+
+_LOGGER = logging.getLogger(__name__)
 
 Kinds = tuple[type[nn.Module], ...]
 
@@ -40,8 +43,9 @@ def joint_of(
             return _traced(step, tensors, kinds, calls)
         except PlanningStopped:
             raise
-        except Exception:  # Not all that a layer may do can be traced once.
-            pass  # The whole trace raises the errors of the model.
+        except Exception as error:  # Not all that a layer may do can be traced once.
+            # The whole trace raises the errors of the model.
+            _LOGGER.info("layers are traced one by one: %s: %s", type(error).__name__, error)
     return _traced(step, tensors)
 
 

@@ -40,10 +40,7 @@ Pairs = Mapping[tuple[int, int], Costs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """An optimal labelling, its cost, and the entries of the tables that its search computed.
-
-    A* in place of an elimination whose tables are too large counts as :data:`MOST_ENTRIES`.
-    """
+    """An optimal labelling, its cost, and the entries of the tables that its search computed."""
 
     cost: int
     labels: tuple[int, ...]

@@ -50,8 +50,7 @@ def _searched(unary: Unary, pairs: Pairs) -> tuple[SearchResult, TooWide | None]
         return _eliminated(unary, pairs, QUICK if small else MOST_ENTRIES), None
     except TooWide as error:
         found, too_wide = bound(unary, pairs), error
-    if found.labelling and not small:  # takes as long as the largest elimination
-        found = SearchResult(found.bound, replace(found.labelling, entries=MOST_ENTRIES))
+    found = replace(found, in_place=not small and found.labelling is not None)
     if found.status in (SearchStatus.OPTIMAL, SearchStatus.INFEASIBLE):
         return found, None
     if small:

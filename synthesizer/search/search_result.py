@@ -28,10 +28,15 @@ class SearchStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of one engine; no labelling costs less than ``bound``."""
+    """The result of one engine; no labelling costs less than ``bound``.
+
+    ``in_place``: A* ran in place of an elimination whose tables are too large, in a graph where it takes
+    seconds.
+    """
 
     bound: int
     labelling: Labelling | None
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         assert self.labelling is None or self.bound <= self.labelling.cost < FORBIDDEN
