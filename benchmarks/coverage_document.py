@@ -33,9 +33,10 @@ without memory for its weights, in seconds from the module to the plan, one mode
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
 building the model come before, and have a line of their own. Entries are of several commits and of machines that differ: images and
 text, `fno`, `fnet`, adapters, diffusion and other libraries were planned on one that takes about twice as long as that of most entries,
-some of the last three beside other work. Images and text, LoRA, T5, Stable Diffusion, `mamba` and timm's DenseNet were planned
-again on 28 November 2026, in one go, on a machine about twice as fast as that of their entries before.
-IA3, DiT, x-transformers and smp/unet were planned again after repeated layers came to be traced once. All other entries are older.
+some of the last three beside other work. Of the slowest entries and those without a plan, 34 (images and text, adapters, diffusion, T5, `mamba`, `albert`,
+`llama`, `mistral`, and timm's and torchvision's of most seconds) were planned again on 28 November 2026, in one go and by one commit, on a machine
+that takes 1.4 to 1.9 times as long as the one of that morning, whose seconds are in the log.
+smp/unet was planned again after repeated layers came to be traced once. All other entries are older.
 
 Models are those of `transformers`, `torchvision`, `timm`, `diffusers`, `monai`, `segmentation-models-pytorch`, `open_clip`,
 `torch_geometric` and `x-transformers`, unmodified, adapters of `peft`, or those that `benchmarks/zoo` defines. `transformers` is

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -53,7 +52,11 @@ class PartAhead:
         self._synthesizer, self.left, self.stop = synthesizer, left, process.stop
         self._process = process
 
-    @cached_property
+    def first(self) -> Candidate:
+        """Return the first pair of the search, without waiting for its end."""
+        return self._synthesizer.cheapest(next(self._synthesizer.starts()))
+
+    @property
     def selection(self) -> Selection:
         """Wait for the best pair."""
         pair = self._synthesizer.take(self._process.result())
@@ -70,7 +73,7 @@ def fastest_kind_ahead(whole: Synthesizer, keep: frozenset[int]) -> Iterator[Par
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched()) as process:
+        with ahead(lambda told: part.searched(), nice=10) as process:
             yield PartAhead(part, _others(whole, kept), process)
     else:
         yield None

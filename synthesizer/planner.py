@@ -208,18 +208,14 @@ class _Begun:
                 self.two_axes[on].tell(self._merit)
 
     def rival(self) -> Merit | None:
-        """Wait for the estimated merit of the search on the fastest kind, if there is one."""
-        if self.part is None:
-            return None
-        pair = self.part.selection.pair
-        self.tell(pair.merit)
-        return pair.estimated_merit
+        """Return the estimated merit of the first pair on the fastest kind, if that is searched."""
+        return self.part.first().estimated_merit if self.part else None
 
     def tell(self, merit: Merit) -> None:
-        """Tell all searches over two axes of a plan over one axis."""
-        self._merit = min(merit, self._merit or merit)
+        """Tell all searches over two axes of a plan on the whole cluster."""
+        self._merit = merit
         for search in self.two_axes.values():
-            search.tell(self._merit)
+            search.tell(merit)
 
 
 def _so_far(
