@@ -209,7 +209,10 @@ class _Begun:
 
     def rival(self) -> Merit | None:
         """Return the estimated merit of the first pair on the fastest kind, if that is searched."""
-        return self.part.first().estimated_merit if self.part else None
+        if self.part:
+            with contextlib.suppress(HapError):  # no program there is no rival
+                return self.part.first().estimated_merit
+        return None
 
     def tell(self, merit: Merit) -> None:
         """Tell all searches over two axes of a plan on the whole cluster."""
