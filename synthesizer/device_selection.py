@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hap.cluster.topology import Cluster
+from hap.errors import HapError
 from hap.other_process import Ahead, ahead, each
-from hap.synthesizer.candidate import Candidate, fastest
+from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.synthesize import Searched, Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
@@ -52,9 +53,12 @@ class PartAhead:
         self._synthesizer, self.left, self.stop = synthesizer, left, process.stop
         self._process = process
 
-    def first(self) -> Candidate:
-        """Return the first pair of the search, without waiting for its end."""
-        return self._synthesizer.cheapest(next(self._synthesizer.starts()))
+    def rival(self) -> Merit | None:
+        """Return the estimated merit of the search's first pair, without waiting for its end."""
+        with contextlib.suppress(HapError):  # no program there is no rival
+            pair = self._synthesizer.cheapest(next(self._synthesizer.starts()))
+            return pair.estimated_merit
+        return None
 
     @property
     def selection(self) -> Selection:

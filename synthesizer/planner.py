@@ -41,7 +41,7 @@ from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.stages.even_pipeline import even_pipeline, no_pipeline
 from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
-from hap.synthesizer.synthesize import Synthesizer
+from hap.synthesizer.synthesize import Synthesizer, no_rival
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.synthesizer.two_axes_ahead import TwoAxesAhead, searched_ahead
 from hap.units import format_bytes, format_seconds
@@ -207,13 +207,6 @@ class _Begun:
             if self._merit:
                 self.two_axes[on].tell(self._merit)
 
-    def rival(self) -> Merit | None:
-        """Return the estimated merit of the first pair on the fastest kind, if that is searched."""
-        if self.part:
-            with contextlib.suppress(HapError):  # no program there is no rival
-                return self.part.first().estimated_merit
-        return None
-
     def tell(self, merit: Merit) -> None:
         """Tell all searches over two axes of a plan on the whole cluster."""
         self._merit = merit
@@ -248,7 +241,7 @@ def _searched(
         begun: searches in other processes.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
-    best = synthesizer.best(progress, begun.rival)
+    best = synthesizer.best(progress, begun.part.rival if begun.part else no_rival)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")

@@ -62,6 +62,10 @@ LONG = 300
 """Nodes of a graph from which on another process is worth its start."""
 
 
+def no_rival() -> None:
+    """Say that no search on other devices is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
     """The result of :meth:`Synthesizer.best` in another process, and what that search knows."""
@@ -129,7 +133,7 @@ class Synthesizer:
 
     def best(
         self, progress: Callable[[str], None] = lambda text: None,
-        rival: Callable[[], Merit | None] = lambda: None,
+        rival: Callable[[], Merit | None] = no_rival,
     ) -> Candidate:  # fmt: skip
         """Return the best pair over all starts, even if it exceeds the memory.
 

@@ -100,7 +100,7 @@ def fill(v: int, sizes: Sequence[int], near: list[set[int]]) -> int:
     return sum([size(a) * (whole - size(a) - sum(map(size, mine & near[a]))) for a in mine]) // 2
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _noisy_fill(seed: int, variables: int) -> Measure:
     """Return the fill times a random factor for each variable."""
     rng = random.Random(seed)
