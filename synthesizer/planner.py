@@ -41,7 +41,7 @@ from hap.synthesizer.share_alignment import aligned
 from hap.synthesizer.stages.even_pipeline import even_pipeline, no_pipeline
 from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_bound
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
-from hap.synthesizer.synthesize import Synthesizer, no_rival
+from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
 from hap.synthesizer.two_axes_ahead import TwoAxesAhead, searched_ahead
 from hap.units import format_bytes, format_seconds
@@ -241,7 +241,7 @@ def _searched(
         begun: searches in other processes.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
-    best = synthesizer.best(progress, begun.part.rival if begun.part else no_rival)
+    best = synthesizer.best(progress, begun.part.rival if begun.part else None)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     if synthesizer.gap:
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")

@@ -62,10 +62,6 @@ LONG = 300
 """Nodes of a graph from which on another process is worth its start."""
 
 
-def no_rival() -> None:
-    """Say that no search on other devices is known."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
     """The result of :meth:`Synthesizer.best` in another process, and what that search knows."""
@@ -133,12 +129,12 @@ class Synthesizer:
 
     def best(
         self, progress: Callable[[str], None] = lambda text: None,
-        rival: Callable[[], Merit | None] = no_rival,
+        rival: Callable[[], Merit | None] | None = None,
     ) -> Candidate:  # fmt: skip
         """Return the best pair over all starts, even if it exceeds the memory.
 
         The programs behind the lower bounds are starts as well. If the first start is :data:`FAR`
-        behind ``rival``, the merit on other devices, the search is brief.
+        behind the merit that ``rival`` returns, of other devices, the search is brief.
 
         Raises:
             HapError: the allowed placements admit no program, or the engine finds none.
@@ -161,7 +157,7 @@ class Synthesizer:
                 if number == 2 and fastest(found).fits:
                     break  # the start by memory is needed only if memory is short
                 alternate(shares, f"start {number + 1}")
-                if number == 0 and (beaten := rival()):
+                if number == 0 and rival and (beaten := rival()):
                     behind = not beaten[0] and (fastest(found).estimated_merit[1] > beaten[1] * FAR)
                 if behind:
                     break
