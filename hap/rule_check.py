@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from hap.ir import graph
 from hap.ir.graph import Dtype, Graph, Input, Node, Output, Ref
 from hap.ir.graph_builder import UNDEFINED
+from hap.ir.image_operators import ADAPTIVE_MAX_POOLS, MAX_POOLS, POOLS, image_dims
 from hap.ir.placement import L, P, Placement, R, S
 from hap.ir.program import Compute, Program, Value
 from hap.runtime.context import Context
@@ -26,12 +27,8 @@ from hap.runtime.emulate import EmulatedComm, EmulatedWorld
 from hap.runtime.localize import FACTORIES, LOOKUPS, RESULT_SHAPE
 from hap.synthesizer.rules import Row, rows_of
 
-PLANES = {
-    "aten.max_pool2d_with_indices_backward.default",
-    "aten._adaptive_avg_pool2d_backward.default",
-    "aten.avg_pool2d_backward.default",
-}
-"""Operators that may write out of bounds where the last two dims are cut: such cuts are not tried."""
+PLANES = {f"aten.{op}_backward.default" for op in (*POOLS, *MAX_POOLS, *ADAPTIVE_MAX_POOLS)}
+"""Operators that may write out of bounds where an image's dims are cut: such cuts are not tried."""
 
 COUNTING = "aten.embedding_dense_backward.default"
 """With division by the number of uses, this operator counts out of bounds: not cut."""
@@ -225,7 +222,8 @@ class Case:
         Raises:
             WorkSpentError: no work is left.
         """
-        self.work_left -= 1 + sum(t.numel() for t in self.given.values()) / SMALL
+        elements = sum(t.numel() for t in (*self.given.values(), *self.whole.values()))
+        self.work_left -= 1 + elements / SMALL
         if self.work_left < 0:
             raise WorkSpentError
         try:
@@ -298,14 +296,15 @@ def true_rows(case: Case, *, every: bool = False) -> Iterator[Row]:
     sizes is meaningful only for views, whose blocks divide both sizes. Where dims may be equal by
     chance, ``every`` also tries rows that cut only some of the inputs.
     """
-    planes = case.node.op in PLANES
+    op = case.node.op
+    whole = image_dims(op) if op in PLANES else 0
     shapes = [case.graph.tensors[name].shape for name in case.given]
     made = [o for o in case.node.outputs if o is not None]
     out_sizes = {s for o in made for s in case.graph.tensors[o].shape if s > 1}
     for size in (0, *sorted({s for shape in shapes for s in shape if s > 1} | out_sizes)):
         options = []
         for name, shape in zip(case.given, shapes, strict=True):
-            cut = [S(d) for d, s in enumerate(shape[:-2] if planes else shape) if s == size > 0]
+            cut = [S(d) for d, s in enumerate(shape[: len(shape) - whole]) if s == size > 0]
             options.append([*cut, *(_whole(case.given[name]) if every or not cut else ())])
         for chosen in itertools.product(*options):
             given = dict(zip(case.given, chosen, strict=True))
@@ -339,6 +338,8 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
         ):
             # Only with sizes as arguments does the placement of the result change the call.
             free = case.node.op not in {*RESULT_SHAPE, *FACTORIES, *LOOKUPS}
+            if _out_of_bounds(case, ins, out, p):
+                continue
             others = [R if o else None for o in case.node.outputs]
             outs = tuple(others if free else [*others[:k], p, *others[k + 1 :]])
             if outs not in results:
@@ -350,6 +351,16 @@ def _completed(case: Case, ins: tuple[Placement, ...], units: int, cut: bool) ->
     for outs in itertools.product(*places):
         if units == 0 or cut or any(p and p.sharded for p in outs):
             yield Row(outs, ins, units)
+
+
+def _out_of_bounds(case: Case, ins: tuple[Placement, ...], out: str, p: Placement) -> bool:
+    """Return whether the operator may write at indices of a whole dim into a shard."""
+    lookup = LOOKUPS.get(case.node.op)
+    if lookup is None or lookup.table is not None:
+        return False
+    shapes = [case.graph.tensors[name].shape for name in case.node.inputs]
+    like = [i for i, s in zip(ins, shapes, strict=True) if s == case.graph.tensors[out].shape]
+    return any(i.sharded and i != p for i in like)
 
 
 def gives(row: Row, wanted: Row) -> bool:

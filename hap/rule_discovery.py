@@ -28,6 +28,9 @@ from hap.synthesizer.rules.textual_rules import kind, written_rows
 LARGEST = 1 << 20
 """Limit of elements of the largest tensor of a sample."""
 
+FEW = 4
+"""Size up to which a dim may have a meaning, such as the coordinates of a point: it is also kept."""
+
 WORK = 10_000.0
 """Limit of the search for rows, in runs of small tensors; counted, so that it is repeatable."""
 
@@ -99,11 +102,10 @@ def discovered(call: Call) -> Discovery:
             where=call.node.source,
             hint="write its rule in the model file: see docs/rules.md",
         )
-    first = cases[0]
-    rows = _true_rows(first)
+    rows = _true_rows(cases[0])
     rows = [
         row for row in rows
-        if row.units == 0 or row in written_rows(_call(first), [_text(row)])  # whole blocks
+        if row.units == 0 or row in written_rows(_call(cases[0]), [_text(row)])  # whole blocks
     ]  # fmt: skip
     for case in cases[1:]:
         rows = [row for row in rows if _holds(case, row)]
@@ -267,7 +269,10 @@ def _sizes(call: Call) -> Iterator[dict[int, int]]:
             yield fixed | dict(zip(given, primes, strict=False))
             if any(c > 1 for c in common):
                 yield fixed | {s: c * p for s, c, p in zip(given, common, primes, strict=False)}
-    if all(t.numel <= LARGEST for t in call.ins):
+    few = {s: s for s in given if s <= FEW}
+    for primes in _PRIMES if few and len(given) <= len(_PRIMES[0]) else ():
+        yield fixed | dict(zip(given, primes, strict=False)) | few
+    if all(t is None or t.numel <= LARGEST for t in (*call.ins, *call.outs)):
         yield fixed | {s: s for s in given}
 
 

@@ -19,7 +19,7 @@ from hap.errors import UnsupportedOpError
 from hap.rule_discovery import NoSampleError, discovered
 from hap.synthesizer.rules import Call
 
-LIMIT_S = 300.0
+LIMIT_S = 60.0
 """Time limit of discovery; the number of runs is limited, so only a kernel that hangs
 takes so long."""
 

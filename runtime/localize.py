@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hap.ir.graph import Arg, Node
+from hap.ir.image_operators import RESIZES
 
 Shape = tuple[int, ...]
 
@@ -26,6 +27,9 @@ RESULT_SHAPE: dict[str, int] = {
     "aten.new_full.default": 1,
     "aten.slice_backward.default": 1,
     "aten.select_backward.default": 1,
+    "aten.unfold_backward.default": 1,
+    "aten.diagonal_backward.default": 1,
+    **{f"aten.{op}_backward.default": 2 for op in RESIZES},
 }
 
 # Operator -> (the argument that holds a size of its result, which size).
@@ -89,7 +93,9 @@ FACTORIES = frozenset(
 ) | {"hap.constant.default"}
 
 # Operators whose kernels ignore the strides of an input (seen on CPU, torch 2.13).
-CONTIGUOUS = frozenset({"aten.native_layer_norm_backward.default"})
+CONTIGUOUS = frozenset(
+    {"aten.native_layer_norm_backward.default", "aten.adaptive_max_pool3d_backward.default"}
+)
 
 
 _KNOWN = ("aten.", "hap.", "prims.", "mesh.")

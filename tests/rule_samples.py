@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import hap.capture.ctc  # noqa: F401  (defines operators)
+from hap.ir.image_operators import RESIZES, image_dims
 from hap.rule_check import Sample
 from hap.runtime.emit import resolve
 
@@ -200,7 +202,7 @@ _attend(f(1, 3, 1, 1))
 _attend(torch.ones(7, 11, dtype=torch.bool).tril(3))
 _attend(torch.ones(1, 1, 1, 11, dtype=torch.bool), batch=1)
 
-# --- pools ---
+# --- images ---
 
 
 def _max_pool(*shape: int) -> None:
@@ -211,13 +213,48 @@ def _max_pool(*shape: int) -> None:
     add("max_pool2d_with_indices_backward.default", grad, x, *options, indices)
 
 
+def _other_max_pools(n: int, *shape: int) -> None:
+    x = f(*shape)
+    add(f"adaptive_max_pool{n}d.default", x, [2, 4, 3][:n])
+    grad, indices = (t for t in SAMPLES[-1].run() if t is not None)
+    add(f"adaptive_max_pool{n}d_backward.default", torch.randn_like(grad), x, indices)
+    if n == 3:
+        options = ([2, 2, 2], [2, 2, 2], [1, 0, 0], [1, 1, 1], False)
+        add("max_pool3d_with_indices.default", x, *options)
+        grad, indices = (t for t in SAMPLES[-1].run() if t is not None)
+        backward = "max_pool3d_with_indices_backward.default"
+        add(backward, torch.randn_like(grad), x, *options, indices)
+
+
 for _shape in ((2, 3, 7, 13), (3, 7, 13), (1, 3, 7, 13)):
     _max_pool(*_shape)
+    _other_max_pools(2, *_shape)
     _options = ([2, 2], [2, 1], [1, 0], False, True, None)
     add("_adaptive_avg_pool2d.default", f(*_shape), [2, 4])
     add("_adaptive_avg_pool2d_backward.default", f(*_shape[:-2], 2, 4), f(*_shape))
     add("avg_pool2d.default", f(*_shape), *_options)
     add("avg_pool2d_backward.default", f(*_shape[:-2], 4, 12), f(*_shape), *_options)
+
+for _shape in ((2, 3, 5, 7, 11), (3, 5, 7, 11)):
+    _other_max_pools(3, *_shape)
+    _options = ([2, 2, 2], [2, 2, 1], [1, 0, 0], False, True, None)
+    add("_adaptive_avg_pool3d.default", f(*_shape), [2, 4, 3])
+    add("_adaptive_avg_pool3d_backward.default", f(*_shape[:-3], 2, 4, 3), f(*_shape))
+    add("avg_pool3d.default", f(*_shape), *_options)
+    add("avg_pool3d_backward.default", f(*_shape[:-3], 3, 3, 10), f(*_shape), *_options)
+
+for _name in RESIZES:
+    _n = image_dims(_name)
+    _shape, _size = (2, 3, *(5, 7, 11)[:_n]), [4, 13, 9][:_n]
+    _options = () if "nearest" in _name else (False,)
+    add(f"{_name}.default", f(*_shape), _size, *_options)
+    add(f"{_name}_backward.default", f(2, 3, *_size), _size, list(_shape), *_options)
+
+for _n, _image, _points in ((2, (7, 11), (5, 13)), (3, (4, 7, 11), (5, 13, 6))):
+    _x, _grid, _grad = f(2, 3, *_image), f(2, *_points, _n), f(2, 3, *_points)
+    for _mode in (0, 2) if _n == 2 else (0,):
+        add(f"grid_sampler_{_n}d.default", _x, _grid, _mode, 0, False)
+        add(f"grid_sampler_{_n}d_backward.default", _grad, _x, _grid, _mode, 0, False, [True, True])
 
 # --- reductions ---
 

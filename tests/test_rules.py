@@ -15,6 +15,7 @@ import torch
 from hap.errors import UnsupportedOpError
 from hap.ir.graph import FREE, Graph, Input, Node, Output, Tensor
 from hap.ir.graph_builder import RANDOM
+from hap.ir.image_operators import ADAPTIVE_MAX_POOLS, MAX_POOLS
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import P, R, S
 from hap.rule_check import Case, cuts, missing
@@ -73,7 +74,7 @@ EXPLAINED: dict[str, list[Reason]] = {
         Reason("tanh and relu need no states; the forward, not linear, makes none partial",
                lambda row, node: "rnn" in str(node.args) and P in row.ins[1:]),
     ],
-    "aten.max_pool2d_with_indices_backward.default": [SHAPE],
+    **{f"aten.{op}_backward.default": [SHAPE] for op in (*MAX_POOLS, *ADAPTIVE_MAX_POOLS)},
     "aten.nll_loss_backward.default": [SHAPE],
     "aten.nll_loss_forward.default": [
         Reason("log-probabilities are never partial: a softmax is not linear", partial(0)),

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hap.capture.data_checks import drop_checks
+from hap.ir.image_operators import RESIZES
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -238,6 +239,7 @@ def joint_graph(
         raise AssertionError(f"unknown end of a joint graph: {end!r}")
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_resized_by_kernels())
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=dict(decompositions)
         )
@@ -249,6 +251,23 @@ def joint_graph(
         inputs=tuple(name(n.meta["desc"]) for n in placeholders),
         outputs=tuple(name(end) for end in graph.output_node().meta["desc"]),
     )
+
+
+@contextlib.contextmanager
+def _resized_by_kernels() -> Iterator[None]:
+    """Keep the operators that resize images, which torch's tracer writes out before their derivative.
+
+    Written out, the backward is an ``index_put`` that accumulates, for which CUDA sorts all the indices.
+    """
+    own = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
+    packets = [getattr(torch.ops.aten, name) for name in RESIZES]
+    found = [getattr(p, overload) for p in packets for overload in p.overloads()]
+    with contextlib.ExitStack() as stack:
+        for op in found:
+            kept = {key: kernel for key, kernel in op.py_kernels.items() if key not in own}
+            stack.enter_context(mock.patch.object(op, "py_kernels", kept))
+            stack.enter_context(mock.patch.object(op, "_dispatch_cache", {}))
+        yield
 
 
 def inductor_lacks(device: torch.device) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from hap.cluster.work import SMALL_BYTES, Work
 from hap.ir.graph import FREE, Graph, Node
+from hap.ir.image_operators import MAX_POOLS, POOLS
 from hap.synthesizer.rules.rule_table import Call, numel
 from hap.synthesizer.rules.textual_rules import lines_of, written_flops
 
@@ -89,9 +90,8 @@ ELEMENTS: dict[str, str] = {
                    "_softmax_backward_data.default"],
         "norm": ["native_layer_norm.default", "_fused_rms_norm.default"],
         "norm_backward": ["native_layer_norm_backward.default", "_fused_rms_norm_backward.default"],
-        "pool": ["max_pool2d_with_indices.default", "avg_pool2d.default", "_adaptive_avg_pool2d.default"],
-        "pool_backward": ["max_pool2d_with_indices_backward.default", "avg_pool2d_backward.default",
-                          "_adaptive_avg_pool2d_backward.default"],
+        "pool": [f"{op}.default" for op in (*MAX_POOLS, *POOLS)],
+        "pool_backward": [f"{op}_backward.default" for op in (*MAX_POOLS, *POOLS)],
         "random": ["native_dropout.default"],
     }.items()
     for op in ops

@@ -3,6 +3,7 @@
 from hap.synthesizer.rules import (  # noqa: F401  (importing a module registers its rules)
     cross_machine,
     factories,
+    images,
     indexing,
     pointwise,
     products,

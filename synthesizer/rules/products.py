@@ -5,7 +5,7 @@ A contracted letter is partial.
 
 from __future__ import annotations
 
-from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Row, equation, rule
 
 
 @rule("aten.mm.default", "aten.bmm.default")
@@ -100,30 +100,3 @@ def _recurrence(call: Call) -> list[Row]:
     ins = [by_row if len(t.shape) == 3 else [None for _ in t.shape] for t in call.ins[:-1]]
     outs = [by_row, ["b", None] if backward else by_row]
     return equation(call, [*ins, ["b", None]], outs, linear=[{0}] if backward else [])
-
-
-def _planes(call: Call) -> list[str | None]:
-    """Images are pooled separately: all dims but the last two, with or without a batch."""
-    rank = len(call.out.shape)
-    return letters(call.out, fixed=(rank - 2, rank - 1))
-
-
-@rule(
-    "aten.max_pool2d_with_indices.default", "aten._adaptive_avg_pool2d.default",
-    "aten.avg_pool2d.default",
-)  # fmt: skip
-def _pool(call: Call) -> list[Row]:
-    planes, linear = _planes(call), [] if "max" in call.node.op else [{0}]
-    return equation(call, [planes], [planes for _ in call.node.outputs], linear=linear)
-
-
-@rule("aten.max_pool2d_with_indices_backward.default")
-def _max_pool_backward(call: Call) -> list[Row]:
-    return equation(call, [_planes(call)] * 3, [_planes(call)], linear=[{0}])
-
-
-@rule("aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default")
-def _avg_pool_backward(call: Call) -> list[Row]:
-    # The pool's input only provides its shape; the pool, being linear, may have left it partial.
-    planes, linear = _planes(call), [{0}, {1}, {0, 1}]
-    return equation(call, [planes, planes], [planes], linear=linear, depends=[{0}])
