@@ -40,7 +40,7 @@ from rich.table import Table
 from torch import nn
 
 import hap
-from benchmarks.models import bert, gpt2, mlp, vgg19, vit
+from benchmarks.models import bert, gpt2, mlp, segmenter, vgg19, vit
 from hap.capture.tracing import Step
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer
 from hap.ir.batch import call, flatten
@@ -106,6 +106,8 @@ CASES = (
          batch=lambda: vit.inputs(16), optimizer=vit.optimizer),
     Case(name="vgg", model=lambda: vgg19.build(**VGG, dropout=0.0),
          batch=lambda: vgg19.inputs(32), optimizer=vgg19.optimizer),
+    Case(name="segmenter", model=lambda: segmenter.build((16, 32, 64, 128)),
+         batch=lambda: segmenter.inputs(8, image=128)),
 )  # fmt: skip
 
 HOST = (

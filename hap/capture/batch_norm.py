@@ -3,7 +3,7 @@
 ATen's operators count their own elements, which on a rank are a part of the batch.
 Here a channel's mean and its squared deviations are sums, of which each rank has a term,
 and the normalisation is elementwise. After SyncBatchNorm of PyTorch, which
-sends the same figures.
+sends the same figures. Kernels of torch that take given statistics compute them, in one pass each.
 
 The captured program is that of training. When the program runs, :func:`by_mode` chooses the
 batch's statistics in training and the running ones in ``eval()``.
@@ -40,24 +40,32 @@ def channel_sums(x: Tensor) -> Tensor:
 @torch.library.custom_op("hap::channel_deviations", mutates_args=())
 def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
     """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
-    var, own = torch.var_mean(x.to(mean.dtype), _others(x), correction=0)
+    if not x.numel():
+        return torch.zeros_like(mean)
+    given = torch.zeros_like(mean), torch.ones_like(mean)  # the results have their dtype
+    own, var = torch.batch_norm_update_stats(x, *given, 0.0)
     return (var + (own - mean).square()) * (x.numel() // x.shape[1])
 
 
 @torch.library.custom_op("hap::normalize", mutates_args=())
 def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``(x - mean) * invstd * weight + bias`` in the dtype of ``x``; the others are (C,)."""
-    scale = invstd * weight
-    shift = bias - mean * scale
-    return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
+    if not x.numel():
+        return x.clone()
+    wide = weight.to(mean.dtype), bias.to(mean.dtype)
+    return torch.native_batch_norm(x, *wide, mean, invstd.pow(-2), False, 0.0, 0.0)[0]
 
 
 @torch.library.custom_op("hap::normalize_sums", mutates_args=())
 def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Return sums per channel of ``grad``, and of ``grad`` times the normalised ``x``."""
-    wide = grad.to(mean.dtype)
-    centred = x - _per_channel(mean, x)
-    return wide.sum(_others(x)), (wide * centred).sum(_others(x)) * invstd
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    given = torch.ones_like(mean), mean, invstd.pow(-2), None, None
+    _, weighted, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, *given, False, 0.0, [False, True, True]
+    )
+    return total, weighted
 
 
 @torch.library.custom_op("hap::normalize_backward", mutates_args=())
@@ -71,11 +79,21 @@ def normalize_backward(
         total, weighted: the sums of :func:`normalize_sums` over the whole batch, or zeros if
             the statistics do not depend on ``x``.
     """
+    if x.is_cuda and x.numel():
+        counts = torch.full((1,), count, dtype=torch.int32, device=x.device)
+        given = _dense(grad), _dense(x), mean, invstd, weight.to(mean.dtype)
+        return torch.batch_norm_backward_elemt(*given, total, weighted / invstd, counts)
     scale = invstd * weight
     slope = -scale * invstd * weighted / count
     shift = -scale * total / count - slope * mean
     rest = torch.addcmul(_per_channel(shift, x), x, _per_channel(slope, x))
-    return torch.addcmul(rest, grad, _per_channel(scale, x)).to(x.dtype)
+    return rest.addcmul_(grad, _per_channel(scale, x)).to(x.dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return ``x`` in a memory format that SyncBatchNorm, too, gives to its kernels."""
+    formats = torch.channels_last, torch.channels_last_3d
+    return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
 
 
 def _others(x: Tensor) -> list[int]:
