@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hap.capture.attention import attention, attention_backward
+from hap.capture.batch_norm import channel_sums, moved_back, per_channel
 from hap.capture.wide_dtype import wide_dtype
 
 
@@ -37,9 +38,33 @@ def cross_entropy_backward(
     return (soft + more).to(x.dtype)
 
 
+def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
+    """See :func:`hap.capture.batch_norm.channel_deviations`."""
+    others = [d for d in range(x.dim()) if d != 1]
+    return (x.to(mean.dtype) - per_channel(mean, x)).square().sum(others)
+
+
+def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See :func:`hap.capture.batch_norm.normalize`."""
+    centred = x - per_channel(mean, x)
+    return (centred * per_channel(invstd * weight, x) + per_channel(bias, x)).to(x.dtype)
+
+
+def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hap.capture.batch_norm.normalize_sums`."""
+    others = [d for d in range(x.dim()) if d != 1]
+    weighted = grad.to(mean.dtype) * (x - per_channel(mean, x))
+    return channel_sums(grad), weighted.sum(others) * invstd
+
+
 FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.sdpa.default: attention,
     torch.ops.hap.sdpa_backward.default: attention_backward,
+    torch.ops.hap.channel_sums.default: channel_sums,
+    torch.ops.hap.channel_deviations.default: channel_deviations,
+    torch.ops.hap.normalize.default: normalize,
+    torch.ops.hap.normalize_sums.default: normalize_sums,
+    torch.ops.hap.normalize_backward.default: moved_back,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }

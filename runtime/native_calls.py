@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from hap.capture import fourier
+from hap.capture import batch_norm, fourier
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.capture.experts import expert_mm, expert_mm_backward
@@ -58,6 +58,11 @@ NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
     fourier.C2C: fourier.c2c,
     fourier.R2C: fourier.r2c,
     fourier.C2R: fourier.c2r,
+    torch.ops.hap.channel_sums.default: batch_norm.channel_sums,
+    torch.ops.hap.channel_deviations.default: batch_norm.channel_deviations,
+    torch.ops.hap.normalize.default: batch_norm.normalize,
+    torch.ops.hap.normalize_sums.default: batch_norm.normalize_sums,
+    torch.ops.hap.normalize_backward.default: batch_norm.normalize_backward,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }
@@ -68,6 +73,15 @@ VIEWS: Final = frozenset({
     aten.expand.default, aten.unsqueeze.default, aten.select.int,
 })  # fmt: skip
 """Operators whose results depend on their arguments alone, and mostly share their memory."""
+
+
+ZEROS: Final = frozenset({aten.new_zeros.default, aten.zeros.default, aten.full.default})
+
+WRITERS: Final[Mapping[Any, Any]] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+"""Operator that copies its first input and writes into the copy -> the one that writes into the input."""
 
 
 ODD_ROWS: Final = "odd_rows"
@@ -86,6 +100,7 @@ ALIGNED_OPS: Final = frozenset(map(str, ALIGNED))
 def with_native_calls(code: fx.Graph) -> None:
     """Replace calls in emitted code by faster ones."""
     _share_views(code)
+    _write_into_new(code)
     for node in list(code.nodes):
         if node.op != "call_function":
             continue
@@ -113,6 +128,14 @@ def _share_views(code: fx.Graph) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             code.erase_node(node)
+
+
+def _write_into_new(code: fx.Graph) -> None:
+    """Write into a tensor that is made for it, not into a copy."""
+    for node in code.nodes:
+        made = node.args[0] if node.op == "call_function" and node.target in WRITERS else None
+        if isinstance(made, fx.Node) and made.target in ZEROS and list(made.users) == [node]:
+            node.target = WRITERS[node.target]
 
 
 def _has_options(node: fx.Node) -> bool:

@@ -31,23 +31,21 @@ def in_training(x: Tensor) -> Tensor:
     return x.clone()
 
 
-@torch.library.custom_op("hap::channel_sums", mutates_args=())
 def channel_sums(x: Tensor) -> Tensor:
     """Return sums per channel (C,) of ``x`` (N, C, ...); float32 for half precision."""
     return x.sum(_others(x), dtype=wide_dtype(x))
 
 
-@torch.library.custom_op("hap::channel_deviations", mutates_args=())
 def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
     """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
     if not x.numel():
         return torch.zeros_like(mean)
-    given = torch.zeros_like(mean), torch.ones_like(mean)  # the results have their dtype
-    own, var = torch.batch_norm_update_stats(x, *given, 0.0)
+    same = x.dtype == mean.dtype
+    running = (None, None) if same else (torch.zeros_like(mean), torch.ones_like(mean))
+    own, var = torch.batch_norm_update_stats(x, *running, 0.0)  # in the dtype of the running ones
     return (var + (own - mean).square()) * (x.numel() // x.shape[1])
 
 
-@torch.library.custom_op("hap::normalize", mutates_args=())
 def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``(x - mean) * invstd * weight + bias`` in the dtype of ``x``; the others are (C,)."""
     if not x.numel():
@@ -56,19 +54,18 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Ten
     return torch.native_batch_norm(x, *wide, mean, invstd.pow(-2), False, 0.0, 0.0)[0]
 
 
-@torch.library.custom_op("hap::normalize_sums", mutates_args=())
 def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Return sums per channel of ``grad``, and of ``grad`` times the normalised ``x``."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    given = torch.ones_like(mean), mean, invstd.pow(-2), None, None
+    one = None if x.dtype == mean.dtype else torch.ones_like(mean)  # the results have its dtype
+    given = one, mean, invstd.pow(-2), None, None
     _, weighted, total = torch.ops.aten.native_batch_norm_backward(
         grad, x, *given, False, 0.0, [False, True, True]
     )
     return total, weighted
 
 
-@torch.library.custom_op("hap::normalize_backward", mutates_args=())
 def normalize_backward(
     grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
     weighted: Tensor, count: int,
@@ -83,11 +80,19 @@ def normalize_backward(
         counts = torch.full((1,), count, dtype=torch.int32, device=x.device)
         given = _dense(grad), _dense(x), mean, invstd, weight.to(mean.dtype)
         return torch.batch_norm_backward_elemt(*given, total, weighted / invstd, counts)
+    return moved_back(grad, x, mean, invstd, weight, total, weighted, count)
+
+
+def moved_back(
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
+    weighted: Tensor, count: int,
+) -> Tensor:  # fmt: skip
+    """Return the result of :func:`normalize_backward` by plain operators."""
     scale = invstd * weight
     slope = -scale * invstd * weighted / count
     shift = -scale * total / count - slope * mean
-    rest = torch.addcmul(_per_channel(shift, x), x, _per_channel(slope, x))
-    return rest.addcmul_(grad, _per_channel(scale, x)).to(x.dtype)
+    rest = torch.addcmul(per_channel(shift, x), x, per_channel(slope, x))
+    return rest.addcmul_(grad, per_channel(scale, x)).to(x.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -100,8 +105,17 @@ def _others(x: Tensor) -> list[int]:
     return [d for d in range(x.dim()) if d != 1]
 
 
-def _per_channel(v: Tensor, x: Tensor) -> Tensor:
+def per_channel(v: Tensor, x: Tensor) -> Tensor:
+    """Return ``v`` (C,) in the shape in which it broadcasts to ``x`` (N, C, ...)."""
     return v.view(-1, *(1 for _ in range(x.dim() - 2)))
+
+
+_channel_sums, _channel_deviations, _normalize, _normalize_sums, _normalize_backward = (
+    torch.library.custom_op(f"hap::{function.__name__}", mutates_args=())(function)
+    for function in (
+        channel_sums, channel_deviations, normalize, normalize_sums, normalize_backward
+    )
+)  # fmt: skip
 
 
 @by_mode.register_fake
@@ -114,27 +128,27 @@ def _(x):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
-@channel_sums.register_fake
+@_channel_sums.register_fake
 def _(x):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[1], dtype=wide_dtype(x))
 
 
-@channel_deviations.register_fake
+@_channel_deviations.register_fake
 def _(x, mean):  # type: ignore[no-untyped-def]
     return torch.empty_like(mean)
 
 
-@normalize.register_fake
+@_normalize.register_fake
 def _(x, mean, invstd, weight, bias):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@normalize_sums.register_fake
+@_normalize_sums.register_fake
 def _(grad, x, mean, invstd):  # type: ignore[no-untyped-def]
     return torch.empty_like(mean), torch.empty_like(mean)
 
 
-@normalize_backward.register_fake
+@_normalize_backward.register_fake
 def _(grad, x, mean, invstd, weight, total, weighted, count):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -178,7 +192,7 @@ def batch_norm(
         assert running_var is not None
         factor = scale * (running_var + eps).rsqrt()
         rest = shift - running_mean * factor
-        out = input * _per_channel(factor, input) + _per_channel(rest, input)
+        out = input * per_channel(factor, input) + per_channel(rest, input)
         return out.to(input.dtype)
     count = input.numel() // input.shape[1]
     if count == 1:
@@ -189,12 +203,13 @@ def batch_norm(
         mean = torch.ops.hap.channel_sums(input) / count
         var = torch.ops.hap.channel_deviations(input, mean) / count
         if running_mean is not None and running_var is not None:
-            before = running_mean.clone(), running_var.clone()
             unbiased = momentum * count / (count - 1)
-            running_mean.copy_(torch.add(before[0] * (1 - momentum), mean, alpha=momentum))
-            running_var.copy_(torch.add(before[1] * (1 - momentum), var, alpha=unbiased))
-            mean = torch.ops.hap.by_mode(mean, before[0].to(mean.dtype))
-            var = torch.ops.hap.by_mode(var, before[1].to(var.dtype))
+            new_mean = torch.add(running_mean * (1 - momentum), mean, alpha=momentum)
+            new_var = torch.add(running_var * (1 - momentum), var, alpha=unbiased)
+            mean = torch.ops.hap.by_mode(mean, running_mean.to(mean.dtype))
+            var = torch.ops.hap.by_mode(var, running_var.to(var.dtype))
+            running_mean.copy_(new_mean)
+            running_var.copy_(new_var)
         invstd = (var + eps).rsqrt()
     return _Normalized.apply(  # type: ignore[no-untyped-call, no-any-return]
         input, mean, invstd, scale, shift, count

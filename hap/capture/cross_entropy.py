@@ -137,8 +137,15 @@ def cross_entropy(
     rows, classes = (input[None], target[None]) if lone else (input, target)
     if rows.dim() > 2:
         rows = rows.movedim(1, -1)
-    lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
     ignored = classes == ignore_index
+    lse: Tensor | float
+    if rows.stride(-1) == 1 or rows.numel() == 0:
+        lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
+    else:  # of pixels: the operator would copy the logits, and their few classes are not split
+        logs, lse = input.log_softmax(1), 0.0
+        at = classes.masked_fill(ignored, 0).unsqueeze(1)
+        picked = logs.gather(1, at).squeeze(1).to(wide_dtype(logs))
+        rows = logs.movedim(1, -1)
     if label_smoothing:
         others = rows.sum(-1) * (label_smoothing / rows.shape[-1])
         picked = picked * (1 - label_smoothing) + others
