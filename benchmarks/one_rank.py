@@ -64,6 +64,7 @@ class Case:
     batch: Callable[[], Any]
     optimizer: MakeOptimizer = default_optimizer
     loss: Callable[[Any, Any], torch.Tensor] | None = None
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +195,9 @@ def race(case: Case, rounds: int, pairs: Sequence[str]) -> Result:
 def contenders(case: Case, pairs: Sequence[str]) -> dict[str, Callable[[], float]]:
     """Return the training steps to compare, by name: the planned and the plain one of each pair."""
     model, batch = case.model(), case.batch()
-    plan = hap.plan(model, batch, "local:1", loss=case.loss, optimizer=case.optimizer)
+    plan = hap.plan(
+        model, batch, "local:1", loss=case.loss, optimizer=case.optimizer, fixed=case.fixed
+    )
     mine = plan.local_batch(batch, 0)
 
     def planned(backend: str) -> Callable[[], float]:

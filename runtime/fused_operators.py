@@ -57,6 +57,23 @@ def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tup
     return channel_sums(grad), weighted.sum(others) * invstd
 
 
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`hap.capture.group_norm.group_norm`."""
+    groups = x.view(*x.shape[:1], -1, size, *x.shape[2:]).to(wide_dtype(x))
+    inner = list(range(2, groups.dim()))
+    var, mean = torch.var_mean(groups, inner, correction=0, keepdim=True)
+    rstd = (var + eps).rsqrt()
+    y = ((groups - mean) * rstd).view(x.shape)
+    if weight is not None:
+        y = y * per_channel(weight, x)
+    if bias is not None:
+        y = y + per_channel(bias, x)
+    mean, rstd = (t.reshape(t.shape[:2]).to(x.dtype) for t in (mean, rstd))
+    return y.to(x.dtype), mean, rstd
+
+
 FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.sdpa.default: attention,
     torch.ops.hap.sdpa_backward.default: attention_backward,
@@ -65,6 +82,7 @@ FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.normalize.default: normalize,
     torch.ops.hap.normalize_sums.default: normalize_sums,
     torch.ops.hap.normalize_backward.default: moved_back,
+    torch.ops.hap.group_norm.default: group_norm,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }

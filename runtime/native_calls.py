@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from hap.capture import batch_norm, fourier
+from hap.capture import batch_norm, fourier, group_norm
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.capture.experts import expert_mm, expert_mm_backward
@@ -63,6 +63,8 @@ NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.normalize.default: batch_norm.normalize,
     torch.ops.hap.normalize_sums.default: batch_norm.normalize_sums,
     torch.ops.hap.normalize_backward.default: batch_norm.normalize_backward,
+    torch.ops.hap.group_norm.default: group_norm.group_norm,
+    torch.ops.hap.group_norm_backward.default: group_norm.group_norm_backward,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,
 }

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hap.capture import cross_entropy
+from hap.rule_check import Sample
 from hap.runtime import fused_operators
+from hap.runtime.emit import resolve
 from hap.runtime.fused_operators import FUSED
+from tests.rule_samples import SAMPLES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -38,6 +41,21 @@ def test_a_row_without_a_possible_class_has_no_sum() -> None:
     x = torch.full((2, 3), -math.inf)
     lse, _ = fused_operators.cross_entropy_terms(x, torch.tensor([0, 1]), -100)
     assert lse.tolist() == [-math.inf, -math.inf]
+
+
+LOGICAL = [sample for sample in SAMPLES if resolve(sample.op) in FUSED]
+
+
+@pytest.mark.parametrize("sample", LOGICAL, ids=str)
+def test_a_fused_operator_is_the_logical_one(sample: Sample) -> None:
+    found = FUSED[resolve(sample.op)](*sample.args)
+    results = [found] if isinstance(found, torch.Tensor) else found
+    for one, other in zip(results, sample.run(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_fused_operator_has_a_sample() -> None:
+    assert {resolve(sample.op) for sample in LOGICAL} == set(FUSED)
 
 
 def test_every_argument_is_taken() -> None:

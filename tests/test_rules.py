@@ -84,6 +84,10 @@ EXPLAINED: dict[str, list[Reason]] = {
     "aten.native_layer_norm.default": [
         Reason(PARAMETERS, lambda row, _: P in row.ins[1:]),
     ],
+    "hap.group_norm.default": [Reason(PARAMETERS, lambda row, _: P in row.ins[1:])],
+    "hap.group_norm_backward.default": [
+        Reason(PARAMETERS, lambda row, _: P in row.ins[4:]),
+    ],
     "aten.native_layer_norm_backward.default": [
         Reason(PARAMETERS, lambda row, _: P in row.ins[4:]),
     ],

@@ -3,6 +3,8 @@
 The blocks are those of ResNet (He et al., 2015), the head that of FCN (Long et al., 2014).
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ class Segmenter(nn.Module):
     def __init__(self, widths: tuple[int, ...], classes: int):
         super().__init__()
         self.stem = _convolution(3, widths[0], stride=2)
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = itertools.pairwise(widths)
         self.blocks = nn.Sequential(*(Block(before, width, 2) for before, width in pairs))
         self.head = nn.Conv2d(widths[-1], classes, 1)
 

@@ -40,9 +40,10 @@ def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
     """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
     if not x.numel():
         return torch.zeros_like(mean)
-    same = x.dtype == mean.dtype
-    running = (None, None) if same else (torch.zeros_like(mean), torch.ones_like(mean))
-    own, var = torch.batch_norm_update_stats(x, *running, 0.0)  # in the dtype of the running ones
+    old_mean = old_var = None
+    if x.dtype != mean.dtype:  # the results have the dtype of the running statistics
+        old_mean, old_var = torch.zeros_like(mean), torch.ones_like(mean)
+    own, var = torch.batch_norm_update_stats(x, old_mean, old_var, 0.0)
     return (var + (own - mean).square()) * (x.numel() // x.shape[1])
 
 

@@ -15,51 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hap.capture import torch_private
+from hap.capture import group_norm, torch_private
 
 aten = torch.ops.aten
-
-
-def _per_channel(weight: Tensor, rank: int) -> Tensor:
-    return weight.view(1, -1, *(1,) * (rank - 2))
-
-
-def _group_norm(
-    x: Tensor, weight: Any, bias: Any, n: int, c: int, pixels: int, groups: int, eps: float
-) -> Any:
-    inner = c // groups * pixels
-    flat = x.reshape(n, groups, inner)
-    y, mean, rstd = aten.native_layer_norm(flat, [inner], None, None, eps)
-    y = y.view(x.shape)
-    if weight is not None:
-        y = y * _per_channel(weight, x.dim())
-    if bias is not None:
-        y = y + _per_channel(bias, x.dim())
-    return y, mean.view(n, groups), rstd.view(n, groups)
-
-
-def _group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Any, n: int, c: int, pixels: int,
-    groups: int, mask: list[bool],
-) -> Any:  # fmt: skip
-    inner = c // groups * pixels
-    flat = x.reshape(n, groups, inner)
-    mean, rstd = mean.view(n, groups, 1), rstd.view(n, groups, 1)
-    others = [0, *range(2, x.dim())]
-    dx = dw = db = None
-    if mask[0]:
-        inside = grad if weight is None else grad * _per_channel(weight, x.dim())
-        inside = inside.reshape(n, groups, inner)
-        dx, _, _ = aten.native_layer_norm_backward(
-            inside, flat, [inner], mean, rstd, None, None, [True, False, False]
-        )
-        dx = dx.view(x.shape)
-    if mask[1]:
-        normed = ((flat - mean) * rstd).view(x.shape)
-        dw = (grad * normed).sum(others)
-    if mask[2]:
-        db = grad.sum(others)
-    return dx, dw, db
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
@@ -160,8 +118,8 @@ def _repeats(pixels: Sequence[int], out: Sequence[int]) -> tuple[int, int] | Non
 
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
     **torch_private.get_decompositions([aten.baddbmm]),
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_group_norm.default: group_norm.decomposed,
+    aten.native_group_norm_backward.default: group_norm.decomposed_backward,
     aten._weight_norm_interface.default: _weight_norm,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.repeat.default: _repeat,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hap.ir.graph import Tensor
 from hap.ir.placement import L, P
-from hap.synthesizer.rules.rule_table import Call, Row, equation, letters, rule
+from hap.synthesizer.rules.rule_table import Call, Letters, Row, equation, letters, rule
 
 
 def _dims(value: object, tensor: Tensor) -> set[int]:
@@ -166,3 +166,26 @@ def _normalize_sums(call: Call) -> list[Row]:
 def _normalize_backward(call: Call) -> list[Row]:
     x, c = letters(call.ins[0]), _channel(call.ins[0])
     return equation(call, [x, x, c, c, c, c, c], [x], linear=[{0, 5, 6}])
+
+
+# --- group norm: hap.capture.group_norm. Channels are cut between groups. ---
+
+
+@rule("hap.group_norm.default")
+def _group_norm(call: Call) -> list[Row]:
+    x, affine, shared = _groups(call, call.ins[0], len(call.ins) - 1)
+    return equation(call, [x, *affine], [x, ["b", "c"], ["b", "c"]], units=shared)
+
+
+@rule("hap.group_norm_backward.default")
+def _group_norm_backward(call: Call) -> list[Row]:
+    x, affine, shared = _groups(call, call.ins[1], len(call.ins) - 4)
+    ins = [x, x, ["b", "c"], ["b", "c"], *affine]
+    return equation(call, ins, [x, ["c"], ["c"]], linear=[{0}], units=shared)
+
+
+def _groups(call: Call, x: Tensor, affine: int) -> tuple[Letters, list[Letters], dict[str, int]]:
+    """Return letters of images and of weights, and the number of groups, which cuts keep whole."""
+    size = next(a for a in call.node.args if isinstance(a, int))
+    images: Letters = ["b", "c", *(None for _ in x.shape[2:])]
+    return images, [["c"] for _ in range(affine)], {"c": x.shape[1] // size}
