@@ -120,6 +120,7 @@ HOST = (
 QUICK = (
     Case(name="mlp", model=mlp.tiny, batch=mlp.tiny_batch, loss=mlp.loss),
     Case(name="vgg", model=vgg19.tiny, batch=vgg19.tiny_batch, optimizer=vgg19.optimizer),
+    Case(name="segmenter", model=segmenter.tiny, batch=segmenter.tiny_batch),
 )
 
 

@@ -134,3 +134,20 @@ def test_no_view_draws_numbers_or_writes() -> None:
     for operator in VIEWS:
         assert not operator._schema.is_mutable
         assert torch.Tag.nondeterministic_seeded not in operator.tags
+
+
+def test_a_new_tensor_is_written_in_place() -> None:
+    fresh = traced("aten.index_put.default(aten.new_zeros.default(x, [3]), [y], x, True)", 2)
+    shared = traced(
+        "(lambda new: [aten.scatter_add.default(new, 0, y, x), new])"
+        "(aten.new_zeros.default(x, [3]))", 2,
+    )  # fmt: skip
+    values, at = x(4, dtype=torch.float32), torch.tensor([0, 2, 2, 1])
+    for module, writes in ((fresh, True), (shared, False)):
+        expected = module(values, at)
+        with_native_calls(module.graph)
+        module.recompile()
+        for one, other in zip(flat(module(values, at)), flat(expected), strict=True):
+            assert torch.equal(one, other)
+        targets = [str(node.target) for node in module.graph.nodes]
+        assert any(name.endswith("_.default") for name in targets) == writes

@@ -21,7 +21,7 @@ from hap.ir.graph import Dtype, Graph, Input, Node, Output, Ref
 from hap.ir.graph import Tensor as Described
 from hap.ir.placement import P, R, S
 from hap.ir.plan import Plan
-from hap.rule_check import gives
+from hap.rule_check import Sample, gives
 from hap.rule_discovery import NoSampleError, calls_of, discovered
 from hap.rule_sources import with_rules
 from hap.synthesizer.cost.operator_work import node_work
@@ -203,6 +203,20 @@ def test_operators_without_valid_rows_are_refused_with_a_reason(op: str, reason:
     with pytest.raises(UnsupportedOpError, match=reason) as error:
         discovered(calls_of(op)[0])
     assert error.value.hint
+
+
+@torch.library.custom_op("fuzzed::angles", mutates_args=())
+def angles(points: Tensor) -> Tensor:
+    if points.shape[-1] != 2:
+        raise RuntimeError("this kernel takes points of a plane")
+    return torch.atan2(points[..., 0], points[..., 1])
+
+
+def test_dims_that_must_have_their_size_are_kept() -> None:
+    graph = Sample("fuzzed.angles.default", (torch.randn(999, 1200, 2),), {}).graph()
+    found = discovered(Call(node=graph.nodes[0], tensors=graph.tensors))
+    assert {str(row) for row in found.rows} == {"{R} -> {R}", "{S0} -> {S0}", "{S1} -> {S1}"}
+    assert all("999" not in shapes for shapes in found.shapes)
 
 
 class Distances(nn.Module):

@@ -1,4 +1,4 @@
-"""The models of the proof: eight families for correctness, five models for speed and memory."""
+"""The models of the proof: nine families for correctness, six models for speed and memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models import bert, gpt2, llama, vgg19, vit
+from benchmarks.models import bert, gpt2, llama, segmenter, vgg19, vit
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer
 from hap.ir.batch import Batch
 from hap.ir.plan import Plan
 
-FAMILIES = ("bert", "bert_moe", "gpt2", "llama", "mlp", "t5", "vgg19", "vit")
+FAMILIES = ("bert", "bert_moe", "gpt2", "llama", "mlp", "segmenter", "t5", "vgg19", "vit")
 """Modules of ``benchmarks.models``; the proof verifies their ``tiny`` variants."""
 
 PRECISIONS = ("float32", "bfloat16")
@@ -78,6 +78,8 @@ SINGLES = (
            batch=lambda: vit.inputs(128), optimizer=vit.optimizer),
     Single(name="vgg19", model=lambda: vgg19.build(dropout=0.0),
            batch=lambda: vgg19.inputs(256), optimizer=vgg19.optimizer),
+    Single(name="segmenter", model=segmenter.build, batch=lambda: segmenter.inputs(64),
+           optimizer=default_optimizer),
     Single(name="llama-1b", model=lambda: llama.build(**LLAMA_1B),
            batch=lambda: llama.inputs(size=4, seq=512), optimizer=llama.optimizer),
 )  # fmt: skip

@@ -48,3 +48,19 @@ def build(widths: tuple[int, ...] = (64, 64, 128, 256, 512), classes: int = 21) 
 
 def inputs(size: int = 16, image: int = 224, classes: int = 21):
     return torch.randn(size, 3, image, image), torch.randint(classes, (size, image, image))
+
+
+def model():
+    return build()
+
+
+def batch():
+    return inputs()
+
+
+def tiny():
+    return build(widths=(6, 9, 12), classes=5)
+
+
+def tiny_batch():
+    return inputs(size=12, image=16, classes=5)
