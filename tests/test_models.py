@@ -19,6 +19,7 @@ VARIANTS = {
     "gpt2": (*TINY, "small"),
     "llama": (*TINY, "tiny_gqa", "llama_7b", "llama_3_8b", "batch_64"),
     "mlp": TINY,
+    "segmenter": TINY,
     "t5": TINY,
     "vgg19": TINY,
     "vit": (*TINY, "batch_64"),
@@ -30,12 +31,21 @@ NORM = 2 * 768
 EXPERTS = 768 * 16 + 16 * 2 * 768 * 3072  # the router and 16 experts, without biases
 WORDS, POSITIONS = 30522 * 768, 128 * 768
 LAYER = ATTENTION + FFN + 2 * NORM
+WIDTHS = (64, 64, 128, 256, 512)
+STEM = 3 * 64 * 9 + 2 * 64
+
+
+def block(width_in, width):
+    return (width_in + width) * width * 9 + width_in * width + 3 * 2 * width
+
+
 PARAMETERS = {  # of the full sizes, counted by hand or published
     "bert": WORDS + POSITIONS + 2 * 768 + 12 * LAYER + 768 * 768 + 768 + 2 * NORM + 30522,
     "bert_moe": WORDS + POSITIONS + NORM + 6 * LAYER + 6 * (LAYER - FFN + EXPERTS) + 30522,
     "gpt2": 124_439_808 - 896 * 768,  # published, less the positions above 128
     "llama": 6_738_415_616,  # published
     "mlp": 1024 * 4096 + 4096 + 4 * (4096 * 4096 + 4096) + 4096 * 1024 + 1024,
+    "segmenter": STEM + sum(map(block, WIDTHS, WIDTHS[1:])) + 512 * 21 + 21,
     "t5": 222_903_552,  # published
     "vgg19": 143_667_240 - 990 * 4097,  # published for 1,000 classes, less 990 of them
     "vit": 48 * 768 + 768 + 66 * 768 + 12 * LAYER + NORM + 7690,  # 65 positions, a class token

@@ -28,12 +28,12 @@ class Block(nn.Module):
 
 
 class Segmenter(nn.Module):
-    def __init__(self, widths: tuple[int, ...], classes: int):
+    def __init__(self, widths: tuple[int, ...], classes: int, dropout: float):
         super().__init__()
         self.stem = _convolution(3, widths[0], stride=2)
         pairs = itertools.pairwise(widths)
         self.blocks = nn.Sequential(*(Block(before, width, 2) for before, width in pairs))
-        self.head = nn.Conv2d(widths[-1], classes, 1)
+        self.head = nn.Sequential(nn.Dropout(dropout), nn.Conv2d(widths[-1], classes, 1))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """images: (batch, 3, h, w), labels: (batch, h, w). Returns the mean cross entropy."""
@@ -42,8 +42,10 @@ class Segmenter(nn.Module):
         return F.cross_entropy(full, labels)
 
 
-def build(widths: tuple[int, ...] = (64, 64, 128, 256, 512), classes: int = 21) -> Segmenter:
-    return Segmenter(widths, classes)
+def build(
+    widths: tuple[int, ...] = (64, 64, 128, 256, 512), classes: int = 21, dropout: float = 0.0
+) -> Segmenter:
+    return Segmenter(widths, classes, dropout)
 
 
 def inputs(size: int = 16, image: int = 224, classes: int = 21):
@@ -64,3 +66,10 @@ def tiny():
 
 def tiny_batch():
     return inputs(size=12, image=16, classes=5)
+
+
+def tiny_dropout():
+    return build(widths=(6, 9, 12), classes=5, dropout=0.2)
+
+
+tiny_dropout_batch = tiny_batch
