@@ -93,6 +93,8 @@ the interface, and experts with room for a fixed number of tokens, are one progr
 the forward depends on random numbers that Python reads; set them to 0 and False |
 | Qwen-VL, GLM-4V and others that are told the sizes of images (`image_grid_thw`), where the sizes change | \
 shapes depend on that tensor; with images of fixed sizes, name it in [`fixed`](model-file.md#fixed-entries), and give `position_ids` in the batch |
+| `flex_attention` | torch has no backward of it on a CPU, where plans are made and verified; \
+`scaled_dot_product_attention` takes masks and biases |
 | SmolVLM and Idefics 3 | images that are padding are left out by their data (`nonzero`) |
 """
 

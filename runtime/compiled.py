@@ -29,7 +29,7 @@ Compiled = Callable[[list[Any]], Sequence[Tensor]]
 """A compiled piece, which empties its list of arguments."""
 
 BACKENDS = ("eager", "inductor", "cudagraphs", "inductor-cudagraphs")
-DRAWN = frozenset({"mask", "scale"})
+DRAWN = frozenset({"mask", "scale", "trains"})
 """Methods of the context that need no tensor and may run in any order."""
 
 FEWEST = 2
@@ -212,6 +212,7 @@ class Staged:
     def __init__(self, module: fx.GraphModule, library: Library, device: torch.device) -> None:
         graph = module.graph
         draw_masks_apart(graph, device)
+        _choose_by_tensor(graph, device)
         slots = {node: k for k, node in enumerate(graph.nodes)}
         self._size = len(slots)
         self._given = [slots[n] for n in graph.nodes if n.op == "placeholder"][1:]
@@ -233,8 +234,18 @@ class Staged:
         return [kept[slot] for slot in self._results]
 
 
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
+def _choose_by_tensor(graph: fx.Graph, device: torch.device) -> None:
+    """Replace the context's choices between training and ``eval()``, so that they cut no piece."""
+    ctx = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.target not in ("by_mode", "in_training"):
+            continue
+        _, training, *otherwise = node.args
+        with graph.inserting_before(node):
+            trains = graph.call_method("trains", (ctx, device))
+            chosen = graph.call_function(torch.where, (trains, training, *(otherwise or (0.0,))))
+        node.replace_all_uses_with(chosen)
+        graph.erase_node(node)
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:

@@ -33,6 +33,7 @@ class Context:
         self.step = 0
         self.training = True
         self._scales: dict[tuple[float, torch.device], Tensor] = {}
+        self._modes: dict[tuple[bool, torch.device], Tensor] = {}
         self.microbatch: int | None = None
         """The microbatch that runs, in a pipeline."""
         self.total: Callable[[str, Tensor | None], Tensor] = _no_sums
@@ -161,6 +162,13 @@ class Context:
         if (factor, device) not in self._scales:
             self._scales[factor, device] = torch.tensor(factor, device=device)
         return self._scales[factor, device]
+
+    def trains(self, device: torch.device) -> Tensor:
+        """Return whether the module trains, as a scalar tensor."""
+        key = self.training, device
+        if key not in self._modes:
+            self._modes[key] = torch.tensor(self.training, device=device)
+        return self._modes[key]
 
     @property
     def _drops(self) -> bool:

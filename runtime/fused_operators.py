@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hap.capture.attention import attention, attention_backward
-from hap.capture.batch_norm import channel_sums, moved_back, per_channel
+from hap.capture.batch_norm import channel_sums, per_channel
 from hap.capture.wide_dtype import wide_dtype
 
 
@@ -57,6 +57,17 @@ def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tup
     return channel_sums(grad), weighted.sum(others) * invstd
 
 
+def normalize_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
+    weighted: Tensor, count: int,
+) -> Tensor:  # fmt: skip
+    """See :func:`hap.capture.batch_norm.normalize_backward`."""
+    slope, shift = invstd * weighted / count, total / count
+    centred = x - per_channel(mean, x)
+    rest = grad - per_channel(shift, x) - centred * per_channel(slope, x)
+    return (rest * per_channel(invstd * weight, x)).to(x.dtype)
+
+
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +92,7 @@ FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.channel_deviations.default: channel_deviations,
     torch.ops.hap.normalize.default: normalize,
     torch.ops.hap.normalize_sums.default: normalize_sums,
-    torch.ops.hap.normalize_backward.default: moved_back,
+    torch.ops.hap.normalize_backward.default: normalize_backward,
     torch.ops.hap.group_norm.default: group_norm,
     torch.ops.hap.cross_entropy.default: cross_entropy_terms,
     torch.ops.hap.cross_entropy_backward.default: cross_entropy_backward,

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from hap.capture import attention, tensor_constants, torch_private
 from hap.capture.tracing import capture
@@ -483,6 +484,20 @@ def test_an_ordinary_mistake_in_the_forward_is_told_with_its_line() -> None:
     with pytest.raises(ModelError, match="the forward fails: RuntimeError") as caught:
         capture(Wrong(), torch.zeros(3, 5))
     assert "test_capture.py:" in caught.value.where
+
+
+def test_flexible_attention_is_refused_with_another_function() -> None:
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return flex_attention(x * self.weight, x, x).sum()  # type: ignore[union-attr]
+
+    with pytest.raises(ModelError, match="FlexAttention does not support backward") as caught:
+        capture(Flexible(), torch.zeros(2, 3, 4, 8))
+    assert "scaled_dot_product_attention" in caught.value.hint
 
 
 def test_a_dtype_that_no_rule_prices_is_refused_by_name() -> None:

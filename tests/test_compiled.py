@@ -193,6 +193,27 @@ def test_a_mask_cuts_nothing() -> None:
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
 
 
+def test_batch_norm_cuts_nothing_and_knows_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "inductor", uncompiled)
+    case = benchmark_case("segmenter", "tiny")
+    plan = one_rank(case)
+    eager, compiled = (
+        HapModule(plan, copy.deepcopy(case.model), LocalComm(), CPU, backend=backend)
+        for backend in ("eager", "inductor")
+    )
+    emitted = emit(plan, 0, CPU)
+    for module in (emitted.forward, emitted.backward):
+        stages = Staged(module, Library(), CPU).stages
+        assert sum(isinstance(s.run, Piece) for s in stages) == 1
+    for training in (True, False):
+        losses = [call(module.train(training), case.batch) for module in (eager, compiled)]
+        torch.testing.assert_close(*losses)
+        one, other = (gradients(module, case.batch) for module in (eager, compiled))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(eager.buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_equal_pieces_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

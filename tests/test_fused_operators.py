@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hap.capture import cross_entropy
 from hap.rule_check import Sample
@@ -52,6 +53,19 @@ def test_a_fused_operator_is_the_logical_one(sample: Sample) -> None:
     results = [found] if isinstance(found, torch.Tensor) else found
     for one, other in zip(results, sample.run(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("sample", LOGICAL, ids=str)
+def test_a_fused_operator_writes_into_no_tensor(sample: Sample) -> None:
+    function, tensors = FUSED[resolve(sample.op)], list(sample.tensors.values())
+
+    def run(*given: torch.Tensor) -> object:
+        values = dict(zip(map(id, tensors), given, strict=True))
+        return function(*(values.get(id(argument), argument) for argument in sample.args))
+
+    traced = make_fx(run)(*tensors).graph
+    calls = [node.target for node in traced.nodes if node.op == "call_function"]
+    assert not any(op._schema.is_mutable for op in calls if hasattr(op, "_schema"))
 
 
 def test_every_fused_operator_has_a_sample() -> None:

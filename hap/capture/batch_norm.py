@@ -81,14 +81,6 @@ def normalize_backward(
         counts = torch.full((1,), count, dtype=torch.int32, device=x.device)
         given = _dense(grad), _dense(x), mean, invstd, weight.to(mean.dtype)
         return torch.batch_norm_backward_elemt(*given, total, weighted / invstd, counts)
-    return moved_back(grad, x, mean, invstd, weight, total, weighted, count)
-
-
-def moved_back(
-    grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor,
-    weighted: Tensor, count: int,
-) -> Tensor:  # fmt: skip
-    """Return the result of :func:`normalize_backward` by plain operators."""
     scale = invstd * weight
     slope = -scale * invstd * weighted / count
     shift = -scale * total / count - slope * mean

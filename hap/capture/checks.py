@@ -301,10 +301,11 @@ def check_loss(
             return
         if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
             raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
+        hint = "the model must run on the batch that batch() returns"
+        if "FlexAttention" in str(error):
+            hint = "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask"
         raise ModelError(
-            f"the forward fails: {type(error).__name__}: {error}",
-            where=where(error),
-            hint="the model must run on the batch that batch() returns",
+            f"the forward fails: {type(error).__name__}: {error}", where=where(error), hint=hint
         ) from error
     if not isinstance(value, Tensor):
         raise ModelError(f"the loss is a {type(value).__name__}, not a tensor", hint=fix)
