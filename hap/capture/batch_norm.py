@@ -2,8 +2,8 @@
 
 ATen's operators count their own elements, which on a rank are a part of the batch.
 Here a channel's mean and its squared deviations are sums, of which each rank has a term,
-and the normalisation is elementwise. After SyncBatchNorm of PyTorch, which
-sends the same figures. Kernels of torch that take given statistics compute them, in one pass each.
+and the normalisation is elementwise. After SyncBatchNorm of PyTorch, which sends the same figures.
+Each operator is one pass of a kernel of torch that takes given statistics, on CUDA of SyncBatchNorm's.
 
 The captured program is that of training. When the program runs, :func:`by_mode` chooses the
 batch's statistics in training and the running ones in ``eval()``.
@@ -40,6 +40,7 @@ def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
     """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
     if not x.numel():
         return torch.zeros_like(mean)
+    (x,) = _alike(x) if x.is_cuda else (x,)
     old_mean = old_var = None
     if x.dtype != mean.dtype:  # the results have the dtype of the running statistics
         old_mean, old_var = torch.zeros_like(mean), torch.ones_like(mean)
@@ -51,8 +52,11 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Ten
     """Return ``(x - mean) * invstd * weight + bias`` in the dtype of ``x``; the others are (C,)."""
     if not x.numel():
         return x.clone()
-    wide = weight.to(mean.dtype), bias.to(mean.dtype)
-    return torch.native_batch_norm(x, *wide, mean, invstd.pow(-2), False, 0.0, 0.0)[0]
+    scale, shift = weight.to(mean.dtype), bias.to(mean.dtype)
+    if x.is_cuda:
+        (x,) = _alike(x)
+        return torch.batch_norm_elemt(x, scale, shift, mean, invstd, 0.0)
+    return torch.native_batch_norm(x, scale, shift, mean, invstd.pow(-2), False, 0.0, 0.0)[0]
 
 
 def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,10 +64,13 @@ def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tup
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     one = None if x.dtype == mean.dtype else torch.ones_like(mean)  # the results have its dtype
-    given = one, mean, invstd.pow(-2), None, None
-    _, weighted, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, *given, False, 0.0, [False, True, True]
-    )
+    if x.is_cuda:
+        x, grad = _alike(x, grad)
+        wanted = True, False, False
+        total, centred, *_ = torch.batch_norm_backward_reduce(grad, x, mean, invstd, one, *wanted)
+        return total, centred * invstd
+    given = one, mean, invstd.pow(-2), None, None, False, 0.0, [False, True, True]
+    _, weighted, total = torch.ops.aten.native_batch_norm_backward(grad, x, *given)
     return total, weighted
 
 
@@ -78,9 +85,10 @@ def normalize_backward(
             the statistics do not depend on ``x``.
     """
     if x.is_cuda and x.numel():
+        x, grad = _alike(x, grad)
+        given = mean, invstd, weight.to(mean.dtype), total, weighted / invstd
         counts = torch.full((1,), count, dtype=torch.int32, device=x.device)
-        given = _dense(grad), _dense(x), mean, invstd, weight.to(mean.dtype)
-        return torch.batch_norm_backward_elemt(*given, total, weighted / invstd, counts)
+        return torch.batch_norm_backward_elemt(grad, x, *given, counts)
     scale = invstd * weight
     slope = -scale * invstd * weighted / count
     shift = -scale * total / count - slope * mean
@@ -88,10 +96,12 @@ def normalize_backward(
     return rest.addcmul_(grad, per_channel(scale, x)).to(x.dtype)
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` in a memory format that SyncBatchNorm, too, gives to its kernels."""
+def _alike(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in the memory format of the first, which the kernels of SyncBatchNorm need."""
     formats = torch.channels_last, torch.channels_last_3d
-    return x if any(x.is_contiguous(memory_format=f) for f in formats) else x.contiguous()
+    last = (f for f in formats if tensors[0].is_contiguous(memory_format=f))
+    layout = next(last, torch.contiguous_format)
+    return [t.contiguous(memory_format=layout) for t in tensors]
 
 
 def _others(x: Tensor) -> list[int]:
