@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hap.capture.attention import attention, attention_backward
-from hap.capture.batch_norm import channel_sums, per_channel
+from hap.capture.batch_norm import channel_mean, per_channel
 from hap.capture.wide_dtype import wide_dtype
 
 
@@ -38,10 +38,10 @@ def cross_entropy_backward(
     return (soft + more).to(x.dtype)
 
 
-def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
-    """See :func:`hap.capture.batch_norm.channel_deviations`."""
+def channel_variance(x: Tensor, mean: Tensor, count: int) -> Tensor:
+    """See :func:`hap.capture.batch_norm.channel_variance`."""
     others = [d for d in range(x.dim()) if d != 1]
-    return (x.to(mean.dtype) - per_channel(mean, x)).square().sum(others)
+    return (x.to(mean.dtype) - per_channel(mean, x)).square().sum(others) / count
 
 
 def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def normalize_sums(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tup
     """See :func:`hap.capture.batch_norm.normalize_sums`."""
     others = [d for d in range(x.dim()) if d != 1]
     weighted = grad.to(mean.dtype) * (x - per_channel(mean, x))
-    return channel_sums(grad), weighted.sum(others) * invstd
+    return grad.sum(others, dtype=mean.dtype), weighted.sum(others) * invstd
 
 
 def normalize_backward(
@@ -88,8 +88,8 @@ def group_norm(
 FUSED: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.ops.hap.sdpa.default: attention,
     torch.ops.hap.sdpa_backward.default: attention_backward,
-    torch.ops.hap.channel_sums.default: channel_sums,
-    torch.ops.hap.channel_deviations.default: channel_deviations,
+    torch.ops.hap.channel_mean.default: channel_mean,
+    torch.ops.hap.channel_variance.default: channel_variance,
     torch.ops.hap.normalize.default: normalize,
     torch.ops.hap.normalize_sums.default: normalize_sums,
     torch.ops.hap.normalize_backward.default: normalize_backward,

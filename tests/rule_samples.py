@@ -321,8 +321,11 @@ add("hap.rounded_with_feedback.default", f(5, 3), torch.float64, "site")
 for _shape in ((5, 3, 7, 2), (11, 3), (1, 7, 5)):
     _x, _grad, _mean, _weight, _bias = f(*_shape), f(*_shape), *f(3, _shape[1])
     _invstd = pos(_shape[1])
-    add("hap.channel_sums.default", _x)
-    add("hap.channel_deviations.default", _x, _mean)
+    for _more in (1, 2):  # the elements of one batch, or of two
+        _count = _more * _x.numel() // _x.shape[1]
+        add("hap.channel_mean.default", _x, _count)
+        (_own,) = SAMPLES[-1].run()
+        add("hap.channel_variance.default", _x, _own, _count)
     add("hap.normalize.default", _x, _mean, _invstd, _weight, _bias)
     add("hap.normalize_sums.default", _grad, _x, _mean, _invstd)
     _given = (_grad, _x, _mean, _invstd, _weight, *f(2, _shape[1]), 35)

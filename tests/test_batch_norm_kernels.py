@@ -35,13 +35,14 @@ def test_kernels_and_formulas_agree(
     )
     centred, slope = x.double() - m, grad.double()
     expected = [
-        centred.square().sum(others), centred * i * w + b, slope.sum(others),
+        x.double().sum(others) / COUNT, centred.square().sum(others) / COUNT,
+        centred * i * w + b, slope.sum(others),
         (slope * centred * i).sum(others), i * w * (slope - t / COUNT - centred * i * p / COUNT),
     ]  # fmt: skip
-    dtypes = [wide, dtype, wide, wide, dtype]
+    dtypes = [wide, wide, dtype, wide, wide, dtype]
     for values, gradient in itertools.product(layouts(x), layouts(grad)):
         found = [
-            norm.channel_deviations(values, mean),
+            norm.channel_mean(values, COUNT), norm.channel_variance(values, mean, COUNT),
             norm.normalize(values, mean, invstd, weight, bias),
             *norm.normalize_sums(gradient, values, mean, invstd),
             norm.normalize_backward(
@@ -61,3 +62,14 @@ def layouts(x: Tensor) -> list[Tensor]:
     larger = torch.cat([x, x], 1)[:, : x.shape[1]]
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return [x, larger, *([x.contiguous(memory_format=last)] if last else [])]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_a_whole_batch_has_one_term(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    others = [d for d in range(len(shape)) if d != 1]
+    count = x.numel() // shape[1]
+    mean = norm.channel_mean(x, count)
+    torch.testing.assert_close(mean, x.mean(others))
+    found = norm.channel_variance(x, mean, count)
+    torch.testing.assert_close(found, x.var(others, correction=0))

@@ -94,6 +94,9 @@ EXPLAINED: dict[str, list[Reason]] = {
     "hap.by_mode.default": [
         Reason("which of the two is read is known when it runs", lambda row, _: P in row.ins),
     ],
+    "hap.channel_variance.default": [
+        Reason("the mean of the whole batch is not read, and is never partial", partial(1)),
+    ],
     "hap.normalize.default": [Reason(STATISTICS, lambda row, _: P in row.ins[1:])],
     "hap.normalize_sums.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:])],
     "hap.normalize_backward.default": [Reason(STATISTICS, lambda row, _: P in row.ins[2:5])],

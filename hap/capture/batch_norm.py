@@ -1,7 +1,7 @@
 """Batch norm as logical operators: statistics of the *global* batch, one program for both modes.
 
 ATen's operators count their own elements, which on a rank are a part of the batch.
-Here a channel's mean and its squared deviations are sums, of which each rank has a term,
+Here a channel's mean and variance are sums, of which each rank has a term,
 and the normalisation is elementwise. After SyncBatchNorm of PyTorch, which sends the same figures.
 Each operator is one pass of a kernel of torch that takes given statistics, on CUDA of SyncBatchNorm's.
 
@@ -31,13 +31,18 @@ def in_training(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def channel_sums(x: Tensor) -> Tensor:
-    """Return sums per channel (C,) of ``x`` (N, C, ...); float32 for half precision."""
-    return x.sum(_others(x), dtype=wide_dtype(x))
+def channel_mean(x: Tensor, count: int) -> Tensor:
+    """Return a term of the mean per channel (C,) of ``count`` elements, of which ``x`` (N, C, ...) has some.
+
+    It is float32 for half precision.
+    """
+    if x.numel() == count * x.shape[1]:
+        return x.mean(_others(x), dtype=wide_dtype(x))
+    return x.sum(_others(x), dtype=wide_dtype(x)) / count
 
 
-def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
-    """Return sums per channel (C,) of the squares of ``x - mean``; ``mean`` is (C,)."""
+def channel_variance(x: Tensor, mean: Tensor, count: int) -> Tensor:
+    """Return a term of the variance per channel (C,) of ``count`` elements, whose mean is ``mean``."""
     if not x.numel():
         return torch.zeros_like(mean)
     (x,) = _alike(x) if x.is_cuda else (x,)
@@ -45,7 +50,8 @@ def channel_deviations(x: Tensor, mean: Tensor) -> Tensor:
     if x.dtype != mean.dtype:  # the results have the dtype of the running statistics
         old_mean, old_var = torch.zeros_like(mean), torch.ones_like(mean)
     own, var = torch.batch_norm_update_stats(x, old_mean, old_var, 0.0)
-    return (var + (own - mean).square()) * (x.numel() // x.shape[1])
+    mine = x.numel() // x.shape[1]
+    return var if mine == count else (var + (own - mean).square()) * (mine / count)
 
 
 def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -113,10 +119,10 @@ def per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
-_channel_sums, _channel_deviations, _normalize, _normalize_sums, _normalize_backward = (
+_channel_mean, _channel_variance, _normalize, _normalize_sums, _normalize_backward = (
     torch.library.custom_op(f"hap::{function.__name__}", mutates_args=())(function)
     for function in (
-        channel_sums, channel_deviations, normalize, normalize_sums, normalize_backward
+        channel_mean, channel_variance, normalize, normalize_sums, normalize_backward
     )
 )  # fmt: skip
 
@@ -131,13 +137,13 @@ def _(x):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
-@_channel_sums.register_fake
-def _(x):  # type: ignore[no-untyped-def]
+@_channel_mean.register_fake
+def _(x, count):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[1], dtype=wide_dtype(x))
 
 
-@_channel_deviations.register_fake
-def _(x, mean):  # type: ignore[no-untyped-def]
+@_channel_variance.register_fake
+def _(x, mean, count):  # type: ignore[no-untyped-def]
     return torch.empty_like(mean)
 
 
@@ -203,8 +209,8 @@ def batch_norm(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
     with torch.no_grad():
-        mean = torch.ops.hap.channel_sums(input) / count
-        var = torch.ops.hap.channel_deviations(input, mean) / count
+        mean = torch.ops.hap.channel_mean(input, count)
+        var = torch.ops.hap.channel_variance(input, mean, count)
         if running_mean is not None and running_var is not None:
             unbiased = momentum * count / (count - 1)
             new_mean = torch.add(running_mean * (1 - momentum), mean, alpha=momentum)

@@ -138,14 +138,14 @@ def _channel(x: Tensor) -> list[str | None]:
     return letters(x)[1:2]
 
 
-@rule("hap.channel_sums.default")
-def _channel_sums(call: Call) -> list[Row]:
+@rule("hap.channel_mean.default")
+def _channel_mean(call: Call) -> list[Row]:
     (x,) = call.ins
     return equation(call, [letters(x)], [_channel(x)], linear=[{0}])
 
 
-@rule("hap.channel_deviations.default")
-def _channel_deviations(call: Call) -> list[Row]:
+@rule("hap.channel_variance.default")
+def _channel_variance(call: Call) -> list[Row]:
     x = call.ins[0]
     return equation(call, [letters(x), _channel(x)], [_channel(x)])
 
