@@ -72,11 +72,11 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, size: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`hap.capture.group_norm.group_norm`."""
-    groups = x.view(*x.shape[:1], -1, size, *x.shape[2:]).to(wide_dtype(x))
+    groups = x.unflatten(1, (-1, size)).to(wide_dtype(x))
     inner = list(range(2, groups.dim()))
     var, mean = torch.var_mean(groups, inner, correction=0, keepdim=True)
     rstd = (var + eps).rsqrt()
-    y = ((groups - mean) * rstd).view(x.shape)
+    y = ((groups - mean) * rstd).flatten(1, 2)
     if weight is not None:
         y = y * per_channel(weight, x)
     if bias is not None:

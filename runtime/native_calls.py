@@ -77,7 +77,7 @@ VIEWS: Final = frozenset({
 """Operators whose results depend on their arguments alone, and mostly share their memory."""
 
 
-ZEROS: Final = frozenset({aten.new_zeros.default, aten.zeros.default, aten.full.default})
+NEW: Final = frozenset({aten.new_zeros.default, aten.zeros.default, aten.full.default})
 
 WRITERS: Final[Mapping[Any, Any]] = {
     aten.index_put.default: aten.index_put_.default,
@@ -136,7 +136,7 @@ def _write_into_new(code: fx.Graph) -> None:
     """Write into a tensor that is made for it, not into a copy."""
     for node in code.nodes:
         made = node.args[0] if node.op == "call_function" and node.target in WRITERS else None
-        if isinstance(made, fx.Node) and made.target in ZEROS and list(made.users) == [node]:
+        if isinstance(made, fx.Node) and made.target in NEW and list(made.users) == [node]:
             node.target = WRITERS[node.target]
 
 

@@ -101,3 +101,19 @@ def test_the_classes_of_pixels_are_not_moved(smoothing: float, weighted: bool, l
     operators = {node.op for node in graph.nodes}
     assert ("hap.cross_entropy.default" in operators) == last
     assert ("aten._log_softmax.default" in operators) != last
+
+
+@pytest.mark.parametrize("lone", [False, True])
+def test_classes_that_are_stored_apart(lone: bool) -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Linear(4, 10)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            scores = self.scores(x)[:, ::2]
+            return F.cross_entropy(*((scores[0], labels[0]) if lone else (scores, labels)))
+
+    torch.manual_seed(0)
+    graph = verified(Apart(), (torch.randn(6, 4), torch.randint(5, (6,))))
+    assert "hap.cross_entropy.default" not in {node.op for node in graph.nodes}

@@ -134,15 +134,14 @@ def cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
     lone = input.dim() == 1
-    rows, classes = (input[None], target[None]) if lone else (input, target)
-    if rows.dim() > 2:
-        rows = rows.movedim(1, -1)
+    scores, classes = (input[None], target[None]) if lone else (input, target)
+    rows = scores.movedim(1, -1)
     ignored = classes == ignore_index
     lse: Tensor | float
     if rows.stride(-1) == 1 or rows.numel() == 0:
         lse, picked = torch.ops.hap.cross_entropy(rows, classes, ignore_index)
     else:  # of pixels: the operator would copy the logits, and their few classes are not split
-        logs, lse = input.log_softmax(1), 0.0
+        logs, lse = scores.log_softmax(1), 0.0
         at = classes.masked_fill(ignored, 0).unsqueeze(1)
         picked = logs.gather(1, at).squeeze(1).to(wide_dtype(logs))
         rows = logs.movedim(1, -1)
