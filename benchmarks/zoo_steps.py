@@ -1,6 +1,6 @@
 """Overhead of the runtime for the architectures of :mod:`benchmarks.zoo`, in their tiny sizes.
 
-    python -m benchmarks.zoo_steps                    all of them, the slowest first
+    python -m benchmarks.zoo_steps                    all of them
     python -m benchmarks.zoo_steps --only u-net bert  these alone
 
 A planned step on one rank takes turns with the plain eager step, as in :mod:`benchmarks.one_rank`. In tiny
@@ -19,16 +19,15 @@ import sys
 from dataclasses import asdict
 from statistics import median
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
 from benchmarks.coverage_results import entries
 from benchmarks.zoo.optional import missing, package
 
+SLOW = 1.2
+"""Ratio above which an architecture is counted as slow."""
+
 
 def main() -> None:
-    """Race the architectures and print the table."""
+    """Race the architectures, and print each one's steps: planned, eager, and their ratio."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -39,29 +38,25 @@ def main() -> None:
     if options.one:
         print(json.dumps(race(options.one, options.rounds)))
         return
+    if unknown := sorted({*(options.only or ())} - {*entries()}):
+        parser.error(f"no architecture {', '.join(unknown)}")
     names = [name for name in options.only or entries() if not missing(entries()[name].requires)]
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    seconds: dict[str, dict[str, list[float]]] = {}
-    for name in track(names, console=console, transient=True):
+    ratios: dict[str, float] = {}
+    for name in names:
         words = [sys.executable, "-m", "benchmarks.zoo_steps", "--one", name]
         words += ["--rounds", str(options.rounds)]
         done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
         if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            console.print(f"{name}: {reason}")
+            print(f"{name:42} {(done.stderr.strip().splitlines() or ['no word'])[-1]}", flush=True)
             continue
-        seconds[name] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    table = Table(box=None, title="one tiny training step on one rank", title_justify="left")
-    for column in ("model", "planned", "eager", "ratio"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    ratios = {name: ratio(found) for name, found in seconds.items()}
-    for name in sorted(ratios, key=ratios.__getitem__, reverse=True):
-        steps = [f"{1e3 * median(seconds[name][which]):.1f} ms" for which in ("planned", "eager")]
-        table.add_row(name, *steps, f"{ratios[name]:.2f}")
-    console.print(table)
+        seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+        ratios[name] = ratio(seconds)
+        planned, eager = (1e3 * median(seconds[which]) for which in ("planned", "eager"))
+        print(f"{name:42} {planned:7.1f} ms {eager:7.1f} ms {ratios[name]:5.2f}", flush=True)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        console.print(f"{len(ratios)} architectures, geometric mean {mean:.3f}")
+        slow = sum(value > SLOW for value in ratios.values())
+        print(f"{len(ratios)} architectures: geometric mean {mean:.3f}, {slow} above {SLOW}")
 
 
 def environment() -> dict[str, str]:

@@ -104,7 +104,7 @@ class Context:
         mask = self.mask(x.shape, x.device, p, site, place)
         if not self._drops or p == 0:
             return x, mask
-        return (x * mask).mul_(kept_scale(p)), mask
+        return scaled(x, mask, kept_scale(p)), mask
 
     def draw(
         self, kind: str, numbers: Sequence[float], shape: Sequence[int], site: str,
@@ -144,7 +144,7 @@ class Context:
 
     def dropout_backward(self, grad: Tensor, mask: Tensor, scale: float) -> Tensor:
         """Return the gradient of :meth:`dropout` with respect to its input."""
-        return (grad * mask).mul_(scale) if self._drops else grad
+        return scaled(grad, mask, scale) if self._drops else grad
 
     def mask(
         self, shape: Sequence[int], device: torch.device, p: float, site: str, place: int | str
@@ -203,6 +203,13 @@ class Context:
 
 def _no_sums(node: str, term: Tensor | None) -> Tensor:
     raise AssertionError(f"{node} sums over microbatches, and the program has none")
+
+
+def scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return ``x`` times ``scale`` where ``mask`` is true, else zeros; on CUDA by one kernel."""
+    if x.is_cuda:
+        return torch.ops.aten.native_dropout_backward(x, mask, scale)  # type: ignore[no-any-return]
+    return (x * mask).mul_(scale)
 
 
 def kept_scale(p: float) -> float:

@@ -24,6 +24,7 @@ from torch.distributions import (
 from hap.capture import random_numbers
 from hap.capture.random_numbers import DRAWS, IN_PLACE
 from hap.errors import UnsupportedOpError
+from hap.runtime.context import scaled
 from tests.random_plans import make_case, random_plan, verdict
 
 aten = torch.ops.aten
@@ -132,3 +133,13 @@ def test_categories_drawn_again_and_again_are_refused_by_name() -> None:
     model = Noisy(lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 2, True)))
     with pytest.raises(UnsupportedOpError, match=r"aten\.multinomial\.default"):
         make_case(model, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_kept_elements_are_scaled(dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(5, 7, 3, device=device, dtype=dtype).transpose(0, 1)
+    mask = torch.rand(7, 5, 3, device=device) > 0.3
+    kernel = torch.ops.aten.native_dropout_backward(x, mask, 1.25)  # CUDA's, in each dtype
+    for found in (scaled(x, mask, 1.25), kernel):
+        torch.testing.assert_close(found, torch.where(mask, x * 1.25, 0.0))
