@@ -354,6 +354,7 @@ class _Step(torch.autograd.Function):
         fn.kept = [x if own else None for x, own in zip(saved, private, strict=True)]
         fn.code, fn.rank_ctx, fn.training = code, ctx, ctx.training
         fn.mark_non_differentiable(*ends[1:])
+        fn.set_materialize_grads(False)  # no zeros for the buffers
         return ends
 
     @staticmethod
