@@ -37,7 +37,7 @@ some of the last three beside other work. Of the slowest entries and those witho
 `llama`, `mistral`, and timm's and torchvision's of most seconds) were planned again on 28 November 2026, in one go and by one commit, on a machine
 that takes 1.4 to 1.9 times as long as the one of that morning, whose seconds are in the log.
 smp/unet was planned again after repeated layers came to be traced once; GLM-4V, mvit_v1_b, halonet26t and test_vit after
-their operators had got rows (GLM-4V took 304 s before, 270 of them to find none). All other entries are older. 90 architectures with batch norm,
+their operators had got rows (GLM-4V took 304 s before). All other entries are older. 90 architectures with batch norm,
 group norm or images of other sizes were verified again when these became kernels of torch.
 
 Models are those of `transformers`, `torchvision`, `timm`, `diffusers`, `monai`, `segmentation-models-pytorch`, `open_clip`,
