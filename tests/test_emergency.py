@@ -139,29 +139,40 @@ def fail(*_: object) -> None:
 
 
 def test_a_plan_without_replicas_is_not_watched() -> None:
-    plans = [random_plan(net(), 3, seed) for seed in range(4)]
-    assert [survivable(plan) for plan in plans] == [False, False, False, True]
+    plans = [random_plan(net(), 3, seed) for seed in range(8)]
+    watched = [survivable(plan) for plan in plans]
+    assert watched == [bool(holders(plan)) for plan in plans]
+    assert {*watched} == {False, True}
+
+
+def holders(plan: Plan) -> set[tuple[int, ...]]:
+    """Return the groups of one or two of three ranks that hold everything."""
+    groups = [group for count in (1, 2) for group in combinations(range(3), count)]
+    return {group for group in groups if writers(plan, inputs(plan), group) is not None}
+
+
+def held_by(*groups: tuple[int, ...]) -> Plan:
+    """Return a random plan for three ranks whose :func:`holders` are these groups."""
+    plans = (random_plan(net(), 3, seed) for seed in range(200))
+    return next(plan for plan in plans if holders(plan) == {*groups})
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("seed", "victim", "in_update", "saved"),
+    ("groups", "victim", "in_update", "saved"),
     [
-        (14, 0, False, LOST_AT),  # ranks 1 and 2 hold everything together
-        (
-            7,
-            2,
-            True,
-            None,
-        ),  # rank 1's shards are neither those before the update nor those after it
-        (3, 1, True, LOST_AT),  # rank 0 holds everything alone, whatever rank 1 has
+        ([(1, 2)], 0, False, LOST_AT),
+        # Rank 1's shards are neither those before the update nor those after it.
+        ([(0, 1)], 2, True, None),
+        # Rank 0 holds everything alone, whatever rank 1 has.
+        ([(0,), (0, 1), (0, 2)], 1, True, LOST_AT),
     ],
 )
 def test_a_lost_rank(
-    tmp_path: Path, seed: int, victim: int, in_update: bool, saved: int | None
+    tmp_path: Path, groups: list[tuple[int, ...]], victim: int, in_update: bool, saved: int | None
 ) -> None:
-    plan = random_plan(net(), 3, seed)
+    plan = held_by(*groups)
     assert survivable(plan)
     with pytest.raises(HapError):
         spawn(

@@ -135,7 +135,7 @@ def cross_entropy(
         )
     lone = input.dim() == 1
     scores, classes = (input[None], target[None]) if lone else (input, target)
-    rows = scores.movedim(1, -1)
+    rows = scores.movedim(1, -1) if scores.dim() > 2 else scores
     ignored = classes == ignore_index
     lse: Tensor | float
     if rows.stride(-1) == 1 or rows.numel() == 0:
