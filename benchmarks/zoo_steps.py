@@ -35,40 +35,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # race this one, print its figures
     options = parser.parse_args()
+    from benchmarks.one_rank import KEEP_MEMORY, PAIRS, Result  # after transformers, see below
+
     if options.one:
         print(json.dumps(race(options.one, options.rounds)))
         return
     if unknown := sorted({*(options.only or ())} - {*entries()}):
         parser.error(f"no architecture {', '.join(unknown)}")
-    names = [name for name in options.only or entries() if not missing(entries()[name].requires)]
+    offline = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | KEEP_MEMORY | offline
     ratios: dict[str, float] = {}
-    for name in names:
+    for name in options.only or entries():
+        if lack := missing(entries()[name].requires):
+            print(f"{name:42} skipped: {lack}", flush=True)
+            continue
         words = [sys.executable, "-m", "benchmarks.zoo_steps", "--one", name]
         words += ["--rounds", str(options.rounds)]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             print(f"{name:42} {(done.stderr.strip().splitlines() or ['no word'])[-1]}", flush=True)
             continue
-        seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
-        ratios[name] = ratio(seconds)
-        planned, eager = (1e3 * median(seconds[which]) for which in ("planned", "eager"))
+        found = Result(**json.loads(done.stdout.splitlines()[-1]))
+        ratios[name] = found.ratio("eager")
+        planned, eager = (1e3 * median(found.seconds[which]) for which in PAIRS["eager"])
         print(f"{name:42} {planned:7.1f} ms {eager:7.1f} ms {ratios[name]:5.2f}", flush=True)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
         slow = sum(value > SLOW for value in ratios.values())
         print(f"{len(ratios)} architectures: geometric mean {mean:.3f}, {slow} above {SLOW}")
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a process that keeps freed memory and stays offline."""
-    from benchmarks.one_rank import KEEP_MEMORY
-
-    return os.environ | KEEP_MEMORY | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-
-
-def ratio(seconds: dict[str, list[float]]) -> float:
-    """Return the median over rounds of planned over eager."""
-    return median(a / b for a, b in zip(seconds["planned"], seconds["eager"], strict=True))
 
 
 def race(name: str, rounds: int) -> dict[str, object]:

@@ -45,7 +45,8 @@ def channel_variance(x: Tensor, mean: Tensor, count: int) -> Tensor:
     """Return a term of the variance per channel (C,) of ``count`` elements, whose mean is ``mean``."""
     if not x.numel():
         return torch.zeros_like(mean)
-    (x,) = _alike(x) if x.is_cuda else (x,)
+    if x.is_cuda:
+        (x,) = _alike(x)
     old_mean = old_var = None
     if x.dtype != mean.dtype:  # the results have the dtype of the running statistics
         old_mean, old_var = torch.zeros_like(mean), torch.ones_like(mean)
