@@ -1,15 +1,16 @@
-"""Would interleaved stages be faster? The pipelines of the testbed, with one and two parts per stage.
+"""Would interleaved stages be faster? Planned pipelines, with one and two parts per stage.
 
-    python -m benchmarks.interleaved_stages                 on 8, 16 and 32 GPUs
+    python -m benchmarks.interleaved_stages                 all cells
     python -m benchmarks.interleaved_stages --only vit/8    cells with this text in their name
 
 Interleaved stages (Narayanan et al., "Efficient large-scale language model training on GPU clusters
 using Megatron-LM", SC 2021) give each group of devices two parts of the model, so that a pipeline is filled
 and drained in half the time, and activations cross twice as many boundaries. The plans have one part per group. Here
-the pipeline that ``hap plan --stages`` finds on the machines of :mod:`benchmarks.paper_cluster` is
-scheduled greedily, with its own seconds, in three ways: as it is; with two halves of each stage *looped*,
+the pipeline that ``hap plan --stages`` finds on the machines of :mod:`benchmarks.paper_cluster`, and on newer GPUs
+with faster links, is scheduled greedily, with its own seconds, in three ways: as it is; with two halves of each stage *looped*,
 so that the last group sends to the first; and in a *V*, where the second half goes back through the
-groups. *Links* is the part of the planned step in which the busiest group sends. Each greedy schedule is
+groups. *Links* is the part of the planned step in which the busiest group sends, *idle* the part in which the
+busiest group does not compute: all that any order of the turns can save. Each greedy schedule is
 the best of several priorities and limits of microbatches in flight, and leaves out tied weights, which cross
 once. The pipelines are those that are the fastest with one part per group.
 """
@@ -19,29 +20,80 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.models import bert, llama
 from benchmarks.paper_cluster import CLUSTERS, MODELS
 from hap.capture import torch_private
 from hap.capture.tracing import capture
+from hap.cluster.cluster_file import load_cluster
+from hap.cluster.topology import Cluster
 from hap.rule_sources import with_rules
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.units import format_seconds
 
-CELLS = [
+HERE = Path(__file__).parent
+
+TESTBED = [
     (model, gpus)
     for gpus in ("8", "16", "32")
     for model in ("vit", "bert", "bert_untied", "bert_moe")
 ]
 
-COLUMNS = ("model", "GPUs", "stages", "microbatches", "planned", "links", "greedy", "looped", "V")
+FAST = [
+    ("llama_7b", "unlike8"),
+    ("llama_7b", "h100_a100"),
+    ("llama_7b", "single"),
+    ("bert_256", "single"),
+    ("llama_7b_64", "h100_a100"),
+    ("llama_7b_64", "three_types64"),
+]
+"""Model and cluster: newer GPUs, with links of 25 to 200 Gbit/s."""
+
+LARGE: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+    "llama_7b": lambda: (llama.build(), llama.inputs(16)),
+    "llama_7b_64": lambda: (llama.build(), llama.inputs(64)),
+    "bert_256": lambda: (bert.build(), bert.inputs(256)),
+}
+"""Name -> model and global batch."""
+
+TWO_MACHINES = """\
+name: h100_a100
+links:
+  between: {bandwidth: 200 Gbit/s, latency: 10 us}
+nodes:
+  - {name: new, gpus: 8, type: H100}
+  - {name: old, gpus: 8, type: A100-80}
+"""
+
+SINGLE_GPUS = """\
+name: single
+links:
+  between: {bandwidth: 100 Gbit/s, latency: 10 us}
+nodes:
+  - {name: new, count: 4, gpus: 1, type: A100-80}
+  - {name: old, count: 4, gpus: 1, type: V100-32}
+"""
+
+FAST_CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
+    "unlike8": lambda: load_cluster(HERE / "clusters" / "unlike8.yaml"),
+    "three_types64": lambda: load_cluster(HERE / "clusters" / "three_types64.yaml"),
+    "h100_a100": lambda: load_cluster(TWO_MACHINES),
+    "single": lambda: load_cluster(SINGLE_GPUS),
+}
+
+COLUMNS = (
+    "model", "GPUs", "stages", "microbatches", "planned", "links", "idle", "greedy", "looped", "V",
+)  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -84,24 +136,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(box=None, title="the step, greedy schedules", title_justify="left")
     for name in COLUMNS:
         table.add_column(name)
-    for model, gpus in CELLS:
+    for model, gpus in [*TESTBED, *FAST]:
         if options.only in f"{model}/{gpus}" and (found := planned(model, gpus)):
             plain, looped, back = (
                 least_s(parts, found) for parts in (whole(found), loop(found), v_shape(found))
             )
             table.add_row(
                 model, gpus, str(len(found.seconds)), str(found.microbatches),
-                format_seconds(found.times.step_s), f"{sending(found):.0%}", format_seconds(plain),
+                format_seconds(found.times.step_s), f"{sending(found):.0%}", f"{idle(found):.1%}",
+                format_seconds(plain),
                 f"{looped / plain:.2f}x", f"{back / plain:.2f}x",
             )  # fmt: skip
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def planned(model: str, gpus: str) -> Pipeline | None:
     """Return the fastest pipeline that is found."""
-    cluster = CLUSTERS[gpus]()
+    cluster = {**CLUSTERS, **FAST_CLUSTERS}[gpus]()
     with torch_private.fake_mode():
-        module, batch = MODELS[model](cluster.world_size)
+        module, batch = LARGE[model]() if model in LARGE else MODELS[model](cluster.world_size)
     graph = with_rules(capture(module, batch, None), {})
     return StageSearch(build_space(graph), cluster, 2).best(float("inf"))
 
@@ -111,6 +164,15 @@ def sending(pipeline: Pipeline) -> float:
     returned = [0.0, *(s.return_s for s in pipeline.seconds)]
     sent_s = max(s.send_s + back_s for s, back_s in zip(pipeline.seconds, returned, strict=False))
     return pipeline.microbatches * sent_s / pipeline.times.step_s
+
+
+def idle(pipeline: Pipeline) -> float:
+    """Return the part of the step in which the busiest group does not compute."""
+    busiest_s = max(
+        s.before_s + pipeline.microbatches * (s.forward_s + s.backward_s) + s.rest_s
+        for s in pipeline.seconds
+    )
+    return 1 - min(busiest_s / pipeline.times.step_s, 1.0)
 
 
 def whole(pipeline: Pipeline) -> list[Part]:
