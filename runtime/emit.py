@@ -274,13 +274,13 @@ class Emitter:
             given[entry.skip] = sharded_lookup.IGNORED_NUMBER
             return out.call_function(resolve(node.op), tuple(given))
         given[entry.numbers] = out.call_function(sharded_lookup.own_or_first, (index, span))
+        (result,) = node.outputs
+        at = entry.where(node, len(self.graph.tensors[str(result)].shape)) if entry.inside else 0
         if entry.zero is not None:
-            zeroed = (args[entry.zero], index, span, 0)
+            zeroed = (args[entry.zero], index, span, at)
             given[entry.zero] = out.call_function(sharded_lookup.zero_for_others, zeroed)
             return out.call_function(resolve(node.op), tuple(given))
         found = out.call_function(resolve(node.op), tuple(given))
-        (result,) = node.outputs
-        at = entry.where(node, len(self.graph.tensors[str(result)].shape)) if entry.inside else 0
         return out.call_function(sharded_lookup.zero_for_others, (found, index, span, at))
 
     def _without_share(self, step: Compute) -> bool:

@@ -46,7 +46,7 @@ class Lookup(NamedTuple):
     argument ``dim_arg``; it is a dim of the argument ``table``, or of the result if that is None.
     ``skip``: the argument that sets an ignored index; other ranks' indices become that. Without it
     they become 0, and the argument ``zero`` (None: the result) is zeroed there.
-    ``inside``: in the result, the dims of the indices replace the looked-up dim.
+    ``inside``: in the zeroed tensor, the dims of the indices replace the looked-up dim.
     """
 
     numbers: int
@@ -69,6 +69,7 @@ LOOKUPS: dict[str, Lookup] = {
     "aten.gather.default": Lookup(numbers=2, table=0, dim_arg=1),
     "aten.index_select.default": Lookup(numbers=2, table=0, dim_arg=1, inside=True),
     "aten.scatter_add.default": Lookup(numbers=2, table=0, dim_arg=1, zero=3),
+    "aten.index_add.default": Lookup(numbers=2, table=0, dim_arg=1, zero=3, inside=True),
     "aten.nll_loss_forward.default": Lookup(numbers=1, table=0, skip=4),
     "aten.nll_loss_backward.default": Lookup(numbers=2, skip=5),
     "hap.cross_entropy.default": Lookup(numbers=1, table=0, skip=2),

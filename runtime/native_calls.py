@@ -82,6 +82,7 @@ NEW: Final = frozenset({aten.new_zeros.default, aten.zeros.default, aten.full.de
 WRITERS: Final[Mapping[Any, Any]] = {
     aten.index_put.default: aten.index_put_.default,
     aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
 }
 """Operator that copies its first input and writes into the copy -> the one that writes into the input."""
 

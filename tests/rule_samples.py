@@ -494,3 +494,7 @@ add("hardshrink_backward.default", f(5, 3), f(5, 3), 0.5)
 for _op in ("max.dim", "min.dim"):
     add(_op, f(5, 3), 1)
     add(_op, f(5, 3), -2, True)
+add("hap.full_lengths.default", torch.tensor([3, 6, 1]), 6)
+add("index_add.default", f(5, 3), 0, i(5, 4), f(4, 3))
+add("index_add.default", f(5, 7, 3), -2, i(7, 11), f(5, 11, 3))
+add("index_add.default", f(5, 3), 0, torch.tensor(2), f(1, 3))

@@ -15,7 +15,6 @@ import hap
 from hap.capture import recurrence
 from hap.capture.torch_private import TorchDispatchMode
 from hap.capture.tracing import capture
-from hap.errors import ModelError
 from hap.ir.placement import S
 from hap.runtime.collectives import LocalComm
 from hap.runtime.hap_module import HapModule
@@ -189,20 +188,6 @@ def test_a_direct_call_is_the_operator_too() -> None:
     torch.manual_seed(0)
     graph = capture(Direct("gru", batch_first=True), torch.randint(11, (5, 4)))
     assert [n.op for n in graph.nodes].count("hap.recurrence.default") == 2
-
-
-def test_packed_sequences_are_refused() -> None:
-    class Packed(Net):
-        def forward(self, text: Tensor, lengths: Tensor) -> Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(
-                self.words(text), lengths, batch_first=True, enforce_sorted=False
-            )
-            return self.layers(packed)[0].data.square().mean()
-
-    with pytest.raises(ModelError, match="pack_padded_sequence"):
-        capture(
-            Packed("lstm", batch_first=True), (torch.ones(3, 4).long(), torch.tensor([4, 2, 3]))
-        )
 
 
 def test_projections_are_unrolled() -> None:

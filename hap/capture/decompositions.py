@@ -87,6 +87,10 @@ def _index_put(x: Tensor, indices: list[Any], values: Tensor, accumulate: bool =
     return aten.index_put.default(x, indices, values, accumulate)
 
 
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    return NotImplemented if alpha == 1 else torch.index_add(x, dim, index, source * alpha)
+
+
 def _adaptive_pool(x: Tensor, size: list[int]) -> Any:
     """Return ``x`` with each pixel repeated, if the output has a multiple of its pixels."""
     by = _repeats(x.shape[-2:], size)
@@ -132,4 +136,5 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten._unsafe_index.Tensor: _index,
     aten._unsafe_index_put.default: _index_put,
+    aten.index_add.default: _index_add,
 }

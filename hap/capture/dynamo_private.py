@@ -18,7 +18,9 @@ import torch
 from torch import fx, nn
 
 from hap.capture.graph_break import GraphBreak
+from hap.capture.packed_sequences import MODULES, forward_of
 from hap.capture.regions_private import repeated_once
+from hap.capture.replaced_functions import INLINED
 from hap.capture.torch_private import (
     data_dependent_errors,
     known_numbers,
@@ -111,12 +113,21 @@ _CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
 
 @contextlib.contextmanager
 def _inlined() -> Iterator[None]:
-    """Trace the lines of torch's functions that check data, so that the checks can be left out."""
+    """Trace the lines of functions of torch that check data, to leave the checks out, and of ``INLINED``."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables.functions import UserFunctionVariable
 
+    class Inlined(UserFunctionVariable):
+        @classmethod
+        def create_with_source(cls, value: Any, source: Any) -> UserFunctionVariable:
+            return UserFunctionVariable(INLINED[value])
+
     functions = {torch.nn.functional.gaussian_nll_loss: UserFunctionVariable}
-    with mock.patch.dict(get_torch_obj_rule_map(), functions):
+    with contextlib.ExitStack() as stack:
+        table = functions | dict.fromkeys(INLINED, Inlined)
+        stack.enter_context(mock.patch.dict(get_torch_obj_rule_map(), table))
+        for kind in MODULES:
+            stack.enter_context(mock.patch.object(kind, "forward", forward_of(kind)))
         yield
 
 

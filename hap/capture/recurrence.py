@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hap.capture.attention import lowered
+from hap.capture.packed_sequences import last_step, turned
 
 
 class Cell(NamedTuple):
@@ -220,13 +221,14 @@ class _Recurrence(torch.autograd.Function):
 def layers(kind: str) -> Callable[..., Any]:
     """Return the function that replaces ``torch.lstm`` or another of :data:`CELLS` in a captured graph.
 
-    Packed sequences, whose lengths are data, and LSTMs with projections keep torch's function.
+    It takes the lengths (B,) of padded sequences as well. LSTMs with projections keep torch's function.
     """
     original, cell = getattr(torch, kind), CELLS[kind]
 
     def run(
         x: Tensor, hx: Any, params: Any, biases: Any, count: Any = 1, dropout: float = 0.0,
         train: bool = False, both: bool = False, batch_first: Any = False,
+        lengths: Tensor | None = None,
     ) -> Any:  # fmt: skip
         given = (x, hx, params, biases, count, dropout, train, both, batch_first)
         each = 4 if biases is True else 2
@@ -240,9 +242,9 @@ def layers(kind: str) -> Callable[..., Any]:
             for way in range(1 + both):
                 k = layer * (1 + both) + way
                 weights = params[k * each : (k + 1) * each]
-                states = _layer(out, weights, first[k], kind, way == 1)
+                states, end = _layer(out, weights, first[k], kind, way == 1, lengths)
                 seen.append(states[..., : states.shape[-1] // cell.parts])
-                last.append(states[:, 0 if way else -1])
+                last.append(end)
             out = torch.cat(seen, -1) if both else seen[0]
             if layer < count - 1:
                 out = F.dropout(out, dropout, train)
@@ -253,8 +255,13 @@ def layers(kind: str) -> Callable[..., Any]:
     return run
 
 
-def _layer(x: Tensor, weights: Any, state: Tensor, kind: str, reverse: bool) -> Tensor:
-    """Return the states of one layer in one direction; shapes: ``x`` (B, T, I), ``state`` (B, S)."""
+def _layer(
+    x: Tensor, weights: Any, state: Tensor, kind: str, reverse: bool, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the states of one layer in one direction, and the last ones (B, S).
+
+    Shapes: ``x`` (B, T, I), ``state`` (B, S), ``lengths`` (B,).
+    """
     if torch.is_autocast_enabled("cpu"):  # torch's own function casts; a custom op doesn't
         half = torch.get_autocast_dtype("cpu")
         weights, state = [lowered(w, half) for w in weights], lowered(state, half)
@@ -265,7 +272,14 @@ def _layer(x: Tensor, weights: Any, state: Tensor, kind: str, reverse: bool) -> 
     elif kind == "gru" and own is None:
         own = weight.new_zeros(len(weight))
     gates = F.linear(x, into, bias)
-    return _Recurrence.apply(gates, weight, own, state, kind, reverse)  # type: ignore[no-any-return, no-untyped-call]
+    if lengths is None:
+        states = _Recurrence.apply(gates, weight, own, state, kind, reverse)  # type: ignore[no-untyped-call]
+        return states, states[:, 0 if reverse else -1]
+    # A sequence ends before its padding in both directions.
+    gates = turned(gates, lengths) if reverse else gates
+    states = _Recurrence.apply(gates, weight, own, state, kind, False)  # type: ignore[no-untyped-call]
+    end = last_step(states, lengths)
+    return (turned(states, lengths) if reverse else states), end
 
 
 LAYERS = {kind: layers(kind) for kind in CELLS}

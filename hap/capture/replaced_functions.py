@@ -1,13 +1,17 @@
-"""Functions of torch whose trace would be wrong, or ends because they check their data."""
+"""Functions of torch whose trace would be wrong or ends, as where they check their data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hap.capture import packed_sequences
 
 
 def cov(
@@ -60,10 +64,43 @@ def multilabel_margin_loss(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
+def checkpoint_sequential(
+    functions: nn.Sequential | Iterable[Callable[..., Any]], segments: int, input: Any,
+    use_reentrant: bool | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Replace the function of ``torch.utils.checkpoint``, which the tracer does not enter.
+
+    The last segment, with the rest of the functions, has no checkpoint.
+    """
+    every = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    size = len(every) // segments
+
+    def run(start: int, end: int) -> Callable[[Any], Any]:
+        def forward(x: Any) -> Any:
+            for function in every[start:end]:
+                x = function(x)
+            return x
+
+        return forward
+
+    last = size * (segments - 1)
+    for start in range(0, last, max(size, 1)):
+        input = checkpoint(
+            run(start, start + size), input, use_reentrant=bool(use_reentrant), **kwargs
+        )
+    return run(last, len(every))(input)
+
+
 _cov = torch.cov
 
 REPLACED: dict[Any, Callable[..., Any]] = {F.multilabel_margin_loss: multilabel_margin_loss}
 """Functions of torch in a trace -> the functions that replace them."""
+
+INLINED: dict[Any, Callable[..., Any]] = {
+    torch.utils.checkpoint.checkpoint_sequential: checkpoint_sequential,
+    **packed_sequences.INLINED,
+}
+"""Functions of torch -> the functions whose lines are traced in place of theirs."""
 
 UNTRACED: dict[str, Callable[..., Any]] = {"cov": cov, "corrcoef": corrcoef}
 """Names of functions of torch that the tracer cannot run -> the functions that it calls instead."""

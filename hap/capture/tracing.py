@@ -214,6 +214,12 @@ def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
         "no .item(), no shapes made from data; torch.where often does instead. Entries of the batch "
         "that are always the same may be named in `fixed`"
     )
+    if "aten.nonzero" in reason:
+        hint = (
+            "x[mask] and torch.where(mask) have as many rows as the data says. Keep all rows: losses "
+            "take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some. The "
+            "experts of a mixture may run on all rows, times the weight of the router or 0"
+        )
     if not on_data:
         hint = "compute this in __init__ or in batch(), or with torch's operators alone"
     return ModelError(

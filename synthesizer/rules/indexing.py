@@ -119,18 +119,19 @@ def _scatter(call: Call) -> list[Row]:
     return equation(call, [rest, rest, *(rest for _ in source)], [rest], linear=joint)
 
 
-@rule("aten.scatter_add.default")
+@rule("aten.scatter_add.default", "aten.index_add.default")
 def _scatter_add(call: Call) -> list[Row]:
     # The gradient of a gather: terms are added to the looked-up dim.
     x, index, source = call.ins
-    dim = call.dim(1, x)
-    shapes = zip(x.shape, index.shape, source.shape, strict=True)
-    same = {d for d, (a, b, c) in enumerate(shapes) if a == b == c}
+    dim, by_slice = call.dim(1, x), call.node.op == "aten.index_add.default"
+    indices = source.shape if by_slice else index.shape
+    same = {d for d, n in enumerate(x.shape) if n == indices[d] == source.shape[d]}
     rest = letters(x, fixed=set(range(len(x.shape))) - same | {dim})
     # The source may be larger than the indices; their shapes then differ.
-    alike = index.shape == source.shape
-    table, added = ([*rest[:dim], x if alike else None, *rest[dim + 1 :]] for x in "vj")
-    return equation(call, [table, added, added], [table], linear=[{0, 2}], additive={0})
+    v, j = ("v", "j" if index.shape else None) if indices == source.shape else (None, None)
+    table, added = ([*rest[:dim], x, *rest[dim + 1 :]] for x in (v, j))
+    given = [table, [j] * len(index.shape) if by_slice else added, added]
+    return equation(call, given, [table], linear=[{0, 2}], additive={0})
 
 
 @rule("hap.cross_entropy.default")

@@ -100,3 +100,8 @@ def _recurrence(call: Call) -> list[Row]:
     ins = [by_row if len(t.shape) == 3 else [None for _ in t.shape] for t in call.ins[:-1]]
     outs = [by_row, ["b", None] if backward else by_row]
     return equation(call, [*ins, ["b", None]], outs, linear=[{0}] if backward else [])
+
+
+@rule("hap.full_lengths.default")
+def _full_lengths(call: Call) -> list[Row]:
+    return equation(call, [[None]], [[None]])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hap.synthesizer.search.elimination_order import EliminationOrder, best_order
+from hap.synthesizer.search.elimination_order import MOST_ENTRIES, EliminationOrder, best_order
 from hap.synthesizer.search.reduction import Reduced
 from hap.synthesizer.search.table_pool import FORBIDDEN, Costs, Labels, Pool
 
@@ -26,9 +26,6 @@ __all__ = ["FORBIDDEN", "LARGEST_TABLE", "Costs", "Labelling", "TooWide", "minim
 
 LARGEST_TABLE = 1 << 26
 """Limit of entries of one table: 512 MiB."""
-
-MOST_ENTRIES = 1 << 30
-"""Limit of entries of all tables that a search computes: some five seconds."""
 
 HUBS = 3
 """Number of variables that are fixed to each label in turn if a table is too large: a tensor that many

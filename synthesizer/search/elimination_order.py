@@ -31,6 +31,12 @@ class EliminationOrder(NamedTuple):
 EASY = 1 << 28
 """Computed entries below which no better order is searched."""
 
+RANDOM = 1 << 17
+"""Computed entries for each variable below which no random orders are tried: these take as long."""
+
+MOST_ENTRIES = 1 << 30
+"""Limit of computed entries of a search: some five seconds."""
+
 HOPELESS = 1 << 36
 """Computed entries from which on random orders are not tried."""
 
@@ -62,9 +68,9 @@ def best_order(
     """
     best = EliminationOrder(sys.maxsize, sys.maxsize, (), [])
 
-    def attempt(measure: Measure) -> None:
+    def attempt(measure: Measure, easy: int) -> None:
         nonlocal best
-        if best.computed <= EASY and best.largest <= largest_table:
+        if best.computed <= easy and best.largest <= largest_table:
             return
         limit = best.total if best.largest <= largest_table else math.inf
         found = elimination_order(sizes, edges, measure, limit)
@@ -74,10 +80,11 @@ def best_order(
             best = min(best, found, key=lambda o: (o.largest > largest_table, o.computed))
 
     for measure in (table_size, fill):
-        attempt(measure)
-    if EASY < best.computed < HOPELESS:
+        attempt(measure, EASY)
+    if best.computed < HOPELESS:
+        easy = min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
         for seed in range(TRIES):
-            attempt(_noisy_fill(seed, len(sizes)))
+            attempt(_noisy_fill(seed, len(sizes)), easy)
     return best
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from hap.errors import InputError
 from hap.synthesizer.search import astar, cp_sat
-from hap.synthesizer.search.bucket_elimination import FORBIDDEN, MOST_ENTRIES, TooWide, minimise
+from hap.synthesizer.search.bucket_elimination import FORBIDDEN, TooWide, minimise
+from hap.synthesizer.search.elimination_order import MOST_ENTRIES
 from hap.synthesizer.search.search_result import (
     INFEASIBLE,
     Engine,

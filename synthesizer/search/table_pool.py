@@ -137,9 +137,10 @@ class Pool:
             total = gaps.sum(axis=0)
             earlier = np.tri(len(total), k=-1, dtype=np.bool_)
             dominated = ((total > 0) | (total == 0) & earlier) & (gaps > -CAP).all(axis=0)
+            np.fill_diagonal(dominated, False)
             kept = list(range(len(dominated)))
-            for a in reversed(range(len(dominated))):
-                if any(dominated[a, b] for b in kept if b != a):
+            for a in reversed(np.flatnonzero(dominated.any(axis=1)).tolist()):
+                if dominated[a, kept].any():
                     kept.remove(a)
             found = self._kept[key] = tuple(kept)
         return found
