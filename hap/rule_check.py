@@ -78,7 +78,7 @@ class Sample(NamedTuple):
             for inner in arg if isinstance(arg, list | tuple) else ():
                 visit(inner)
 
-        visit(self.args)
+        visit([*self.args, *self.kwargs.values()])
         return {f"t{k}": tensor for k, tensor in enumerate(found.values())}
 
     def run(self) -> list[Tensor | None]:

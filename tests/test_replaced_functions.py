@@ -31,6 +31,16 @@ def labels_of_some_classes(net: Net, x: Tensor) -> Tensor:
     return F.multilabel_margin_loss(y, labels) + apart + alone
 
 
+def counts(net: Net, x: Tensor) -> Tensor:
+    """torch's own counts are as many as the largest number asks for."""
+    y, group = net.linear(x), torch.tensor([0, 3, 1, 3, 3, 0, 5, 1])
+    sums = x.new_zeros(6, 8).index_add(0, group, y, alpha=0.5)
+    weights = group.bincount(torch.linspace(0, 1, 8), 6)
+    return (sums / torch.bincount(group, minlength=6).clamp(min=1)[:, None]).square().mean() + (
+        weights[:, None] * sums
+    ).mean()
+
+
 def checked_variance(net: Net, x: Tensor) -> Tensor:
     return F.gaussian_nll_loss(net.linear(x), x, net.linear(x).exp())
 
@@ -70,7 +80,7 @@ def test_defaults_that_depend_on_the_dtype_are_those_of_the_capture(dtype: torch
 
 
 @pytest.mark.parametrize(
-    "forward", [covariance, labels_of_some_classes, checked_variance, default_eps]
+    "forward", [covariance, labels_of_some_classes, checked_variance, default_eps, counts]
 )
 def test_functions_of_torch_that_read_their_data_or_their_dtype_are_verified(
     forward: Forward,

@@ -435,3 +435,12 @@ def test_a_model_file_discovers_registers_and_verifies(tmp_path: Path) -> None:
     assert "as on one device" in run("verify", plan)
     file.write_text(MODEL + "rules = [1]\n")
     assert "must be a dict" in run(*planned, code=2)
+
+
+def test_tensors_among_the_keywords_are_inputs() -> None:
+    sample = Sample("aten.clamp.Tensor", (torch.randn(5, 3),), {"min": torch.randn(5, 3)})
+    graph = sample.graph()
+    (node,) = graph.nodes
+    assert node.inputs == tuple(sample.tensors) == ("t0", "t1")
+    found = discovered(Call(node=node, tensors=graph.tensors)).rows
+    assert any(row.ins == (S(0), S(0)) and row.outs == (S(0),) for row in found)

@@ -304,6 +304,11 @@ def check_loss(
         hint = "the model must run on the batch that batch() returns"
         if "FlexAttention" in str(error):
             hint = "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask"
+        if "Sparse" in str(error):
+            hint = (
+                "programs have dense tensors alone: a product with a sparse matrix is "
+                "torch.zeros(rows, D).index_add(0, row, values[:, None] * x[column])"
+            )
         raise ModelError(
             f"the forward fails: {type(error).__name__}: {error}", where=where(error), hint=hint
         ) from error

@@ -120,7 +120,8 @@ def _inlined() -> Iterator[None]:
     class Inlined(UserFunctionVariable):
         @classmethod
         def create_with_source(cls, value: Any, source: Any) -> UserFunctionVariable:
-            return UserFunctionVariable(INLINED[value])
+            function: Any = INLINED[value]
+            return UserFunctionVariable(function)
 
     functions = {torch.nn.functional.gaussian_nll_loss: UserFunctionVariable}
     with contextlib.ExitStack() as stack:

@@ -39,6 +39,16 @@ def corrcoef(x: Tensor) -> Tensor:
     return (together / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
 
 
+def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Replace ``torch.bincount``, whose size is data; ``x``: (N,), each less than ``minlength``."""
+    if not minlength:
+        return _bincount(x, weights, minlength)
+    each = torch.ones_like(x, dtype=torch.int64) if weights is None else weights
+    if not each.is_floating_point() and weights is not None:
+        each = each.double()
+    return each.new_zeros(minlength).index_add(0, x, each)
+
+
 def multilabel_margin_loss(
     x: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None,
     reduction: str = "mean",
@@ -91,7 +101,7 @@ def checkpoint_sequential(
     return run(last, len(every))(input)
 
 
-_cov = torch.cov
+_cov, _bincount = torch.cov, torch.bincount
 
 REPLACED: dict[Any, Callable[..., Any]] = {F.multilabel_margin_loss: multilabel_margin_loss}
 """Functions of torch in a trace -> the functions that replace them."""
@@ -102,5 +112,5 @@ INLINED: dict[Any, Callable[..., Any]] = {
 }
 """Functions of torch -> the functions whose lines are traced in place of theirs."""
 
-UNTRACED: dict[str, Callable[..., Any]] = {"cov": cov, "corrcoef": corrcoef}
+UNTRACED: dict[str, Callable[..., Any]] = {"cov": cov, "corrcoef": corrcoef, "bincount": bincount}
 """Names of functions of torch that the tracer cannot run -> the functions that it calls instead."""
