@@ -75,6 +75,7 @@ def test_products_are_in_half_precision_and_parameters_are_not(device: str, dtyp
     assert products(capture(Attention(), words())) == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["", "cpu"])
 def test_programs_are_right_in_float64(device: str) -> None:
     """All floats are float64, as in verification."""
@@ -98,6 +99,7 @@ def half_case(device: str = "", dtype: str = "bfloat16") -> Case:
                 captured=lambda: build_space(graph))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_half_precision_is_really_run(kind: str, dtype: str) -> None:

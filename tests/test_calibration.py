@@ -51,6 +51,7 @@ def test_the_catalogue_predicts_the_measured_layers() -> None:
         assert median(own) <= 0.12, f"{kind}: {summary([f for f in found if f[1].kind == kind])}"
 
 
+@pytest.mark.slow
 def test_it_predicts_models_that_it_was_not_fitted_to() -> None:
     found = leave_one_model_out(points())
     assert len(found) == 2 * 104

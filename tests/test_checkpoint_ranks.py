@@ -96,6 +96,7 @@ def faults(data: dict[str, Any], folder: str) -> list[float]:
     return losses + run.train(3, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_fault_of_one_rank_is_told_by_all_and_training_goes_on(tmp_path: Path) -> None:
     plan = random_plan(net(), 3, 2)

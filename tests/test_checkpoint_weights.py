@@ -27,6 +27,7 @@ def whole(run: Run) -> dict[str, torch.Tensor]:
     return run.module.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("largest", [2**30, 2000])
 def test_shards_are_exported_whole(

@@ -150,6 +150,7 @@ def emulated() -> list[dict[str, Tensor | bool | str]]:
     return run_ranks(WORLD, battery)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_process_groups_do_what_the_emulator_says() -> None:
     real = spawn(_battery_on_group, WORLD, timeout_s=240)

@@ -59,6 +59,7 @@ def check(name: str) -> None:
     assert seen.ok, (world, seen.first_bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_random_plan_computes_what_one_device_does(name: str) -> None:
     check(name)

@@ -95,6 +95,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     assert "--processes" in error.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "backend"),
     [

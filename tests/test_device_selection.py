@@ -62,6 +62,7 @@ def rough_part(least: int, more: int, number: int, asked: list[int]) -> Any:
     return SimpleNamespace(synthesizer=part, pair=pair, left=(number,))
 
 
+@pytest.mark.slow
 def test_faster_links_bring_more_devices() -> None:
     """Of four equal devices one is the best on a slow link, and all are on a fast one."""
     numbers = []

@@ -54,6 +54,7 @@ def _planned(layers: int) -> tuple[Plan, str]:
     return plan, "\n".join(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["narrower", "whole"])
 def test_a_dense_network_is_planned_with_its_gap(
     whole: bool, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from benchmarks.coverage_document import every_operator
 pytest.importorskip("expecttest")
 
 
+@pytest.mark.slow
 def test_operators_are_verified_refused_or_counted_apart() -> None:
     """In a process of its own: torch's list of operators changes settings of torch."""
     words = ["-m", "benchmarks.every_operator", "--only", "atan", "masked_select", "acos"]

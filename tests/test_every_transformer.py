@@ -21,6 +21,7 @@ def test_sizes_follow_from_the_names_of_fields() -> None:
     assert len({*hybrid.layer_types}) == hybrid.num_hidden_layers == 2
 
 
+@pytest.mark.slow
 def test_an_architecture_is_verified_in_a_fork() -> None:
     ((kind, name, found),) = every_transformer._found([("causal", "GPTNeoConfig")])
     assert (kind, name) == ("causal", "GPTNeoConfig")

@@ -81,6 +81,7 @@ def sgd(parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped_mm", "eager"])
 def test_modules_of_experts_need_no_option(way: str) -> None:
     """gpt-oss has transposed weights with biases, and a gate of its own."""

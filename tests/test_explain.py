@@ -45,6 +45,7 @@ def test_every_placement_of_every_parameter_is_a_row_and_the_plan_is_the_best() 
             assert row.chosen or changed == [f"{i.target} {mine.choice} -> {row.choice}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin, placement", [("up.weight=S0", S(0)), ("up.weight=R", R)])
 def test_a_pinned_plan_has_the_placement_and_computes_the_same(pin: str, placement: object) -> None:
     plan = made(pin)

@@ -54,6 +54,7 @@ def test_a_recipe_is_data_and_a_script(recipe: Recipe, written: bool) -> None:
     assert again == recipe
 
 
+@pytest.mark.slow
 def test_a_right_program_is_clean_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(SMALL) is Outcome.CLEAN
     monkeypatch.setattr(
@@ -64,6 +65,7 @@ def test_a_right_program_is_clean_and_a_wrong_one_is_found(monkeypatch: pytest.M
             check(Recipe.from_json({**SMALL.to_json(), "seed": seed}))
 
 
+@pytest.mark.slow
 def test_an_ill_conditioned_module_is_no_failure() -> None:
     """Rounding decides the sign of the gradient here."""
     cancelled = Recipe.from_json({

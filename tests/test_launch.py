@@ -179,6 +179,7 @@ spawn(len, 2, args=(b"x" * 2**22,))  # more than a pipe holds
 """
 
 
+@pytest.mark.slow
 @gloo
 def test_a_script_without_a_guard_ends_and_says_why(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

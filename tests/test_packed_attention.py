@@ -64,6 +64,7 @@ def test_other_attention_over_packed_sequences_is_refused(
         packed_attention(nn.Module(), q, q, q, cu_seq_lens_q=torch.tensor([0, 9]), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 def test_a_captured_step_has_one_attention_per_layer(name: str) -> None:
     """Two layers read images, two read text."""
@@ -72,6 +73,7 @@ def test_a_captured_step_has_one_attention_per_layer(name: str) -> None:
     assert case.model.config.vision_config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_windows_of_unequal_size_and_checkpoints_are_verified() -> None:
     """An image of 3 x 3 merged patches has windows of four sizes."""
     entry = entries()["qwen2.5-vl"]

@@ -408,6 +408,7 @@ def test_every_model_has_its_size() -> None:
         assert size_of(four) == 4 * size_of(once)
 
 
+@pytest.mark.slow
 def test_ablations_are_no_faster_than_the_planner() -> None:
     spec = f"{HERE}/models/wide_mlp.py:tiny"
     found = variants(synthesizer_of(spec, load_cluster(HERE / "clusters" / "demo4.yaml")))

@@ -102,6 +102,7 @@ def test_random_plans_compute_what_one_device_does(kind: str, options: dict[str,
         assert verdict(made, plan).ok
 
 
+@pytest.mark.slow
 def test_stages_and_a_mesh_compute_what_one_device_does() -> None:
     """A microbatch and a machine have some of the rows, for all steps."""
     lstm, gru = case("lstm", batch_first=True), case("gru", batch_first=False)

@@ -61,6 +61,7 @@ def test_a_parameter_that_one_pass_reads_has_no_alias() -> None:
     assert [targets[name] for name in backward_alias_of(graph)] == ["1.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["mlp", "llama", "bert_moe"])
 def test_random_plans_gather_again_and_store_apart_and_are_right(file: str) -> None:
     case = benchmark_case(file, "tiny")

@@ -241,6 +241,7 @@ def test_a_covered_model_has_no_rules_beside_the_table() -> None:
     assert "unruled" not in plan.to_json()
 
 
+@pytest.mark.slow
 def test_discovered_rows_are_kept_and_damaged_files_are_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

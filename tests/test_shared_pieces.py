@@ -52,6 +52,7 @@ def test_pieces_are_all_rows_once(start: int, rows: int) -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "groups", "seed"), BOTH)
 def test_pieces_compute_what_one_device_does(
     family: str, groups: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_pieces_compute_what_one_device_does(
     assert calls["_placed"] == calls["_reduce"] > 2 * groups[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [(1, 3), (2, 2), (3, 2)])
 def test_pieces_of_random_pipelines(
     groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def test_a_planned_pipeline_is_simulated_as_it_was_predicted() -> None:
         assert sum(parts.values()) == pytest.approx(rank.peak_bytes, abs=len(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "gpt2", "bert_moe"])
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 2, 1)])
 def test_turns_and_uses_of_random_pipelines(family: str, groups: tuple[int, ...]) -> None:

@@ -204,6 +204,7 @@ def test_no_more_in_flight_than_gain_time() -> None:
     assert chosen_flights(slow, 8, (8, 0)) == ()
 
 
+@pytest.mark.slow
 def test_the_even_pipeline_is_even() -> None:
     case, cluster = benchmark_case("vit", "tiny"), two_machines(4)
     search = StageSearch(case.space, cluster, 2)

@@ -44,6 +44,7 @@ GROUPS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1))
 # --- what they compute -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_pipelines_compute_what_one_device_does(family: str) -> None:
     """``python -m benchmarks.random_pipelines`` draws more."""
@@ -80,6 +81,7 @@ def test_a_smaller_microbatch_keeps_each_ranks_part() -> None:
                 assert share <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_masks_of_microbatches_are_those_of_one_device(family: str, uneven: bool) -> None:
@@ -115,6 +117,7 @@ def test_the_loss_needs_no_gradients() -> None:
         assert alone == trained == pytest.approx(case.loss_of(case.model).item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_state_dict_of_a_pipeline() -> None:
     case = benchmark_case("bert", "tiny")
     plan = random_staged_plan(case, (2, 2), 1)
@@ -465,6 +468,7 @@ def slow_pair(case: Case, *, stages: bool = True) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_slow_links_are_worth_stages(tmp_path: Path) -> None:
     case = benchmark_case("vit", "tiny")
     plan = slow_pair(case)

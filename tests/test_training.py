@@ -515,6 +515,7 @@ def test_the_plan_makes_activations_again_where_they_do_not_fit() -> None:
         hap.plan(Blocks(()), rows_of_blocks(), with_memory(peaks["blocks"] // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_chosen_recomputation_trains_the_same(way: str) -> None:
     model = Blocks((1,), p=0.3)

@@ -136,6 +136,7 @@ def _on_group(target: Callable[[Comm], Any]) -> Any:
     return target(ProcessGroupComm())
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("file", "world"), [("bert_moe", 3), pytest.param("bert", 3, marks=pytest.mark.slow)]
@@ -395,6 +396,7 @@ def test_a_program_with_dropout_trains(file: str, variant: str) -> None:
     assert sum(losses[-3:]) / 3 < losses[0] - 0.01, losses
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_masks() -> None:
     case = benchmark_case("bert", "tiny_dropout")
     plan = random_plan(case, 2, 1)
@@ -415,6 +417,7 @@ def test_eval_mode_switches_dropout_off(file: str, variant: str) -> None:
     assert first == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_masks_agree_between_replicas_and_differ_between_shards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

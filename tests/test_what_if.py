@@ -224,6 +224,7 @@ def test_values_in_between_are_round() -> None:
         assert low < roundest(low, high, whole=False) < high
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_hap_plan(folder: Path) -> None:
     """Every answer equals a plan for the changed files; a batch that is too large has none."""
     result = what_if(
@@ -316,6 +317,7 @@ def test_costs_need_prices_and_plots_a_known_format(folder: Path) -> None:
     assert what_if("--plot", "plot.doc").exit_code == 2
 
 
+@pytest.mark.slow
 def test_kept_plans_give_the_same_answers(folder: Path) -> None:
     command = ("--rows", "12,24", "--without", "slow", "--json", "--refine", "0")
     first = what_if(*command)
@@ -332,6 +334,7 @@ def test_kept_plans_give_the_same_answers(folder: Path) -> None:
     assert "a kept plan is damaged" in damaged.stderr
 
 
+@pytest.mark.slow
 def test_a_kept_plan_is_of_all_inputs(folder: Path) -> None:
     """A plan is known by its model, cluster, optimizer and options, and by nothing else."""
     cache = PlanCache()
