@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,11 +112,16 @@ _CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
 """Functions of torch that read a whole tensor, and raise if it is not all true."""
 
 
+_EINOPS = ("rearrange", "reduce", "repeat", "einsum")
+"""Functions of einops that stay calls in the torch-level graph."""
+
+
 @contextlib.contextmanager
 def _inlined() -> Iterator[None]:
     """Trace the lines of functions of torch that check data, to leave the checks out, and of ``INLINED``."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     class Inlined(UserFunctionVariable):
         @classmethod
@@ -123,9 +129,13 @@ def _inlined() -> Iterator[None]:
             function: Any = INLINED[value]
             return UserFunctionVariable(function)
 
-    functions = {torch.nn.functional.gaussian_nll_loss: UserFunctionVariable}
+    table: dict[Any, Any] = {torch.nn.functional.gaussian_nll_loss: UserFunctionVariable}
+    table |= dict.fromkeys(INLINED, Inlined)
+    if einops := sys.modules.get("einops"):  # parsing its patterns took most of a capture
+        table |= dict.fromkeys(
+            [getattr(einops, name) for name in _EINOPS], TorchInGraphFunctionVariable
+        )
     with contextlib.ExitStack() as stack:
-        table = functions | dict.fromkeys(INLINED, Inlined)
         stack.enter_context(mock.patch.dict(get_torch_obj_rule_map(), table))
         for kind in MODULES:
             stack.enter_context(mock.patch.object(kind, "forward", forward_of(kind)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import sys
 import threading
@@ -41,9 +42,13 @@ def assert_async(condition: torch.Tensor, message: str) -> None:
 
 
 def fake_mode() -> Any:
-    """Return a mode in which tensors have shapes and no data; real tensors may mix in."""
+    """Return a mode in which tensors have shapes and no data; real tensors may mix in.
+
+    torch logs the traceback of each operator that fails in it; here the caller answers for the error.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
