@@ -91,6 +91,8 @@ ENDING = """\
 | Switch Transformers of `transformers`, and other experts that are no module of its common interface | \
 which tokens an expert gets is looked up in the data (`nonzero`): shapes depend on it. Experts of \
 the interface, and experts with room for a fixed number of tokens, are one program |
+| rows chosen by a mask (`x[mask]`, `torch.where(mask)`), positions read from a tensor (MoCo's queue) | \
+shapes depend on data; [troubleshooting](troubleshooting.md#the-forward-cant-be-captured-as-one-graph) says what to write |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
 | Qwen-VL, GLM-4V and others that are told the sizes of images (`image_grid_thw`), where the sizes change | \

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hap.capture import torch_private
 from hap.capture.autocast_policy import casts_of_cuda
+from hap.capture.computed_weights import last_computed
 from hap.capture.matmul_precision import exact_convolutions
 from hap.capture.random_numbers import DRAWS, IN_PLACE
 from hap.capture.tracing import Loss, Step
@@ -81,7 +82,7 @@ def observe_reference(
 
 def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy whose parameters have the attributes that the user gave them."""
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model, dict[int, Any](last_computed(model)))
     for mine, given in zip(twin.parameters(), model.parameters(), strict=True):
         vars(mine).update(vars(given))
     return twin

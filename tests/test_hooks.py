@@ -75,12 +75,19 @@ HONOURED: dict[str, Callable[[], nn.Module]] = {
         lambda m: parametrizations.weight_norm(m[0]).parametrizations.weight.original0.data.mul_(1.5)
     ),
     "spectral_norm": lambda: hooked(lambda m: parametrizations.spectral_norm(m[0])),
+    "old weight_norm": lambda: hooked(lambda m: nn.utils.weight_norm(m[0]).weight_g.data.mul_(1.5)),
+    "old spectral_norm": lambda: hooked(lambda m: nn.utils.spectral_norm(m[2])),
+    "pruning": lambda: hooked(lambda m: prune.l1_unstructured(m[0], "weight", 0.5)),
+    "pruning twice": lambda: hooked(
+        lambda m: [prune.random_unstructured(m[2], "weight", part) for part in (0.3, 0.5)]
+    ),
     "parametrize": lambda: hooked(
         lambda m: parametrize.register_parametrization(m[2], "weight", Doubled())
     ),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", HONOURED)
 def test_hooks_of_the_forward_compute_what_eager_pytorch_does(kind: str) -> None:
     model, plain = HONOURED[kind](), net()
@@ -136,16 +143,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
         lambda m: m.register_full_backward_pre_hook(scaled),
         r"the model itself has a backward hook \(register_full_backward_pre_hook\)",
     ),
-    "old weight_norm": (
-        lambda m: nn.utils.weight_norm(m[0]),
-        r"the module '0' \(Linear\) can't be captured: torch.nn.utils.weight_norm",
-    ),
-    "old spectral_norm": (
-        lambda m: nn.utils.spectral_norm(m[2]),
-        r"the module '2' \(Linear\) can't be captured: torch.nn.utils.spectral_norm",
-    ),
-    "pruning": (
-        lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+    "a weight made by hand": (
+        lambda m: (
+            delattr(m[0], "weight"),
+            setattr(m[0], "weight", torch.ones(16, 12) * m[2].bias[0]),
+        ),
         r"the module '0' \(Linear\) can't be captured: it keeps the tensor 'weight'",
     ),
 }

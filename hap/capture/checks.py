@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hap.capture import torch_private
+from hap.capture.computed_weights import computed_weights
 from hap.errors import ModelError
 from hap.ir.graph import Graph
 
@@ -168,14 +169,12 @@ def check_hooks(module: nn.Module) -> None:
     check_gradient_hooks(module)
     for path, sub in module.named_modules():
         where = f"the module {path!r} ({type(sub).__name__})" if path else "the model itself"
-        old = torch_private.old_reparametrization(sub)
+        known = computed_weights(sub)
         made = [k for k, v in vars(sub).items() if isinstance(v, Tensor) and v.grad_fn is not None]
-        if old or made:
-            reason = old or f"it keeps the tensor {made[0]!r}, computed before the forward"
+        if made := [name for name in made if name not in known]:
             raise ModelError(
-                f"{where} can't be captured: {reason}",
-                hint="compute it in the forward, by torch.nn.utils.parametrizations.weight_norm, "
-                "spectral_norm or a parametrization of your own",
+                f"{where} can't be captured: it keeps the tensor {made[0]!r}, computed before the forward",
+                hint="compute it in the forward, or by a parametrization",
             )
     if kind := torch_private.global_hook():
         raise ModelError(

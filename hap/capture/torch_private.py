@@ -400,15 +400,3 @@ def global_hook() -> str:
     found = next((k for k in kinds if getattr(module, f"_global_{k}_hooks")), "")
     names = {"backward_pre": "full_backward_pre", "backward": "full_backward"}
     return found and f"register_module_{names.get(found, found)}_hook"
-
-
-def old_reparametrization(module: torch.nn.Module) -> str:
-    """The deprecated function that reparametrizes a module by a forward pre-hook, or nothing."""
-    from torch.nn.utils.spectral_norm import SpectralNorm
-    from torch.nn.utils.weight_norm import WeightNorm
-
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm | SpectralNorm):
-            name = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
-            return f"torch.nn.utils.{name} writes {hook.name!r} before every forward"
-    return ""

@@ -38,6 +38,7 @@ from hap.capture.checks import (
     state_of,
 )
 from hap.capture.complex_pairs import real_pairs
+from hap.capture.computed_weights import compute_when_read
 from hap.capture.constant_masks import simplify_masks
 from hap.capture.deepstack import features_scattered
 from hap.capture.experts import experts_by_row
@@ -248,6 +249,7 @@ def _fake(step: Step, batch: Mapping[str, TorchTensor], mode: Any) -> tuple[Step
             twin = copy.deepcopy(step, dict(memo))
     except Exception as error:
         raise not_copied(step.module, memo, error) from error
+    compute_when_read(twin)
     for sub in twin.modules():  # a tensor kept as a plain attribute becomes a buffer
         for key, value in list(vars(sub).items()):
             if isinstance(value, TorchTensor):
