@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hap import optim
 from hap.capture import torch_private
 from hap.capture.checks import check_names
+from hap.capture.computed_weights import computed_weights
 from hap.complex_tensors import as_real
 from hap.errors import PlanError
 from hap.ir.batch import given, other_entries
@@ -329,8 +330,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return buffers, and tensors that are plain attributes, by dotted name."""
     found = dict(model.named_buffers())
     for path, sub in model.named_modules():
+        computed = computed_weights(sub)
         for key, value in vars(sub).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and key not in computed:
                 found[f"{path}.{key}" if path else key] = value
     return found
 
