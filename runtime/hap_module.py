@@ -91,8 +91,12 @@ class HapModule(nn.Module):
         self._persistent = set(model.state_dict(keep_vars=True))
         roles = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
         self._inputs = roles
+        buffers = {i.target for i in plan.graph.inputs if i.role == "buffer"}
         for name, parameter in model.named_parameters():
             shard = self._cut(name, parameter)
+            if name in buffers:  # the forward changes it
+                self._put(name, shard.detach())
+                continue
             mine = nn.Parameter(shard, parameter.requires_grad)
             vars(mine).update(vars(parameter))  # an optimizer may read the user's attributes
             optim.mark(mine, optim.Shard(comm=comm, copies=self._copies(name)))

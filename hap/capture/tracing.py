@@ -11,6 +11,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,13 +177,7 @@ def captured(
         except torch_private.data_dependent_errors() as error:
             text = str(error)
             raise _not_one_graph(text.partition("\n")[0], line_of(text)) from error
-    changed = [target for role, target in joint.outputs if role == "parameter"]
-    if changed:
-        name = changed[0].removeprefix("module.")
-        raise ModelError(
-            f"the forward changes the parameter {name!r}, which only the optimizer may do",
-            hint="change it outside of the forward, or make it a buffer",
-        )
+    joint = _with_buffers(joint, module)
     real_pairs(joint.graph, source_of)
     simplify_masks(joint.graph)
     graph, regions = _convert(joint, step, tuple(flatten(batch)))
@@ -354,6 +349,26 @@ def _convert(
         if n is not None and role != "unused"
     ]
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
+
+
+def _with_buffers(joint: torch_private.Joint, module: nn.Module) -> torch_private.Joint:
+    """Return the graph with the parameters that the forward changes, as a momentum encoder's, as buffers.
+
+    Raises:
+        ModelError: one of them requires grad.
+    """
+    changed = {target for role, target in joint.outputs if role == "parameter"}
+    for name in sorted(target.removeprefix("module.") for target in changed):
+        if module.get_parameter(name).requires_grad:
+            raise ModelError(
+                f"the forward changes the parameter {name!r}, which only the optimizer may do",
+                hint="change it outside of the forward, or let it require no grad",
+            )
+
+    def named(ends: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple(("buffer" if t in changed else role, t) for role, t in ends)
+
+    return replace(joint, inputs=named(joint.inputs), outputs=named(joint.outputs))
 
 
 def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
