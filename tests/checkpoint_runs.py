@@ -23,7 +23,7 @@ ROWS = 12
 
 
 class Net(nn.Module):
-    """Tied weights, a norm, a frozen layer, an unused parameter, and buffers of each kind."""
+    """Tied weights, a norm, a frozen layer whose bias the forward updates, an unused parameter, and buffers of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +45,7 @@ class Net(nn.Module):
         with torch.no_grad():
             self.seen.mul_(0.9).add_(0.1 * wide.mean((0, 1)))
             self.hidden.add_(0.01 * h.mean((0, 1)))
+            self.frozen.bias.mul_(0.9).add_(0.1 * h.mean((0, 1)))
         h = self.frozen(h + self.down((wide - self.seen).relu())) + self.hidden
         return F.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
 
