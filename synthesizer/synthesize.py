@@ -272,21 +272,24 @@ class Synthesizer:
         """
         if self._short is None:
             best = self.cheapest(shares)
-            if not (lacking := best.serial_lacking_bytes).any():
+            if not (lacking := self._lacking(best)).any():
                 return best
             self._short = MemoryPrice.of(best, lacking, self._memory)
         short, found = self._short, list[Candidate]()
 
         def fits(exponent: int) -> bool:
             found.append(self.cheapest(shares, short.at(exponent)))
-            return not found[-1].serial_lacking_bytes.any()
+            return not self._lacking(found[-1]).any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
         self.exponent = self.exponent if exponent is None else exponent
         return min(found, key=self._merit)
 
     def _merit(self, pair: Candidate) -> Merit:
-        return float(pair.serial_lacking_bytes.max()), pair.serial.step_s
+        return float(self._lacking(pair).max()), pair.serial.step_s
+
+    def _lacking(self, pair: Candidate) -> PerRank:
+        return pair.serial_lacking_bytes
 
     def probe(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares and the price of memory that was found last."""

@@ -130,8 +130,8 @@ def _scatter_add(call: Call) -> list[Row]:
     # The source may be larger than the indices; their shapes then differ.
     v, j = ("v", "j" if index.shape else None) if indices == source.shape else (None, None)
     table, added = ([*rest[:dim], x, *rest[dim + 1 :]] for x in (v, j))
-    given = [table, [j] * len(index.shape) if by_slice else added, added]
-    return equation(call, given, [table], linear=[{0, 2}], additive={0})
+    at = [j] * len(index.shape) if by_slice else added
+    return equation(call, [table, at, added], [table], linear=[{0, 2}], additive={0})
 
 
 @rule("hap.cross_entropy.default")

@@ -79,12 +79,13 @@ def best_order(
             found = found._replace(computed=count)
             best = min(best, found, key=lambda o: (o.largest > largest_table, o.computed))
 
-    for measure in (table_size, fill):
-        attempt(measure, EASY)
+    attempt(table_size, EASY)
+    attempt(fill, EASY)
     if best.computed < HOPELESS:
-        easy = min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
         for seed in range(TRIES):
-            attempt(_noisy_fill(seed, len(sizes)), easy)
+            attempt(
+                _noisy_fill(seed, len(sizes)), min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
+            )
     return best
 
 
