@@ -81,11 +81,9 @@ def best_order(
 
     attempt(table_size, EASY)
     attempt(fill, EASY)
-    if best.computed < HOPELESS:
-        for seed in range(TRIES):
-            attempt(
-                _noisy_fill(seed, len(sizes)), min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
-            )
+    enough = min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
+    for seed in range(TRIES if best.computed < HOPELESS else 0):
+        attempt(_noisy_fill(seed, len(sizes)), enough)
     return best
 
 
