@@ -240,6 +240,9 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
     _until(lambda: _steps(log) > seen + 10)
     agents.start("b", 1)
     assert agents.running["a"].wait(120) == 0, agents.text("a")
+    assert (
+        "error" not in agents.text("a").partition("resumed from")[2]
+    )  # b's ranks are new, a's are not
     starts = re.findall(r"training on (.*) by", agents.text("a"))
     assert starts[0] == starts[2] == "a:0, a:1, b:0"
     assert "b:0" not in starts[1]

@@ -38,11 +38,10 @@ def run_elastic(job: RunJob) -> None:
     """
     assert job.checkpoints is not None
     folder = job.checkpoints.folder
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    job = replace(job, again=restarted and bool(CheckpointFolder(folder).steps()))
     sys.argv = [sys.argv[0], *job.extra]  # what the model file may read
     plans = PartPlans(job.path, Path(folder) / "plans")
     meeting = meet(plans.whole.cluster)
+    job = replace(job, again=_all_again(meeting, folder))
     own, ending = meeting.names.index(meeting.own), None
     with Heartbeats(meeting.connection(), meeting.names, own, _lost):
         path, how = _agreed(meeting, plans)
@@ -87,6 +86,17 @@ def _train(
     if meeting.own == names[0]:
         meeting.tell("ended", "")
     return ending
+
+
+def _all_again(meeting: Meeting, folder: str | Path) -> bool:
+    """Return whether all processes were started before; those of a machine that comes back were not.
+
+    All must check their models, or none: a check is a collective call.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = restarted and bool(CheckpointFolder(folder).steps())
+    meeting.tell(f"again/{meeting.own}", "yes" if again else "no")
+    return all(meeting.hear(f"again/{name}") == "yes" for name in meeting.names)
 
 
 def _of_peer(error: RuntimeError) -> bool:
