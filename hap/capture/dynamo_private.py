@@ -112,8 +112,8 @@ _CHECKS = ("_check_tensor_all", "_check_tensor_all_with")
 """Functions of torch that read a whole tensor, and raise if it is not all true."""
 
 
-_EINOPS = ("rearrange", "reduce", "repeat", "einsum")
-"""Functions of einops that stay calls in the torch-level graph."""
+_EINOPS = ("rearrange", "repeat", "einsum")
+"""Functions of einops that stay calls in the torch-level graph; ``reduce`` may be given a function."""
 
 
 @contextlib.contextmanager

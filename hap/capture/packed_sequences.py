@@ -15,7 +15,7 @@ from torch.nn.utils import rnn
 
 
 class PaddedSequence(NamedTuple):
-    """What stands for a ``PackedSequence`` in a trace.
+    """A padded batch in place of a ``PackedSequence`` in a trace.
 
     Attributes:
         padded: (B, T, ...).
