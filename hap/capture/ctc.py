@@ -68,30 +68,6 @@ def _differentiate(ctx, grad):  # type: ignore[no-untyped-def]
 _ctc_loss.register_autograd(_differentiate, setup_context=_keep)
 
 
-def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Replace ``torch.masked_select`` in a captured graph: selected elements first, zeros after them.
-
-    Only for :func:`ctc_loss`, which knows how many there are; see :func:`check_selected`.
-    """
-    x, mask = (t.reshape(-1) for t in torch.broadcast_tensors(x, mask))
-    at = torch.where(mask, mask.cumsum(0) - 1, len(x))
-    return x.new_zeros(len(x) + 1).scatter(0, at, x)[: len(x)]
-
-
-def check_selected(traced: fx.GraphModule) -> None:
-    """Raise an error of a shape that depends on data if others than :func:`ctc_loss` read selected elements."""
-    _, shape_error, *_ = torch_private.data_dependent_errors()
-    graphs = (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule))  # and checkpoints
-    for node in (n for graph in graphs for n in graph.nodes if n.target is masked_select):
-        if not all(user.target in _READERS and _targets(user) is node for user in node.users):
-            where = node.stack_trace or ""
-            raise shape_error(f"the shape of masked_select's result depends on data\n{where}")
-
-
-def _targets(loss: fx.Node) -> Any:
-    return loss.args[1] if len(loss.args) > 1 else loss.kwargs.get("targets")
-
-
 Lengths = Tensor | Sequence[int]
 
 
@@ -114,8 +90,10 @@ def ctc_loss(
     fitting = labels
     if targets.dim() == 1:
         first = labels.cumsum(0) - labels
-        widest = min(len(targets), len(x) + 1)  # more labels than steps fit as badly as one more
-        at = (first.unsqueeze(1) + torch.arange(widest)).clamp(max=len(targets) - 1)
+        # More labels than steps fit as badly as one more. How many a mask chooses is no number yet.
+        count = targets.shape[0]
+        widest = min(count, len(x) + 1) if isinstance(count, int) else len(x) + 1
+        at = (first.unsqueeze(1) + torch.arange(widest)).clamp(max=count - 1)
         targets, fitting = targets[at], labels.clamp(max=widest)
     loss: Tensor = torch.ops.hap.ctc_loss(x, targets.long(), steps, fitting, blank, zero_infinity)
     if reduction == 1:
@@ -125,7 +103,5 @@ def ctc_loss(
     return loss[0] if one else loss
 
 
-_READERS = (ctc_loss, F.ctc_loss)
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {"ctc_loss": ctc_loss, "masked_select": masked_select}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"ctc_loss": ctc_loss}
 """Name of a function of torch -> the one that replaces it."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from hap.capture import ctc, dynamo_private, regions_private, torch_private
+from hap.capture import dynamo_private, regions_private, torch_private
 from hap.capture.hidden_tensors import not_differentiated
 from hap.capture.known_tensors import name_known
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
+from hap.capture.padding import keep_all_rows
 from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.repeated_layers import copy_repeated
 from hap.capture.source_lines import line_of
@@ -53,9 +54,9 @@ def _traced(
     step: nn.Module, tensors: Any, kinds: Kinds = (), calls: Sequence[object] = ()
 ) -> torch_private.Joint:
     graph = dynamo_private.dynamo_graph(step, tensors, kinds, calls)
-    numbers_as_tensors(graph)
     name_known(graph)
-    ctc.check_selected(graph)
+    keep_all_rows(graph)
+    numbers_as_tensors(graph)
     name_logical(graph)
     once = regions_private.differentiated_once(tensors) if kinds else contextlib.nullcontext()
     with once:

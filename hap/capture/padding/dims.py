@@ -1,0 +1,180 @@
+"""The dims of a trace's tensors, and which of them hold padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hap.capture.padding import functions
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask, whose entries in row-major order are those of a dim.
+
+    Attributes:
+        node: boolean, of ``shape``.
+        inside: the same, flat.
+    """
+
+    node: fx.Node
+    inside: fx.Node
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+Dim = int | Mask
+
+
+class Refused(Exception):
+    """It is not known how a function leaves padding out."""
+
+
+class Trace:
+    """A graph whose tensors get padding, node by node.
+
+    Attributes:
+        node: the node that is replaced now.
+        masks: symbol of a size -> the mask that chooses as many rows.
+        places: results of ``nonzero`` -> the mask.
+        indices: tensors of places -> the mask and the dim of it whose places they are, unchanged.
+    """
+
+    node: fx.Node
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.masks: dict[Any, Mask] = {}
+        self.places: dict[fx.Node, Mask] = {}
+        self.indices: dict[fx.Node, tuple[Mask, int]] = {}
+        self._computed: dict[Any, Mask] = {}
+
+    def dims(self, value: Any) -> tuple[Dim, ...]:
+        """Return the dims of a tensor; those of other values are none.
+
+        Raises:
+            Refused: the size of one is computed from the number of a mask's rows.
+        """
+        example = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+        shape = example.shape if isinstance(example, torch.Tensor) else ()
+        return tuple(map(self._dim, shape))
+
+    def _dim(self, size: Any) -> Dim:
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else size
+        if symbol in self.masks:
+            return self.masks[symbol]
+        if isinstance(symbol, int) or symbol.is_number:
+            return int(symbol)
+        raise Refused(f"a dim has the size {symbol}")
+
+    def is_padded(self, value: Any) -> bool:
+        """Return whether some of a tensor's entries are padding."""
+        return any(isinstance(d, Mask) for d in self.dims(value))
+
+    def inside(self, value: Any) -> tuple[fx.Node | None, ...]:
+        """Return which entries count, by dim, of a tensor or of dims."""
+        dims = value if isinstance(value, tuple) else self.dims(value)
+        return tuple(d.inside if isinstance(d, Mask) else None for d in dims)
+
+    def sizes(self, value: Any) -> tuple[int, ...]:
+        """Return the shape of a tensor with its padding."""
+        return tuple(d.size if isinstance(d, Mask) else d for d in self.dims(value))
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Return a new call before the node."""
+        with self.graph.inserting_before(self.node):
+            made = self.graph.call_function(function, args, kwargs)
+        told = ("stack_trace", "nn_module_stack")
+        made.meta = {key: self.node.meta[key] for key in told if key in self.node.meta}
+        return made
+
+    def become(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Let the node call a function."""
+        self.node.op, self.node.target = "call_function", function
+        self.node.args, self.node.kwargs = args, kwargs
+
+    def filled(self, value: Any, fill: Any) -> Any:
+        """Return a tensor with a number in its padding, and other values as they are."""
+        if not self.is_padded(value):
+            return value
+        return self.call(functions.filled, value, self.inside(value), fill)
+
+    def name_mask(self, mask: fx.Node, size: Any) -> Mask:
+        """Return the mask whose number of true entries is the symbol ``size``."""
+        if (found := self.masks.get(size.node.expr)) is not None:
+            return found
+        key = computed(mask)
+        if key not in self._computed:
+            whole = self.filled(mask, False)
+            flat = self.call(torch.flatten, whole)
+            self._computed[key] = Mask(whole, flat, self.sizes(mask))
+        return self.masks.setdefault(size.node.expr, self._computed[key])
+
+
+def has_symbol(node: fx.Node) -> bool:
+    """Return whether a node makes a tensor of which a size is data."""
+    made = node.meta.get("example_value")
+    tensors = [x for x in (made if isinstance(made, tuple | list) else [made])]
+    return any(
+        isinstance(size, torch.SymInt)
+        for x in tensors if isinstance(x, torch.Tensor) for size in x.shape
+    )  # fmt: skip
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node is a size, or computed from sizes."""
+    made = node.meta.get("example_value")
+    return isinstance(made, torch.SymInt | torch.SymBool | torch.SymFloat)
+
+
+def name_of(node: fx.Node) -> str:
+    """Return torch's name of the function or method that a node calls, without that of in-place ones."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = str(name or node.target).removeprefix("aten.").rstrip("_")
+    return OPERATORS.get(name, name)
+
+
+OPERATORS = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div", "ifloordiv": "floor_divide",
+    "floordiv": "floor_divide", "mod": "remainder", "imod": "remainder", "ipow": "pow", "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor", "iand": "bitwise_and", "ior": "bitwise_or", "ixor": "bitwise_xor",
+    "invert": "bitwise_not", "inv": "bitwise_not", "imatmul": "matmul",
+}  # fmt: skip
+"""Python's operators -> torch's functions."""
+
+
+def writes(node: fx.Node) -> bool:
+    """Return whether a node changes a tensor in place."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in WRITERS or (str(name).endswith("_") and not str(name).endswith("__"))
+
+
+WRITERS = {
+    "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"
+}  # fmt: skip
+"""Operators of Python that change a tensor."""
+
+
+def computed(node: fx.Node) -> Any:
+    """Return a description of what a node computes; equal ones are equal tensors."""
+    seen = [node, *node.all_input_nodes]
+    changed = any(writes(user) and user.args[0] is n for n in seen for user in n.users)
+    if name_of(node) not in PURE or changed:
+        return node.name
+    return name_of(node), repr(
+        fx.node.map_arg((node.args, tuple(sorted(node.kwargs.items()))), computed)
+    )
+
+
+PURE = frozenset(
+    "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not isnan isfinite bool "
+    "view reshape flatten squeeze detach".split()
+)
+"""Functions of which masks are made."""
