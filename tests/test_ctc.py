@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hap.capture import ctc
-from hap.capture.tracing import capture
-from hap.errors import ModelError
 from tests.random_plans import make_case, random_plan, verdict
 
 STEPS, ROWS, CLASSES = 12, 6, 20
@@ -85,14 +83,14 @@ class Speech(nn.Module):
             )
         if self.form == "in a checkpoint":
             chosen = checkpoint(
-                lambda s: s.masked_select(s > 0).square().mean(), scores, use_reentrant=False
+                lambda s: s.masked_select(s > -2).square().mean(), scores, use_reentrant=False
             )
             assert isinstance(chosen, Tensor)
             return chosen
         if self.form == "read by others":
             chosen = y.masked_select(there)
             return F.ctc_loss(scores, chosen, steps, labels) * chosen.sum()
-        return scores.masked_select(scores > 0).sum()
+        return scores.masked_select(scores > -2).sum()
 
 
 def batch() -> dict[str, Tensor]:

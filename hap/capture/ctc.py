@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
-from hap.capture import tensor_constants, torch_private
+from hap.capture import tensor_constants
 
 aten = torch.ops.aten
 

@@ -22,6 +22,7 @@ from hap.capture.graph_break import GraphBreak
 from hap.capture.packed_sequences import MODULES, forward_of
 from hap.capture.regions_private import repeated_once
 from hap.capture.replaced_functions import INLINED
+from hap.capture.sizes_private import decided_sizes
 from hap.capture.torch_private import (
     data_dependent_errors,
     known_numbers,
@@ -68,11 +69,13 @@ def dynamo_graph(
             _inlined(),
             known_numbers(),
             repeated_once(kinds, calls),
+            decided_sizes() as equal,
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
+    captured.meta["equal_sizes"] = equal
     return captured
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -49,6 +50,7 @@ from hap.capture.graph_break import GraphBreak
 from hap.capture.joint import joint_of
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
 from hap.capture.packed_attention import packed_in_one_call
+from hap.capture.padding import HINT as ROWS_HINT
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
 from hap.capture.repeated_layers import repeated_kinds, watched
@@ -210,11 +212,11 @@ def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
         "no .item(), no shapes made from data; torch.where often does instead. Entries of the batch "
         "that are always the same may be named in `fixed`"
     )
-    if "aten.nonzero" in reason:
+    if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
+        reason = f"it decides by a number that is data ({reason})"
         hint = (
-            "x[mask] and torch.where(mask) have as many rows as the data says. Keep all rows: losses "
-            "take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some. The "
-            "experts of a mixture may run on all rows, times the weight of the router or 0"
+            "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "
+            "for none: torch computes with no rows, too. " + ROWS_HINT[0].upper() + ROWS_HINT[1:]
         )
     if not on_data:
         hint = "compute this in __init__ or in batch(), or with torch's operators alone"

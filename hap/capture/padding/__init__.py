@@ -8,18 +8,22 @@ the program. The rest is refused by name.
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 from torch import fx
 
 from hap.capture.padding.dims import Refused, Trace, has_symbol, is_number, name_of
 from hap.capture.padding.functions import count
-from hap.capture.padding.indexing import INDEXING
-from hap.capture.padding.rules import RULES, leaves_dims_alone
+from hap.capture.padding.indexing import INDEXING, writes_rows
+from hap.capture.padding.rules import rule_of
 from hap.capture.source_lines import source_of
 from hap.errors import ModelError
 
-HINT = (
-    "keep all rows: losses take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some"
-)
+_LOGGER = logging.getLogger(__name__)
+
+HINT = "keep all rows: losses take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some"
+"""What to write in place of rows that a mask chooses."""
 
 
 def keep_all_rows(traced: fx.GraphModule) -> None:
@@ -28,8 +32,9 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
     Raises:
         ModelError: a function for which it is not known how to leave padding out.
     """
+    masks: dict[Any, Any] = {}
     for graph in (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule)):
-        if not any(map(has_symbol, graph.nodes)):
+        if not any(has_symbol(n) or writes_rows(n) for n in graph.nodes):
             continue
         trace = Trace(graph)
         for node in list(graph.nodes):
@@ -37,32 +42,54 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             try:
                 _replace(trace, node)
             except Refused as error:
-                raise _refused(node, str(error)) from error
+                if not writes_rows(node) or trace.touches(node):
+                    raise _refused(node, str(error)) from error
             node.meta.pop("unbacked_bindings", None)
+        for source, size in trace.chosen:
+            _LOGGER.info("%s: all %d rows run, and those that a mask chooses count", source, size)
         for node in reversed(graph.nodes):
             checks = str(node.target).startswith("aten._assert_scalar")
-            if not node.users and (checks or is_number(node)):
+            if not node.users and (checks or is_number(node) or name_of(node) == "size"):
                 graph.erase_node(node)
+        masks |= trace.masks
+    for a, b in traced.meta.get("equal_sizes", ()):
+        if masks.get(a, a) is not masks.get(b, b):
+            raise ModelError(
+                "the forward can't be captured as one graph: it asks whether two masks choose equally many rows",
+                hint="choose by one mask where tensors are to have the same shape",
+            )
 
 
 def _refused(node: fx.Node, why: str) -> ModelError:
     return ModelError(
-        f"the forward can't be captured as one graph: {name_of(node)!r} of rows that a mask chooses, whose "
-        f"number is data" + (f": {why}" if why else ""),
+        f"the forward can't be captured as one graph: {name_of(node)!r} of a tensor whose size is data"
+        + (f": {why}" if why else ""),
         where=source_of(node), hint=HINT,
     )  # fmt: skip
 
 
 def _replace(trace: Trace, node: fx.Node) -> None:
-    if node.op not in ("call_function", "call_method") or is_number(node):
-        if name_of(node) == "sym_size.int" and trace.is_padded(node.args[0]):
-            trace.become(count, trace.inside(node.args[0])[int(node.args[1])])  # type: ignore[arg-type, index]
+    if node.op not in ("call_function", "call_method"):
         return
-    if not has_symbol(node) and not any(map(trace.is_padded, node.all_input_nodes)):
+    if is_number(node):
+        if (counts := _size_of(trace, node)) is not None:
+            trace.become(count, counts)
+        return
+    if not trace.touches(node) and not writes_rows(node):
         return
     name = name_of(node)
-    rule = INDEXING.get(name) or RULES.get(name)
-    if rule is not None:
-        rule(trace)
-    elif not leaves_dims_alone(trace):
-        raise Refused
+    if name != "getitem" and any(n in trace.counting for n in node.all_input_nodes):
+        raise Refused("it reads the numbers of its rows")
+    rule = INDEXING.get(name) or rule_of(name)
+    rule(trace)
+
+
+def _size_of(trace: Trace, node: fx.Node) -> fx.Node | None:
+    """Return which entries count of the dim whose size a node reads."""
+    x, *place = node.args
+    if name_of(node) == "getitem" and isinstance(x, fx.Node) and name_of(x) == "size":
+        x = x.args[0]
+    elif name_of(node) not in ("sym_size.int", "size"):
+        return None
+    dim: Any = place[0] if place else None
+    return None if dim is None else trace.inside(x)[dim]

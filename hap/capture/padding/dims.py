@@ -10,24 +10,24 @@ import torch
 from torch import fx
 
 from hap.capture.padding import functions
+from hap.capture.source_lines import source_of
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask, whose entries in row-major order are those of a dim.
+    """Which entries of a dim count: ``inside``, boolean, (``size``,)."""
 
-    Attributes:
-        node: boolean, of ``shape``.
-        inside: the same, flat.
-    """
-
-    node: fx.Node
     inside: fx.Node
-    shape: tuple[int, ...]
+    size: int
 
-    @property
-    def size(self) -> int:
-        return int(torch.Size(self.shape).numel())
+
+@dataclass(frozen=True)
+class Choice:
+    """A mask of some dims, by which rows are chosen; its entries in row-major order are those of ``mask``."""
+
+    mask: Mask
+    node: fx.Node
+    shape: tuple[int, ...]
 
 
 Dim = int | Mask
@@ -43,8 +43,11 @@ class Trace:
     Attributes:
         node: the node that is replaced now.
         masks: symbol of a size -> the mask that chooses as many rows.
-        places: results of ``nonzero`` -> the mask.
-        indices: tensors of places -> the mask and the dim of it whose places they are, unchanged.
+        places: results of ``nonzero`` -> what they are the places of.
+        counting: results of ``arange`` that count the rows of a dim -> its mask.
+        joined: size -> the dims that are joined in one of this size.
+        chosen: the user's lines that choose rows, with the number of all.
+        indices: tensors of places -> what they are the places of, unchanged, and in which dim of it.
     """
 
     node: fx.Node
@@ -52,8 +55,11 @@ class Trace:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.masks: dict[Any, Mask] = {}
-        self.places: dict[fx.Node, Mask] = {}
-        self.indices: dict[fx.Node, tuple[Mask, int]] = {}
+        self.places: dict[fx.Node, Choice] = {}
+        self.indices: dict[fx.Node, tuple[Choice, int]] = {}
+        self.counting: dict[fx.Node, Mask] = {}
+        self.joined: dict[Any, tuple[Dim, ...]] = {}
+        self.chosen: dict[tuple[str, int], None] = {}
         self._computed: dict[Any, Mask] = {}
 
     def dims(self, value: Any) -> tuple[Dim, ...]:
@@ -72,11 +78,15 @@ class Trace:
             return self.masks[symbol]
         if isinstance(symbol, int) or symbol.is_number:
             return int(symbol)
-        raise Refused(f"a dim has the size {symbol}")
+        raise Refused
 
     def is_padded(self, value: Any) -> bool:
         """Return whether some of a tensor's entries are padding."""
         return any(isinstance(d, Mask) for d in self.dims(value))
+
+    def touches(self, node: fx.Node) -> bool:
+        """Return whether a node makes or reads a tensor with padding."""
+        return has_symbol(node) or any(map(self.is_padded, node.all_input_nodes))
 
     def inside(self, value: Any) -> tuple[fx.Node | None, ...]:
         """Return which entries count, by dim, of a tensor or of dims."""
@@ -86,6 +96,11 @@ class Trace:
     def sizes(self, value: Any) -> tuple[int, ...]:
         """Return the shape of a tensor with its padding."""
         return tuple(d.size if isinstance(d, Mask) else d for d in self.dims(value))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument of the node's call."""
+        args, kwargs = self.node.args, self.node.kwargs
+        return args[place] if len(args) > place else kwargs.get(name, default)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Return a new call before the node."""
@@ -106,26 +121,30 @@ class Trace:
             return value
         return self.call(functions.filled, value, self.inside(value), fill)
 
-    def name_mask(self, mask: fx.Node, size: Any) -> Mask:
-        """Return the mask whose number of true entries is the symbol ``size``."""
-        if (found := self.masks.get(size.node.expr)) is not None:
-            return found
-        key = computed(mask)
+    def choose(self, mask: fx.Node, size: Any) -> Choice:
+        """Return the choice of rows by a mask; a symbol ``size`` is the number of its true entries from now on."""
+        shape = self.sizes(mask)
+        whole = self.filled(mask, False)
+        key = _computed(_unshaped(mask))
         if key not in self._computed:
-            whole = self.filled(mask, False)
             flat = self.call(torch.flatten, whole)
-            self._computed[key] = Mask(whole, flat, self.sizes(mask))
-        return self.masks.setdefault(size.node.expr, self._computed[key])
+            self._computed[key] = made = Mask(flat, torch.Size(shape).numel())
+            self.chosen[source_of(self.node), made.size] = None
+        known = self._computed[key]
+        if isinstance(size, torch.SymInt):
+            known = self.masks.setdefault(size.node.expr, known)
+        return Choice(known, whole, shape)
 
 
 def has_symbol(node: fx.Node) -> bool:
     """Return whether a node makes a tensor of which a size is data."""
     made = node.meta.get("example_value")
-    tensors = [x for x in (made if isinstance(made, tuple | list) else [made])]
     return any(
         isinstance(size, torch.SymInt)
-        for x in tensors if isinstance(x, torch.Tensor) for size in x.shape
-    )  # fmt: skip
+        for x in (made if isinstance(made, tuple | list) else [made])
+        if isinstance(x, torch.Tensor)
+        for size in x.shape
+    )
 
 
 def is_number(node: fx.Node) -> bool:
@@ -162,19 +181,46 @@ WRITERS = {
 """Operators of Python that change a tensor."""
 
 
-def computed(node: fx.Node) -> Any:
+def _unshaped(node: fx.Node) -> fx.Node:
+    """Return the tensor of which a node is a view with the same entries in order."""
+    while name_of(node) in ("view", "reshape", "flatten") and not any(map(writes, node.users)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _computed(node: fx.Node) -> Any:
     """Return a description of what a node computes; equal ones are equal tensors."""
     seen = [node, *node.all_input_nodes]
     changed = any(writes(user) and user.args[0] is n for n in seen for user in n.users)
     if name_of(node) not in PURE or changed:
         return node.name
     return name_of(node), repr(
-        fx.node.map_arg((node.args, tuple(sorted(node.kwargs.items()))), computed)
+        fx.node.map_arg((node.args, tuple(sorted(node.kwargs.items()))), _computed)
     )
 
 
 PURE = frozenset(
-    "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not isnan isfinite bool "
-    "view reshape flatten squeeze detach".split()
+    [
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "isnan",
+        "isfinite",
+        "bool",
+        "view",
+        "reshape",
+        "flatten",
+        "squeeze",
+        "detach",
+    ]
 )
 """Functions of which masks are made."""

@@ -74,8 +74,8 @@ def _of_rows(given: Any, x: Tensor, mask: Tensor, components: Sequence[int]) -> 
     given = given.expand(mask.numel(), *rest).unflatten(0, mask.shape)
     given = given.where(mask.view(*mask.shape, *[1] * len(rest)), 0)
     left = [d for d in range(mask.dim()) if d not in components]
-    given = given.sum(left) if left else given
-    return given.permute(*_places(components), *range(len(components), given.dim()))
+    summed: Tensor = given.sum(left) if left else given
+    return summed.permute(*_places(components), *range(len(components), summed.dim()))
 
 
 def _places(components: Sequence[int]) -> list[int]:
@@ -95,6 +95,16 @@ def put(x: Tensor, value: Any, mask: Tensor, components: Sequence[int], at: int)
     hit = hit.permute(_places(components))
     hit = hit.view(*hit.shape, *[1] * (view.dim() - hit.dim()))
     view.copy_(torch.where(hit, _of_rows(value, view, mask, components), view))
+
+
+def in_turn(value: Tensor, mask: Tensor) -> Tensor:
+    """Return rows of ``value``, the next one for each entry of a mask that is true, with padding."""
+    at = (mask.flatten().cumsum(0) - 1).clamp(0, len(value) - 1)
+    return (
+        F.embedding(at, value.flatten(1)).unflatten(1, value.shape[1:])
+        if value.dim() > 1
+        else value[at]
+    )
 
 
 def add_rows(x: Tensor, value: Any, mask: Tensor, components: Sequence[int], alpha: Any) -> Tensor:
@@ -122,6 +132,7 @@ def indices(mask: Tensor) -> tuple[Tensor, ...]:
 def first(x: Tensor, inside: Inside) -> Tensor:
     """Return the entries of ``x`` (N) that count, and zeros after them."""
     (counts,) = inside
+    assert counts is not None
     at = torch.where(counts, counts.cumsum(0) - 1, len(x))
     return x.new_zeros(len(x) + 1).scatter(0, at, x)[: len(x)]
 
@@ -181,6 +192,10 @@ def std(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, squared).sqrt())
 
 
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": sum_, "mean": mean, "var": var, "std": std}
+"""Functions that combine entries of a dim -> those that leave padding out."""
+
+
 def _lowest(x: Tensor) -> Any:
     if x.dtype == torch.bool:
         return False
@@ -194,9 +209,9 @@ def _highest(x: Tensor) -> Any:
 
 
 FILLS: dict[str, Callable[[Tensor], Any]] = {
-    **dict.fromkeys(["amax", "max", "logsumexp"], _lowest), **dict.fromkeys(["amin", "min"], _highest),
+    **dict.fromkeys(["amax", "max"], _lowest), **dict.fromkeys(["amin", "min"], _highest),
     **dict.fromkeys(["softmax", "log_softmax"], lambda x: torch.finfo(x.dtype).min),
-    **dict.fromkeys(["any", "norm", "vector_norm", "count_nonzero"], lambda x: 0),
+    **dict.fromkeys(["any", "norm", "linalg_vector_norm", "count_nonzero"], lambda x: 0),
     **dict.fromkeys(["all", "prod"], lambda x: 1),
 }  # fmt: skip
 """Functions that combine entries of a dim -> the number in padding that has no effect."""
@@ -219,9 +234,7 @@ def _reduced(losses: Tensor, inside: Inside, reduction: str, rows: Any) -> Tenso
     return total / rows if reduction == "batchmean" else total
 
 
-def loss(
-    name: str, given: dict[str, Any], inside: Inside, reduction: str
-) -> Tensor:
+def loss(name: str, given: dict[str, Any], inside: Inside, reduction: str) -> Tensor:
     """Call a loss of torch, by name, without its reduction, and reduce what counts; ``inside`` is that of its result."""
     losses = getattr(F, name)(**given, reduction="none")
     return _reduced(losses, inside, reduction, number(losses, inside, [0]))

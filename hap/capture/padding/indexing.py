@@ -2,51 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from hap.capture.padding import functions
-from hap.capture.padding.dims import Mask, Refused, Trace
+from hap.capture.padding.dims import Choice, Mask, Refused, Trace
+from hap.capture.padding.entries import entrywise
 
 WHOLE = slice(None)
 
 
 def _is_mask(value: Any) -> bool:
     example = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-    return isinstance(example, Tensor) and example.dtype in (torch.bool, torch.uint8)
+    return isinstance(example, Tensor) and example.dtype == torch.bool
 
 
-def _key(key: Any) -> tuple[Any, ...]:
-    return tuple(key) if isinstance(key, tuple | list) else (key,)
+def _is_part(part: Any) -> bool:
+    """Return whether a part of an index is none of a tensor."""
+    whole = isinstance(part, int) and not isinstance(part, bool)
+    return part is None or part is Ellipsis or isinstance(part, slice) or whole
 
 
-def _chosen(trace: Trace, key: tuple[Any, ...], size: Any) -> tuple[Mask, tuple[int, ...], int, tuple[Any, ...]]:  # fmt: skip
-    """Return the mask of an index, which dims of it are places, at which dim they begin, and the rest of the index.
+def _key(x: Any, key: Any) -> tuple[Any, ...]:
+    """Return the parts of an index, without an ellipsis."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if not any(part is Ellipsis for part in parts):
+        return parts
+    at = next(k for k, part in enumerate(parts) if part is Ellipsis)
+    used = sum(_dims_of(part) for part in parts if part is not Ellipsis)
+    rank = x.meta["example_value"].dim()
+    return (*parts[:at], *[WHOLE] * (rank - used), *parts[at + 1 :])
+
+
+def _dims_of(part: Any) -> int:
+    if _is_mask(part):
+        return int(part.meta["example_value"].dim())
+    return int(part is not None)
+
+
+class _Rows(NamedTuple):
+    """An index that chooses rows: ``x[before][components of choice at dim at][rest]``."""
+
+    before: tuple[Any, ...]
+    at: int
+    choice: Choice
+    components: tuple[int, ...]
+    rest: tuple[Any, ...]
+
+
+def _rows(trace: Trace, key: tuple[Any, ...], size: Callable[[int], Any]) -> _Rows:
+    """Return the rows that an index chooses.
 
     Args:
         size: returns the size of a dim of the result.
+
+    Raises:
+        Refused: it chooses none, or by several masks.
     """
-    at = next((k for k, part in enumerate(key) if part != WHOLE), len(key))
-    if at == len(key):
-        raise Refused
-    if _is_mask(key[at]):
-        mask = trace.name_mask(key[at], size(at))
-        return mask, tuple(range(len(mask.shape))), at, key[at + 1 :]
+    start = next((k for k, part in enumerate(key) if not _is_part(part)), len(key))
+    before = key[:start]
+    at = sum(not isinstance(part, int) for part in before)
+    if start < len(key) and _is_mask(key[start]):
+        choice = trace.choose(key[start], size(at))
+        return _Rows(before, at, choice, tuple(range(len(choice.shape))), key[start + 1 :])
     found = []
-    for part in key[at:]:
-        if part not in trace.indices:
+    for part in key[start:]:
+        if not isinstance(part, fx.Node) or part not in trace.indices:
             break
         found.append(trace.indices[part])
-    if not found or any(mask is not found[0][0] for mask, _ in found):
+    if not found or any(choice != found[0][0] for choice, _ in found):
         raise Refused
-    return found[0][0], tuple(c for _, c in found), at, key[at + len(found) :]
+    components = tuple(component for _, component in found)
+    return _Rows(before, at, found[0][0], components, key[start + len(found) :])
 
 
-def _is_static(rest: tuple[Any, ...]) -> bool:
-    return all(part is None or isinstance(part, int | slice) for part in rest)
+def _before(trace: Trace, x: Any, chosen: _Rows) -> tuple[Any, list[Any]]:
+    """Return a tensor after the parts of an index before the rows, and its dims."""
+    dims = list(trace.dims(x))
+    if all(part == WHOLE for part in chosen.before):
+        return x, dims
+    if trace.is_padded(x):
+        raise Refused
+    left: list[Any] = []
+    for part in chosen.before:
+        dim = 1 if part is None else dims.pop(0)
+        if not isinstance(part, int):
+            left.append(dim)  # slices are dims before the rows, whose size has no effect
+    return trace.call(torch.Tensor.__getitem__, x, chosen.before), left + dims
 
 
 def getitem(trace: Trace) -> None:
@@ -57,49 +102,64 @@ def getitem(trace: Trace) -> None:
         if x in trace.places:
             trace.indices[node] = trace.places[x], int(given)  # type: ignore[index, arg-type]
         return
-    key = _key(given)
+    key = _key(x, given)
     if x in trace.places and len(key) == 2 and key[0] == WHOLE and isinstance(key[1], int):
         trace.indices[node] = trace.places[x], key[1] % len(trace.places[x].shape)  # type: ignore[index]
         return
-    if all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in key):
+    if all(map(_is_part, key)):
         _check_part(trace, x, key)
+        return
+    if isinstance(key[0], fx.Node) and key[0] in trace.counting:
+        _one_of_each_row(trace, x, key)
         return
     example = node.meta["example_value"]
     try:
-        mask, components, at, rest = _chosen(trace, key, lambda at: example.shape[at])
+        chosen = _rows(trace, key, lambda at: example.shape[at])
     except Refused:
         _lookup(trace, x, key)
         return
-    dims = trace.dims(x)
-    _check_fits(mask, components, dims[at:])
-    if not _is_static(rest) or any(isinstance(d, Mask) for d in dims[at + len(components) :][: len(rest)]):
+    x, dims = _before(trace, x, chosen)
+    _check_fits(chosen.choice, chosen.components, dims[chosen.at :])
+    after = dims[chosen.at + len(chosen.components) :]
+    if not all(map(_is_part, chosen.rest)) or any(
+        isinstance(d, Mask) for d in after[: len(chosen.rest)]
+    ):
         raise Refused
-    if rest:
-        x = trace.call(functions.rows, x, mask.node, components, at)
-        trace.become(torch.Tensor.__getitem__, x, (*[WHOLE] * (at + 1), *rest))
+    if chosen.rest:
+        x = trace.call(functions.rows, x, chosen.choice.node, chosen.components, chosen.at)
+        trace.become(torch.Tensor.__getitem__, x, (*[WHOLE] * (chosen.at + 1), *chosen.rest))
     else:
-        trace.become(functions.rows, x, mask.node, components, at)
+        trace.become(functions.rows, x, chosen.choice.node, chosen.components, chosen.at)
 
 
-def _check_fits(mask: Mask, components: tuple[int, ...], dims: tuple[Any, ...]) -> None:
+def _check_fits(choice: Choice, components: Sequence[int], dims: Sequence[Any]) -> None:
     """Raise ``Refused`` unless dims are as large as those of the mask that index them."""
     if len(set(components)) < len(components):
         raise Refused
     for component, dim in zip(components, dims, strict=False):
         size = dim.size if isinstance(dim, Mask) else dim
-        if size < mask.shape[component]:
+        if size < choice.shape[component]:
             raise Refused
 
 
 def _check_part(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
     """Raise ``Refused`` if an index of numbers and slices takes a part of a dim with padding."""
-    dims = list(trace.dims(x))
-    before = key[: key.index(Ellipsis)] if Ellipsis in key else key
-    after = key[key.index(Ellipsis) + 1 :] if Ellipsis in key else ()
-    pairs = [*zip([k for k in before if k is not None], dims, strict=False)]
-    pairs += zip([k for k in reversed(after) if k is not None], reversed(dims), strict=False)
+    taken = [part for part in key if part is not None]
+    pairs = zip(taken, trace.dims(x), strict=False)
     if any(isinstance(dim, Mask) and part != WHOLE for part, dim in pairs):
         raise Refused("which of the rows is in this place is data")
+
+
+def _one_of_each_row(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
+    """``x[torch.arange(len(x)), classes]``: an entry of each row."""
+    dims, (rows, *others) = trace.dims(x), key
+    mask = trace.counting[rows]
+    if dims[0] is not mask or any(isinstance(d, Mask) for d in dims[1 : len(key)]):
+        raise Refused
+    if any(not _is_part(part) and trace.dims(part) != (mask,) for part in others):
+        raise Refused("other rows are at the same places")
+    index = (rows, *(part if _is_part(part) else trace.filled(part, 0) for part in others))
+    trace.become(torch.Tensor.__getitem__, x, index)
 
 
 def _lookup(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
@@ -111,50 +171,56 @@ def _lookup(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
 
 
 def setitem(trace: Trace) -> None:
-    """``x[mask] = rows`` and ``x[places] = rows``."""
+    """``x[mask] = rows`` and ``x[places] = rows``; of a tensor without padding, its rows in turn."""
     x, given, value = trace.node.args
-    key = _key(given)
-    if all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in key):
+    key = _key(x, given)
+    if all(map(_is_part, key)):
         _check_part(trace, x, key)
         return
     written = trace.dims(value)
-    rank = len(trace.dims(x))
-    at = next((k for k, part in enumerate(key) if part != WHOLE), 0)
-
-    def size(at: int) -> Any:
-        example = value.meta["example_value"]  # type: ignore[union-attr]
-        return example.shape[at]
-
-    mask, components, at, rest = _chosen(trace, key, size)
-    after = rank - at - len(components)
-    _check_fits(mask, components, trace.dims(x)[at:])
-    if any(part != WHOLE for part in rest) or trace.is_padded(x):
+    symbol = value.meta["example_value"].shape if trace.is_padded(value) else ()  # type: ignore[union-attr]
+    chosen = _rows(trace, key, lambda at: symbol[at] if at < len(symbol) else None)
+    if any(part != WHOLE for part in chosen.rest) or trace.is_padded(x):
         raise Refused
-    if any(isinstance(d, Mask) for d in written):
-        padded_at = len(written) - after - 1
-        masks = [k for k, d in enumerate(written) if isinstance(d, Mask)]
-        if masks != [padded_at] or written[padded_at] is not mask or (at and padded_at != at):
+    view, dims = _before(trace, x, chosen)
+    _check_fits(chosen.choice, chosen.components, dims[chosen.at :])
+    rows_at = len(written) - (len(dims) - chosen.at - len(chosen.components)) - 1
+    masks = [k for k, d in enumerate(written) if isinstance(d, Mask)]
+    if masks and (masks != [rows_at] or written[rows_at] is not chosen.choice.mask):
+        raise Refused("other rows are at the same places")
+    if rows_at >= 0 and not masks and written[rows_at] != 1:
+        if chosen.at or len(chosen.components) < len(chosen.choice.shape):
             raise Refused
-    trace.become(functions.put, x, value, mask.node, components, at)
+        value = trace.call(functions.in_turn, value, chosen.choice.node)
+    if chosen.at and 0 <= rows_at != chosen.at:
+        raise Refused
+    trace.become(functions.put, view, value, chosen.choice.node, chosen.components, chosen.at)
+
+
+def writes_rows(node: fx.Node) -> bool:
+    """Return whether a node writes a tensor where a mask is true; numbers are written by an operator."""
+    if getattr(node.target, "__name__", "") != "setitem" or not isinstance(node.args[2], fx.Node):
+        return False
+    key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return any(map(_is_mask, key))
 
 
 def nonzero(trace: Trace) -> None:
     """``mask.nonzero()``, ``torch.where(mask)``."""
     node = trace.node
-    given, example = node.args[0], node.meta["example_value"]
+    given: Any = node.args[0]
+    example = node.meta["example_value"]
     if not _is_mask(given):
-        given = trace.call(torch.ne, given, 0)
-        given.meta["example_value"] = node.args[0].meta["example_value"]  # type: ignore[union-attr]
+        numbers, given = given, trace.call(torch.ne, given, 0)
+        given.meta["example_value"] = numbers.meta["example_value"]
     tuples = isinstance(example, tuple | list)
-    mask = trace.name_mask(given, (example[0] if tuples else example).shape[0])
-    trace.places[node] = mask
-    trace.become(functions.indices if tuples else functions.nonzero, mask.node)
+    choice = trace.choose(given, (example[0] if tuples else example).shape[0])
+    trace.places[node] = choice
+    trace.become(functions.indices if tuples else functions.nonzero, choice.node)
 
 
 def where(trace: Trace) -> None:
     """``torch.where`` of one argument; that of three chooses entries."""
-    from hap.capture.padding.rules import entrywise
-
     if len(trace.node.args) + len(trace.node.kwargs) == 1:
         nonzero(trace)
     else:
@@ -163,12 +229,13 @@ def where(trace: Trace) -> None:
 
 def masked_select(trace: Trace) -> None:
     """``torch.masked_select``."""
+    mask: Any
     x, mask = trace.node.args
     dims, shape = trace.dims(x), trace.dims(mask)
     if dims != shape:
         raise Refused("the tensor and the mask have other shapes")
-    found = trace.name_mask(mask, trace.node.meta["example_value"].shape[0])  # type: ignore[arg-type]
-    trace.become(functions.rows, x, found.node, tuple(range(len(shape))), 0)
+    choice = trace.choose(mask, trace.node.meta["example_value"].shape[0])
+    trace.become(functions.rows, x, choice.node, tuple(range(len(shape))), 0)
 
 
 def index_select(trace: Trace) -> None:
@@ -176,10 +243,10 @@ def index_select(trace: Trace) -> None:
     x, dim, index = trace.node.args
     if index not in trace.indices:
         raise Refused
-    mask, component = trace.indices[index]  # type: ignore[index]
+    choice, component = trace.indices[index]  # type: ignore[index]
     at = int(dim) % len(trace.dims(x))  # type: ignore[arg-type]
-    _check_fits(mask, (component,), trace.dims(x)[at:])
-    trace.become(functions.rows, x, mask.node, (component,), at)
+    _check_fits(choice, (component,), trace.dims(x)[at:])
+    trace.become(functions.rows, x, choice.node, (component,), at)
 
 
 def index_add(trace: Trace) -> None:
@@ -188,12 +255,14 @@ def index_add(trace: Trace) -> None:
     x, dim, index, source = node.args
     if index not in trace.indices or dim != 0 or trace.is_padded(x):
         raise Refused
-    mask, component = trace.indices[index]  # type: ignore[index]
-    _check_fits(mask, (component,), trace.dims(x))
-    if trace.dims(source)[:1] != (mask,) or any(isinstance(d, Mask) for d in trace.dims(source)[1:]):
+    choice, component = trace.indices[index]  # type: ignore[index]
+    _check_fits(choice, (component,), trace.dims(x))
+    if trace.dims(source)[:1] != (choice.mask,) or any(
+        isinstance(d, Mask) for d in trace.dims(source)[1:]
+    ):
         raise Refused
     function = functions.add_rows_ if str(node.target).endswith("_") else functions.add_rows
-    trace.become(function, x, source, mask.node, (component,), node.kwargs.get("alpha", 1))
+    trace.become(function, x, source, choice.node, (component,), node.kwargs.get("alpha", 1))
 
 
 INDEXING: dict[str, Callable[[Trace], None]] = {
