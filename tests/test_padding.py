@@ -15,7 +15,7 @@ from hap.capture import dynamo_private, torch_private
 from hap.capture.padding import functions, keep_all_rows
 from hap.capture.padding.dims import name_of
 from hap.capture.padding.entries import ACTIVATIONS, CONVERSIONS, SMOOTH, is_entrywise
-from hap.capture.padding.indexing import INDEXING
+from hap.capture.padding.row_indexing import INDEXING
 from hap.capture.padding.rules import RULES
 from hap.capture.read_numbers import numbers_as_tensors
 from hap.capture.tracing import capture

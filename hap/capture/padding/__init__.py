@@ -15,7 +15,7 @@ from torch import fx
 
 from hap.capture.padding.dims import Refused, Trace, has_symbol, is_number, name_of
 from hap.capture.padding.functions import count
-from hap.capture.padding.indexing import INDEXING, writes_rows
+from hap.capture.padding.row_indexing import INDEXING, writes_rows
 from hap.capture.padding.rules import rule_of
 from hap.capture.source_lines import source_of
 from hap.errors import ModelError

@@ -178,7 +178,7 @@ def concatenate(trace: Trace) -> None:
 
 
 def arange(trace: Trace) -> None:
-    """The numbers of all rows, with which only :func:`hap.capture.padding.indexing.getitem` may index."""
+    """The numbers of all rows, with which only :func:`hap.capture.padding.row_indexing.getitem` may index."""
     (dim,) = trace.dims(trace.node)
     if len(trace.node.args) != 1 or not isinstance(dim, Mask):
         raise Refused
