@@ -89,9 +89,9 @@ ENDING = """\
 | model | reason |
 |---|---|
 | Switch Transformers of `transformers`, and other experts that are no module of its common interface | \
-which tokens an expert gets is looked up in the data (`nonzero`): shapes depend on it. Experts of \
-the interface, and experts with room for a fixed number of tokens, are one program |
-| rows chosen by a mask (`x[mask]`, `torch.where(mask)`), positions read from a tensor (MoCo's queue) | \
+the loop is over the experts that got tokens (`nonzero`), which are data. Experts of the interface, experts with room for a \
+fixed number of tokens, and a loop over all experts are one program |
+| positions read from a tensor (MoCo's queue), sizes that are the largest of some lengths, branches on data | \
 shapes depend on data; [troubleshooting](troubleshooting.md#the-forward-cant-be-captured-as-one-graph) says what to write |
 | layers left out by chance (`layerdrop`), spectra masked by numpy (`apply_spec_augment`) | \
 the forward depends on random numbers that Python reads; set them to 0 and False |
