@@ -161,6 +161,10 @@ CASES: dict[str, Case] = {
     "index_select": lambda r, k, w, m, x: x.flatten(0, 1).index_select(0, m.flatten().nonzero().flatten()),
     "index_add": lambda r, k, w, m, x: _added(m, r).square(),
     "arange": lambda r, k, w, m, x: r[torch.arange(len(r)), k].exp(),
+    "batch_norm": lambda r, k, w, m, x: F.batch_norm(r, w[0].detach(), w[1].detach().exp(), w[2]).square(),
+    "scaled_dot_product_attention": lambda r, k, w, m, x: F.scaled_dot_product_attention(
+        r.view(-1, 3, 2), r.view(-1, 3, 2), r.view(-1, 3, 2)
+    ).square(),
     "size": lambda r, k, w, m, x: r.new_ones(r.size()) * r / r.size(0),
     "type_as": lambda r, k, w, m, x: (k.type_as(r).sqrt() + k.to(r.dtype)) * r[:, 0],
 }  # fmt: skip
@@ -180,9 +184,19 @@ OTHERS: dict[str, Case] = {
     "after a number": lambda r, k, w, m, x: x.movedim(-1, 0)[2, m].exp(),
     "a part of a dim before": lambda r, k, w, m, x: x.movedim(-1, 0)[1:3, m].exp(),
     "two equal masks in a loss": lambda r, k, w, m, x: F.mse_loss(x[~(m == 0)], x[~(m == 0)].exp().detach()),
+    "a mask that changes": lambda r, k, w, m, x: _changed(m, x),
+    "rows of booleans": lambda r, k, w, m, x: torch.where((x > 0)[m], r, 0).sum() + (m & m)[m].sum(),
+    "names of numpy": lambda r, k, w, m, x: r.sum(axis=0, keepdims=True).square(),
     "experts": lambda r, k, w, m, x: _experts(x, w),
     "equal masks": lambda r, k, w, m, x: F.cross_entropy(x[~(m == 0)], torch.ones_like(m).long()[~(m == 0)]),
 }  # fmt: skip
+
+
+def _changed(m: Tensor, x: Tensor) -> Tensor:
+    m = m.clone()
+    before, means = x.detach()[m], x.detach()[m].mean(0)
+    m.view(-1)[:7] = False
+    return means * before.square().mean(0) + x[m].mean(0)
 
 
 def _part(r: Tensor) -> Tensor:

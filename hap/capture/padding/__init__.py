@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import fx
 
 from hap.capture.padding.dims import Refused, Trace, has_symbol, is_number, name_of
@@ -33,6 +34,7 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
         ModelError: a function for which it is not known how to leave padding out.
     """
     masks: dict[Any, Any] = {}
+    equal: list[tuple[Any, Any]] = []
     for graph in (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule)):
         if not any(has_symbol(n) or writes_rows(n) for n in graph.nodes):
             continue
@@ -49,15 +51,25 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             _LOGGER.info("%s: all %d rows run, and those that a mask chooses count", source, size)
         for node in reversed(graph.nodes):
             checks = str(node.target).startswith("aten._assert_scalar")
+            if checks:
+                equal += _equal_sizes(node)
             if not node.users and (checks or is_number(node) or name_of(node) == "size"):
                 graph.erase_node(node)
         masks |= trace.masks
-    for a, b in traced.meta.get("equal_sizes", ()):
-        if masks.get(a, a) is not masks.get(b, b):
+    for a, b in [*traced.meta.get("equal_sizes", ()), *equal]:
+        if {a, b} & masks.keys() and masks.get(a) is not masks.get(b):
             raise ModelError(
                 "the forward can't be captured as one graph: it asks whether two masks choose equally many rows",
                 hint="choose by one mask where tensors are to have the same shape",
             )
+
+
+def _equal_sizes(check: fx.Node) -> list[tuple[Any, ...]]:
+    """Return the sizes that a check of torch's says to be equal."""
+    condition = check.args[0]
+    given = condition.meta.get("example_value") if isinstance(condition, fx.Node) else None
+    said: Any = given.node.expr if isinstance(given, torch.SymBool) else None
+    return [said.args] if type(said).__name__ == "Equality" else []
 
 
 def _refused(node: fx.Node, why: str) -> ModelError:

@@ -44,6 +44,7 @@ class Trace:
         node: the node that is replaced now.
         masks: symbol of a size -> the mask that chooses as many rows.
         places: results of ``nonzero`` -> what they are the places of.
+        written: tensors that the graph changes in place.
         counting: results of ``arange`` that count the rows of a dim -> its mask.
         joined: size -> the dims that are joined in one of this size.
         chosen: the user's lines that choose rows, with the number of all.
@@ -60,7 +61,8 @@ class Trace:
         self.counting: dict[fx.Node, Mask] = {}
         self.joined: dict[Any, tuple[Dim, ...]] = {}
         self.chosen: dict[tuple[str, int], None] = {}
-        self._computed: dict[Any, Mask] = {}
+        self.written = {_root(node.args[0]) for node in graph.nodes if writes(node)}
+        self._masks_by_key: dict[Any, Mask] = {}
 
     def dims(self, value: Any) -> tuple[Dim, ...]:
         """Return the dims of a tensor; those of other values are none.
@@ -125,15 +127,24 @@ class Trace:
         """Return the choice of rows by a mask; a symbol ``size`` is the number of its true entries from now on."""
         shape = self.sizes(mask)
         whole = self.filled(mask, False)
-        key = _computed(_unshaped(mask))
-        if key not in self._computed:
+        key = self._computed(_unshaped(mask))
+        if _root(mask) in self.written:  # it may be another one later
+            whole, key = self.call(torch.clone, whole), self.node.name
+        if key not in self._masks_by_key:
             flat = self.call(torch.flatten, whole)
-            self._computed[key] = made = Mask(flat, torch.Size(shape).numel())
+            self._masks_by_key[key] = made = Mask(flat, torch.Size(shape).numel())
             self.chosen[source_of(self.node), made.size] = None
-        known = self._computed[key]
+        known = self._masks_by_key[key]
         if isinstance(size, torch.SymInt):
             known = self.masks.setdefault(size.node.expr, known)
         return Choice(known, whole, shape)
+
+    def _computed(self, node: fx.Node) -> Any:
+        """Return a description of what a node computes; equal ones are equal tensors."""
+        if name_of(node) not in PURE or any(_root(n) in self.written for n in node.all_input_nodes):
+            return node.name
+        args = (node.args, tuple(sorted(node.kwargs.items())))
+        return name_of(node), repr(fx.node.map_arg(args, self._computed))
 
 
 def has_symbol(node: fx.Node) -> bool:
@@ -172,6 +183,8 @@ OPERATORS = {
 def writes(node: fx.Node) -> bool:
     """Return whether a node changes a tensor in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op not in ("call_function", "call_method"):
+        return False
     return name in WRITERS or (str(name).endswith("_") and not str(name).endswith("__"))
 
 
@@ -183,20 +196,24 @@ WRITERS = {
 
 def _unshaped(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is a view with the same entries in order."""
-    while name_of(node) in ("view", "reshape", "flatten") and not any(map(writes, node.users)):
+    while name_of(node) in ("view", "reshape", "flatten"):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _computed(node: fx.Node) -> Any:
-    """Return a description of what a node computes; equal ones are equal tensors."""
-    seen = [node, *node.all_input_nodes]
-    changed = any(writes(user) and user.args[0] is n for n in seen for user in n.users)
-    if name_of(node) not in PURE or changed:
-        return node.name
-    return name_of(node), repr(
-        fx.node.map_arg((node.args, tuple(sorted(node.kwargs.items()))), _computed)
-    )
+def _root(node: fx.Node) -> fx.Node:
+    """Return the tensor of which a node may be a view."""
+    while name_of(node) in VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+VIEWS = frozenset({
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t", "swapaxes", "movedim",
+    "getitem", "select", "narrow", "detach", "expand", "expand_as", "broadcast_to", "split", "chunk", "unbind", "diagonal",
+    "getattr", "view_as", "contiguous", "to", "type_as", "bool", "float", "long", "int", "double",
+})  # fmt: skip
+"""Functions whose results may share memory with their first tensor."""
 
 
 PURE = frozenset(

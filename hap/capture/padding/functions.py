@@ -28,7 +28,9 @@ def filled(x: Tensor, inside: Inside, value: Any) -> Tensor:
 
 def harmless(x: Tensor, inside: Inside) -> Tensor:
     """Fill padding with a number at which common functions and their derivatives are finite."""
-    return filled(x, inside, 0.5 if x.is_floating_point() else x.dtype != torch.bool)
+    if x.dtype == torch.bool:
+        return filled(x, inside, False)
+    return filled(x, inside, 0.5 if x.is_floating_point() else 1)
 
 
 def count(mask: Tensor) -> Tensor:
@@ -49,7 +51,8 @@ def rows(x: Tensor, mask: Tensor, components: Sequence[int], at: int) -> Tensor:
     """
     found = _as_mask(_first(x, len(components), at), mask, components)
     found = found.expand(*mask.shape, *found.shape[mask.dim() :]).flatten(0, mask.dim() - 1)
-    found = filled(found, (mask.flatten(),), 0.5 if x.is_floating_point() else 0)
+    zero = False if x.dtype == torch.bool else 0
+    found = filled(found, (mask.flatten(),), 0.5 if x.is_floating_point() else zero)
     return found.movedim(0, at) if at else found
 
 

@@ -51,9 +51,19 @@ def loss_of_rows(trace: Trace) -> None:
 
 
 def _loss(trace: Trace, given: dict[str, Any], dims: tuple[Dim, ...], reduction: str) -> None:
-    safe = {k: trace.call(functions.harmless, v, trace.inside(v)) if trace.is_padded(v) else v
-            for k, v in given.items()}  # fmt: skip
+    safe = {name: _safe(trace, value) for name, value in given.items()}
     trace.become(functions.loss, name_of(trace.node), safe, trace.inside(dims), reduction)
+
+
+def _safe(trace: Trace, value: Any) -> Any:
+    if not trace.is_padded(value):
+        return value
+    whole = not value.meta["example_value"].is_floating_point()  # the number of a class, perhaps
+    return (
+        trace.filled(value, 0)
+        if whole
+        else trace.call(functions.harmless, value, trace.inside(value))
+    )
 
 
 def class_loss(trace: Trace) -> None:

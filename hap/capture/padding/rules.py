@@ -118,7 +118,11 @@ def dropout(trace: Trace) -> None:
 def lookup(trace: Trace) -> None:
     """Embeddings, with a whole number that exists in padding."""
     x, *rest = trace.node.args
-    if any(map(trace.is_padded, rest)):
+    if (
+        any(map(trace.is_padded, rest))
+        or trace.argument(3, "max_norm")
+        or trace.argument(5, "scale_grad_by_freq")
+    ):
         raise Refused
     trace.node.args = (trace.filled(x, 0), *rest)
 
@@ -130,6 +134,21 @@ def gather(trace: Trace) -> None:
     if trace.inside(x) != trace.inside(index):
         raise Refused
     trace.become(torch.gather, x, trace.argument(1, "dim"), trace.filled(index, 0))
+
+
+def batch_norm(trace: Trace) -> None:
+    """Batch norm with the running statistics."""
+    if trace.argument(5, "training", False):
+        raise Refused("it combines rows")
+
+
+def attention(trace: Trace) -> None:
+    """Attention inside of each row."""
+    given = [trace.dims(n) for n in trace.node.all_input_nodes]
+    if any(isinstance(d, Mask) for dims in given for d in dims[-2:]):
+        raise Refused("it combines rows")
+    if trace.argument(4, "dropout_p", 0.0):
+        raise Refused("it draws a random number for each of them")
 
 
 def one_hot(trace: Trace) -> None:
@@ -189,6 +208,8 @@ def arange(trace: Trace) -> None:
 def reduction(trace: Trace) -> None:
     """Sums and other functions of the entries of some dims."""
     name, (x, *rest) = name_of(trace.node), trace.node.args
+    named = {"axis": "dim", "keepdims": "keepdim"}  # as in numpy
+    trace.node.kwargs = {named.get(k, k): v for k, v in trace.node.kwargs.items()}
     if rest and isinstance(rest[0], fx.Node):
         entrywise(trace)  # the maximum of two tensors
         return
@@ -197,6 +218,9 @@ def reduction(trace: Trace) -> None:
         kwargs["unbiased"], rest = rest[0], [None, *rest[1:]]
         kwargs["dim"], rest = None, []
     place = 1 if name in ("norm", "linalg_vector_norm") else 0
+    power = trace.argument(1, "p" if name == "norm" else "ord", 2)
+    if place and (not isinstance(power, int | float) or power <= 0):
+        raise Refused("such a norm is not 0 of zeros")
     dim = rest[place] if len(rest) > place else kwargs.get("dim")
     dims = trace.dims(x)
     if not any(isinstance(dims[d], Mask) for d in _dims_of(dim, len(dims))):
@@ -225,7 +249,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d"], _only(_rows_alone)),
     **dict.fromkeys(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "interpolate", "pad"], _only(_rows_alone)),
     **dict.fromkeys(["matmul", "mm", "bmm"], matmul), **dict.fromkeys(["cat", "stack", "concat"], concatenate),
-    "embedding": lookup, "arange": arange, "gather": gather, "one_hot": one_hot,
+    "batch_norm": batch_norm, "scaled_dot_product_attention": attention, "embedding": lookup, "arange": arange, "gather": gather, "one_hot": one_hot,
     **dict.fromkeys([*functions.REDUCTIONS, *functions.FILLS], reduction),
     **LOSSES,
 }  # fmt: skip
