@@ -209,15 +209,15 @@ def check_recipe(autocast: str, recompute: str, float32_matmul_precision: str = 
 def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
     hint = (
         "the program must not depend on tensor data: no `if` on a tensor's value, "
-        "no .item(), no shapes made from data; torch.where often does instead. Entries of the batch "
-        "that are always the same may be named in `fixed`"
+        "no .item(), no shapes made from data; torch.where often does instead. "
     )
     if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
         reason = f"it decides by a number that is data ({reason})"
         hint = (
             "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "
-            "for none: torch computes with no rows, too. " + ROWS_HINT[0].upper() + ROWS_HINT[1:]
+            f"for none: torch computes with no rows, too. Or {ROWS_HINT}. "
         )
+    hint += "Entries of the batch that are always the same may be named in `fixed`"
     if not on_data:
         hint = "compute this in __init__ or in batch(), or with torch's operators alone"
     return ModelError(
