@@ -26,7 +26,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.search import bucket_elimination, engines
 from hap.synthesizer.search.program_space import NARROW, SHARED, build_space
-from tests.random_plans import make_case, two_machines, verdict
+from tests.random_plans import make_case, random_plan, two_machines, verdict
 
 PACKAGES = ("torchvision", "timm")
 """Families of the zoo whose package is optional."""

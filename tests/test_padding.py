@@ -31,6 +31,12 @@ def _added(m: Tensor, r: Tensor) -> Tensor:
     return torch.zeros(20, 6, dtype=r.dtype).index_add_(0, at, r, alpha=2)
 
 
+def _largest(r: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    at = k[:, None].expand(-1, 6)
+    found = torch.zeros_like(w).scatter_reduce_(0, at, r, reduce="amax", include_self=False)
+    return found.square() + w.scatter_reduce(0, at, r, "mean") * w[0]
+
+
 def _joined(r: Tensor, k: Tensor, w: Tensor) -> Tensor:
     other = r[k > 1]
     labels = torch.cat([torch.ones(len(r)), torch.zeros(len(other)), torch.zeros(6)])
@@ -161,6 +167,8 @@ CASES: dict[str, Case] = {
     "index_select": lambda r, k, w, m, x: x.flatten(0, 1).index_select(0, m.flatten().nonzero().flatten()),
     "index_add": lambda r, k, w, m, x: _added(m, r).square(),
     "arange": lambda r, k, w, m, x: r[torch.arange(len(r)), k].exp(),
+    "scatter_add": lambda r, k, w, m, x: w.scatter_add(0, k[:, None].expand(-1, 6), r).square(),
+    "scatter_reduce": lambda r, k, w, m, x: _largest(r, k, w),
     "batch_norm": lambda r, k, w, m, x: F.batch_norm(r, w[0].detach(), w[1].detach().exp(), w[2]).square(),
     "scaled_dot_product_attention": lambda r, k, w, m, x: F.scaled_dot_product_attention(
         r.view(-1, 3, 2), r.view(-1, 3, 2), r.view(-1, 3, 2)
@@ -186,6 +194,8 @@ OTHERS: dict[str, Case] = {
     "two equal masks in a loss": lambda r, k, w, m, x: F.mse_loss(x[~(m == 0)], x[~(m == 0)].exp().detach()),
     "a mask that changes": lambda r, k, w, m, x: _changed(m, x),
     "rows of booleans": lambda r, k, w, m, x: torch.where((x > 0)[m], r, 0).sum() + (m & m)[m].sum(),
+    "places that are looked up": lambda r, k, w, m, x: w.index_select(1, k).exp() @ r,
+    "rows added at numbers": lambda r, k, w, m, x: w.index_add(0, k, r, alpha=0.5).square(),
     "names of numpy": lambda r, k, w, m, x: r.sum(axis=0, keepdims=True).square(),
     "experts": lambda r, k, w, m, x: _experts(x, w),
     "equal masks": lambda r, k, w, m, x: F.cross_entropy(x[~(m == 0)], torch.ones_like(m).long()[~(m == 0)]),

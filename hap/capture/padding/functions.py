@@ -122,6 +122,16 @@ def add_rows_(x: Tensor, value: Any, mask: Tensor, components: Sequence[int], al
     return x.copy_(add_rows(x, value, mask, components, alpha))
 
 
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, inside: Inside, in_place: bool, *args: Any, **kwargs: Any
+) -> Tensor:  # fmt: skip
+    """Replace ``x.scatter_reduce``; padding is reduced into an entry of its own, which is dropped."""
+    index = filled(index, inside, x.shape[dim])
+    longer = torch.cat([x, x.narrow(dim, 0, 1)], dim)
+    found = longer.scatter_reduce(dim, index, source, *args, **kwargs).narrow(dim, 0, x.shape[dim])
+    return x.copy_(found) if in_place else found
+
+
 def indices(mask: Tensor) -> tuple[Tensor, ...]:
     """Return the place of each entry of a mask in its dims; 0 in padding."""
     places = torch.arange(mask.numel(), device=mask.device)

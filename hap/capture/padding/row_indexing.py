@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from hap.capture.padding import functions
-from hap.capture.padding.dims import Choice, Mask, Refused, Trace
+from hap.capture.padding.dims import Choice, Mask, Refused, Trace, name_of
 from hap.capture.padding.entries import entrywise
 
 WHOLE = slice(None)
@@ -239,34 +239,67 @@ def masked_select(trace: Trace) -> None:
 
 
 def index_select(trace: Trace) -> None:
-    """``torch.index_select`` by places."""
-    x, dim, index = trace.node.args
-    if index not in trace.indices:
+    """``torch.index_select`` by places, or by other whole numbers."""
+    x, dim, index = trace.argument(0, "input"), trace.argument(1, "dim"), trace.argument(2, "index")
+    at = dim % len(trace.dims(x))
+    if index in trace.indices:
+        choice, component = trace.indices[index]
+        _check_fits(choice, (component,), trace.dims(x)[at:])
+        trace.become(functions.rows, x, choice.node, (component,), at)
+    elif isinstance(trace.dims(x)[at], Mask):
         raise Refused
-    choice, component = trace.indices[index]  # type: ignore[index]
-    at = int(dim) % len(trace.dims(x))  # type: ignore[arg-type]
-    _check_fits(choice, (component,), trace.dims(x)[at:])
-    trace.become(functions.rows, x, choice.node, (component,), at)
+    elif trace.is_padded(index):
+        found = trace.call(torch.index_select, x, at, trace.filled(index, 0))
+        trace.become(functions.harmless, found, trace.inside(trace.node))
 
 
 def index_add(trace: Trace) -> None:
-    """``index_add`` of rows at their places."""
+    """``index_add`` of rows at their places, or at those that other whole numbers tell."""
     node = trace.node
-    x, dim, index, source = node.args
-    if index not in trace.indices or dim != 0 or trace.is_padded(x):
+    x, dim, index, source = (
+        trace.argument(k, n) for k, n in enumerate(("input", "dim", "index", "source"))
+    )
+    if trace.is_padded(x):
         raise Refused
-    choice, component = trace.indices[index]  # type: ignore[index]
-    _check_fits(choice, (component,), trace.dims(x))
-    if trace.dims(source)[:1] != (choice.mask,) or any(
-        isinstance(d, Mask) for d in trace.dims(source)[1:]
-    ):
-        raise Refused
-    function = functions.add_rows_ if str(node.target).endswith("_") else functions.add_rows
-    trace.become(function, x, source, choice.node, (component,), node.kwargs.get("alpha", 1))
+    at = dim % len(trace.dims(x))
+    (rows,) = trace.dims(index)
+    parts = list(trace.dims(source))
+    if parts.pop(at) is not rows or any(isinstance(d, Mask) for d in parts):
+        raise Refused("other rows are at the same places")
+    if index in trace.indices and at == 0:
+        choice, component = trace.indices[index]
+        _check_fits(choice, (component,), trace.dims(x))
+        function = functions.add_rows_ if str(node.target).endswith("_") else functions.add_rows
+        trace.become(function, x, source, choice.node, (component,), trace.argument(4, "alpha", 1))
+    else:
+        node.replace_input_with(index, trace.filled(index, 0))
+        node.replace_input_with(source, trace.filled(source, 0))
+
+
+def scatter(trace: Trace) -> None:
+    """``scatter_add`` and ``scatter_reduce`` of rows to the places that whole numbers tell."""
+    node = trace.node
+    x, dim, index, source = (
+        trace.argument(k, n) for k, n in enumerate(("input", "dim", "index", "src"))
+    )
+    at = dim % len(trace.dims(x))
+    own, given = trace.inside(index), trace.inside(source)
+    if trace.is_padded(x) or own != given or any(part for k, part in enumerate(own) if k != at):
+        raise Refused("other rows are at the same places")
+    if name_of(node) == "scatter_add":
+        node.replace_input_with(index, trace.filled(index, 0))
+        node.replace_input_with(source, trace.filled(source, 0))
+        return
+    rest = {k: v for k, v in node.kwargs.items() if k not in ("input", "dim", "index", "src")}
+    in_place = str(node.target).endswith("_")
+    trace.become(
+        functions.scatter_reduce, x, at, index, source, own, in_place, *node.args[4:], **rest
+    )
 
 
 INDEXING: dict[str, Callable[[Trace], None]] = {
     "getitem": getitem, "setitem": setitem, "nonzero": nonzero, "argwhere": nonzero, "where": where,
     "masked_select": masked_select, "index_select": index_select, "index_add": index_add,
+    "scatter_add": scatter, "scatter_reduce": scatter,
 }  # fmt: skip
 """Functions that index by masks or places."""
