@@ -169,6 +169,7 @@ CASES: dict[str, Case] = {
     "arange": lambda r, k, w, m, x: r[torch.arange(len(r)), k].exp(),
     "scatter_add": lambda r, k, w, m, x: w.scatter_add(0, k[:, None].expand(-1, 6), r).square(),
     "scatter_reduce": lambda r, k, w, m, x: _largest(r, k, w),
+    "unfold": lambda r, k, w, m, x: r.unfold(1, 2, 2).prod(-1) + F.unfold(r.view(-1, 1, 2, 3), (2, 1)).prod(1),
     "batch_norm": lambda r, k, w, m, x: F.batch_norm(r, w[0].detach(), w[1].detach().exp(), w[2]).square(),
     "scaled_dot_product_attention": lambda r, k, w, m, x: F.scaled_dot_product_attention(
         r.view(-1, 3, 2), r.view(-1, 3, 2), r.view(-1, 3, 2)
@@ -363,6 +364,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "rows of two masks": (lambda n, t, y: F.mse_loss(n.words(t)[y > 3], n.words(t)[y > 4]), "two masks|other rows"),
     "two masks compared": (
         lambda n, t, y: n.words(t).sum() * (2 if len(t[y > 3]) == len(t[y > 4]) else 1), "two masks"
+    ),
+    "a number of rows that is known": (
+        lambda n, t, y: F.cross_entropy(n.head(n.words(t)[y == -100]), y[0, :4].clamp(min=0)), "must choose 4 rows"
     ),
     "a branch": (lambda n, t, y: n.words(t).sum() * (1 if len(t[y > 3]) else 2), "decides by a number that is data"),
     "a loop": (lambda n, t, y: sum(n.words(e).sum() for e in (y > 3).nonzero()), "decides by a number that is data"),

@@ -125,18 +125,21 @@ class Trace:
 
     def choose(self, mask: fx.Node, size: Any) -> Choice:
         """Return the choice of rows by a mask; a symbol ``size`` is the number of its true entries from now on."""
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        if symbol is not None and symbol.is_number:  # another tensor's shape says so
+            raise Refused(f"a mask must choose {symbol} rows in each step")
         shape = self.sizes(mask)
         whole = self.filled(mask, False)
         key = self._computed(_unshaped(mask))
         if _root(mask) in self.written:  # it may be another one later
-            whole, key = self.call(torch.clone, whole), self.node.name
+            whole, key = self.call(torch.clone, whole), (mask.name, symbol or self.node.name)
         if key not in self._masks_by_key:
             flat = self.call(torch.flatten, whole)
             self._masks_by_key[key] = made = Mask(flat, torch.Size(shape).numel())
             self.chosen[source_of(self.node), made.size] = None
         known = self._masks_by_key[key]
-        if isinstance(size, torch.SymInt):
-            known = self.masks.setdefault(size.node.expr, known)
+        if symbol is not None and self.masks.setdefault(symbol, known) is not known:
+            raise Refused("two masks are to choose equally many rows")
         return Choice(known, whole, shape)
 
     def _computed(self, node: fx.Node) -> Any:

@@ -116,6 +116,8 @@ def getitem(trace: Trace) -> None:
     try:
         chosen = _rows(trace, key, lambda at: example.shape[at])
     except Refused:
+        if any(map(_is_mask, key)):
+            raise
         _lookup(trace, x, key)
         return
     x, dims = _before(trace, x, chosen)

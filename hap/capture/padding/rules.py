@@ -63,6 +63,14 @@ def _normalized(trace: Trace, rank: int) -> list[int]:
     return list(range(rank - len(trace.argument(1, "normalized_shape")), rank))
 
 
+def unfold(trace: Trace) -> None:
+    """Windows of a dim, or, as a function of ``torch.nn.functional``, of images."""
+    if trace.node.op == "call_method":
+        _only(lambda trace, rank: trace.argument(1, "dimension"))(trace)
+    else:
+        _only(_rows_alone)(trace)
+
+
 def leave(trace: Trace) -> None:
     """A function that only moves dims or entries of dims without padding."""
 
@@ -105,7 +113,7 @@ def create(trace: Trace) -> None:
     name, args = name_of(trace.node), trace.node.args
     kwargs = {k: v for k, v in trace.node.kwargs.items() if k not in ("size", "fill_value")}
     first = args[:1] if name.startswith("new_") else ()
-    last = [trace.node.kwargs.get("fill_value", args[-1])] if name.endswith("full") else []
+    last = [trace.argument(len(first) + 1, "fill_value")] if name.endswith("full") else []
     trace.become(_function(trace), *first, trace.sizes(trace.node), *last, **kwargs)
 
 
@@ -185,7 +193,7 @@ def concatenate(trace: Trace) -> None:
     if not any(isinstance(d, Mask) for d in joined):
         return
     size = example.shape[at].node.expr
-    if trace.joined.setdefault(size, joined) != joined:
+    if size.is_number or trace.joined.setdefault(size, joined) != joined:
         raise Refused("other rows are joined in as many")
     if size not in trace.masks:
         inside = [
@@ -244,7 +252,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["topk"], _dim(2, -1)), **dict.fromkeys(["sort", "argsort", "glu"], _dim(1, -1)),
     **dict.fromkeys(["chunk", "split"], _dim(2, 0)), "unbind": unbind, "size": leave,
     **dict.fromkeys(["layer_norm", "rms_norm"], _only(_normalized, 2, 3)),
-    "linear": _only(lambda trace, rank: [rank - 1], 1, 2),
+    "unfold": unfold, "linear": _only(lambda trace, rank: [rank - 1], 1, 2),
     **dict.fromkeys(["conv1d", "conv2d", "conv3d"], _only(_rows_alone, 1, 2)),
     **dict.fromkeys(["max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d"], _only(_rows_alone)),
     **dict.fromkeys(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "interpolate", "pad"], _only(_rows_alone)),
