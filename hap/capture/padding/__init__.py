@@ -44,8 +44,10 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             try:
                 _replace(trace, node)
             except Refused as error:
-                if not writes_rows(node) or trace.touches(node):
+                if not writes_rows(node) or any(map(has_symbol, [node, *node.all_input_nodes])):
                     raise _refused(node, str(error)) from error
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise _refused(node, "it is called in an unusual form") from error
             node.meta.pop("unbacked_bindings", None)
         for source, size in trace.chosen:
             _LOGGER.info("%s: all %d rows run, and those that a mask chooses count", source, size)

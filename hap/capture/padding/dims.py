@@ -169,6 +169,10 @@ def is_number(node: fx.Node) -> bool:
 
 def name_of(node: fx.Node) -> str:
     """Return torch's name of the function or method that a node calls, without that of in-place ones."""
+    module = str(getattr(node.target, "__module__", None) or "torch")
+    other = module.startswith("torch._ops.") and module != "torch._ops.aten"
+    if other or module.partition(".")[0] not in ("torch", "_operator", "builtins", "math", "hap"):
+        return f"{module}.{getattr(node.target, '__name__', node.target)}"  # not known by its name
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     name = str(name or node.target).removeprefix("aten.").rstrip("_")
     return OPERATORS.get(name, name)
