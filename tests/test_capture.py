@@ -279,7 +279,7 @@ def reads(net: Net, x: Tensor) -> Tensor:
 
 def counts(net: Net, x: Tensor) -> Tensor:
     y = net.linear(x)
-    return y[y > 0].square().mean()
+    return y[y > 0][0].square()
 
 
 @pytest.mark.parametrize(("forward", "line"), [(branches, 2), (reads, 2), (counts, 2)])
@@ -289,7 +289,7 @@ def test_control_flow_on_data_names_its_line(forward: Callable[..., Tensor], lin
     file, _, number = error.value.where.rpartition(":")
     assert Path(file).name == Path(__file__).name
     assert int(number) == forward.__code__.co_firstlineno + line
-    assert "torch.where" in error.value.hint
+    assert "torch.where" in (error.value.hint or "")
 
 
 def test_a_large_tensor_made_from_python_data_is_refused_with_a_remedy(
