@@ -8,8 +8,9 @@ rows before it. The result is then a lookup in the source, whose rows ranks may 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from hap.capture.padding.functions import in_turn
 
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
@@ -23,5 +24,4 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     if not same_in_row or mask.shape[:-1] != x.shape[:-1] or source.shape[-1:] != width:
         return torch.masked_scatter(x, mask, source)
     replaced = mask[..., 0]
-    at = (replaced.flatten().cumsum(0) - 1).clamp(min=0).view(replaced.shape)
-    return torch.where(replaced.unsqueeze(-1), F.embedding(at, source.reshape(-1, *width)), x)
+    return torch.where(replaced.unsqueeze(-1), in_turn(source.reshape(-1, *width), replaced), x)

@@ -18,9 +18,9 @@ Pair = tuple[Any, Any]
 def decided_sizes() -> Iterator[list[Pair]]:
     """Decide what torch's tracer refuses to decide, where it has no effect or can be checked later.
 
-    Two sizes are said to be equal, for whoever asks; they are added to the list, and
-    :func:`hap.capture.padding.keep_all_rows` refuses a program in which their masks differ. torch's own functions,
-    which ask whether a size is 0 or 1 to raise an error or to take a shorter way to the same result, are told no.
+    Two sizes are equal, for whoever asks. The list has these pairs, and :func:`hap.capture.padding.keep_all_rows`
+    refuses a program in which a pair is not the sizes of one mask. A size is not 0 and not 1 for torch's own functions:
+    they ask in order to raise an error, or to compute the same result in another way.
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 

@@ -212,6 +212,7 @@ def _not_one_graph(reason: str, where: str, on_data: bool = True) -> ModelError:
         "no .item(), no shapes made from data; torch.where often does instead. "
     )
     if re.search(r"\bu\d+\b|aten.nonzero", reason):  # a size that is data
+        reason = reason.replace("Consider annotating your code using torch._check*(). ", "")
         reason = f"it decides by a number that is data ({reason})"
         hint = (
             "how many rows x[mask] has is data. A loop over experts may run for all of them, and without a branch "

@@ -9,6 +9,7 @@ the program. The rest is refused by name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from hap.capture.padding.dims import Refused, Trace, has_symbol, is_number, name
 from hap.capture.padding.functions import count
 from hap.capture.padding.row_indexing import INDEXING, writes_rows
 from hap.capture.padding.rules import rule_of
+from hap.capture.sizes_private import Pair
 from hap.capture.source_lines import source_of
 from hap.errors import ModelError
 
 _LOGGER = logging.getLogger(__name__)
 
 HINT = "keep all rows: losses take ignore_index, and torch.where(mask, x, 0).sum() / mask.sum() is a mean of some"
-"""What to write in place of rows that a mask chooses."""
+"""A remedy for rows that a mask chooses."""
 
 
 def keep_all_rows(traced: fx.GraphModule) -> None:
@@ -34,7 +36,7 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
         ModelError: a function for which it is not known how to leave padding out.
     """
     masks: dict[Any, Any] = {}
-    equal: list[tuple[Any, Any]] = []
+    equal: list[Pair] = []
     for graph in (m.graph for m in traced.modules() if isinstance(m, fx.GraphModule)):
         if not any(has_symbol(n) or writes_rows(n) for n in graph.nodes):
             continue
@@ -58,20 +60,33 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             if not node.users and (checks or is_number(node) or name_of(node) == "size"):
                 graph.erase_node(node)
         masks |= trace.masks
-    for a, b in [*traced.meta.get("equal_sizes", ()), *equal]:
-        if {a, b} & masks.keys() and masks.get(a) is not masks.get(b):
-            raise ModelError(
-                "the forward can't be captured as one graph: it asks whether two masks choose equally many rows",
-                hint="choose by one mask where tensors are to have the same shape",
-            )
+    _check_equal(masks, traced.meta["equal_sizes"], equal)
 
 
-def _equal_sizes(check: fx.Node) -> list[tuple[Any, ...]]:
+def _check_equal(
+    masks: Mapping[Any, Any], decided: Sequence[Pair], checked: Sequence[Pair]
+) -> None:
+    """Raise ``ModelError`` unless sizes that were taken to be equal are those of one mask.
+
+    Args:
+        masks: symbol of a size -> its mask.
+        decided: pairs of sizes by which the forward went a way.
+        checked: pairs of which torch checks that they are equal; some are no sizes of rows.
+    """
+    pairs = [*decided, *((a, b) for a, b in checked if {a, b} & masks.keys())]
+    if any(a not in masks or masks[a] is not masks.get(b) for a, b in pairs):
+        raise ModelError(
+            "the forward can't be captured as one graph: it asks whether two numbers that are data are equal",
+            hint="choose rows by one mask where tensors are to have the same shape",
+        )
+
+
+def _equal_sizes(check: fx.Node) -> list[Pair]:
     """Return the sizes that a check of torch's says to be equal."""
     condition = check.args[0]
     given = condition.meta.get("example_value") if isinstance(condition, fx.Node) else None
     said: Any = given.node.expr if isinstance(given, torch.SymBool) else None
-    return [said.args] if type(said).__name__ == "Equality" else []
+    return [(*said.args,)] if type(said).__name__ == "Equality" else []
 
 
 def _refused(node: fx.Node, why: str) -> ModelError:

@@ -61,7 +61,7 @@ class Trace:
         self.counting: dict[fx.Node, Mask] = {}
         self.joined: dict[Any, tuple[Dim, ...]] = {}
         self.chosen: dict[tuple[str, int], None] = {}
-        self.written = {_root(node.args[0]) for node in graph.nodes if writes(node)}
+        self.written = {_root(n) for node in graph.nodes if writes(node) for n in _written(node)}
         self._masks_by_key: dict[Any, Mask] = {}
 
     def dims(self, value: Any) -> tuple[Dim, ...]:
@@ -189,10 +189,16 @@ OPERATORS = {
 
 def writes(node: fx.Node) -> bool:
     """Return whether a node changes a tensor in place."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op not in ("call_function", "call_method"):
         return False
-    return name in WRITERS or (str(name).endswith("_") and not str(name).endswith("__"))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in WRITERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a node may change."""
+    first = node.args[0] if node.args else None
+    return [first] if isinstance(first, fx.Node) else node.all_input_nodes
 
 
 WRITERS = {
@@ -203,8 +209,8 @@ WRITERS = {
 
 def _unshaped(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is a view with the same entries in order."""
-    while name_of(node) in ("view", "reshape", "flatten"):
-        node = node.args[0]  # type: ignore[assignment]
+    while name_of(node) in ("view", "reshape", "flatten") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     return node
 
 
@@ -223,28 +229,8 @@ VIEWS = frozenset({
 """Functions whose results may share memory with their first tensor."""
 
 
-PURE = frozenset(
-    [
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "isnan",
-        "isfinite",
-        "bool",
-        "view",
-        "reshape",
-        "flatten",
-        "squeeze",
-        "detach",
-    ]
-)
-"""Functions of which masks are made."""
+PURE = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or",
+    "logical_not", "isnan", "isfinite", "bool", "view", "reshape", "flatten", "squeeze", "detach",
+})  # fmt: skip
+"""Functions by which masks are made."""

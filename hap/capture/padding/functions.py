@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hap.capture.wide_dtype import wide_dtype
+
 Inside = Sequence[Tensor | None]
 
 
@@ -100,14 +102,11 @@ def put(x: Tensor, value: Any, mask: Tensor, components: Sequence[int], at: int)
     view.copy_(torch.where(hit, _of_rows(value, view, mask, components), view))
 
 
-def in_turn(value: Tensor, mask: Tensor) -> Tensor:
-    """Return rows of ``value``, the next one for each entry of a mask that is true, with padding."""
-    at = (mask.flatten().cumsum(0) - 1).clamp(0, len(value) - 1)
-    return (
-        F.embedding(at, value.flatten(1)).unflatten(1, value.shape[1:])
-        if value.dim() > 1
-        else value[at]
-    )
+def in_turn(source: Tensor, mask: Tensor) -> Tensor:
+    """Return the next row of ``source`` (N, ...) for each entry of a mask that is true; (*mask.shape, ...)."""
+    at = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)
+    table = source.reshape(len(source), -1)
+    return F.embedding(at, table).view(*mask.shape, *source.shape[1:])
 
 
 def add_rows(x: Tensor, value: Any, mask: Tensor, components: Sequence[int], alpha: Any) -> Tensor:
@@ -158,10 +157,11 @@ def nonzero(mask: Tensor) -> Tensor:
 # --- reductions ---
 
 
-def _dims(x: Tensor, dim: Any) -> list[int]:
-    every = dim is None or dim == () or dim == []
-    given = range(x.dim()) if every else [dim] if isinstance(dim, int) else dim
-    return [d % max(x.dim(), 1) for d in given]
+def dims_of(given: Any, rank: int) -> list[int]:
+    """Return the dims of a reduction, of which torch takes one, several, or none for all."""
+    every = given is None or given in ((), [])
+    listed = range(rank) if every else [given] if isinstance(given, int) else given
+    return [d % max(rank, 1) for d in listed]
 
 
 def number(x: Tensor, inside: Inside, dims: Sequence[int]) -> Tensor | int:
@@ -175,15 +175,13 @@ def number(x: Tensor, inside: Inside, dims: Sequence[int]) -> Tensor | int:
 
 def sum_(x: Tensor, dim: Any = None, keepdim: bool = False, *, inside: Inside, dtype: Any = None) -> Tensor:  # fmt: skip
     """Replace ``torch.sum``."""
-    return filled(x, inside, 0).sum(_dims(x, dim), keepdim, dtype=dtype)
+    return filled(x, inside, 0).sum(dims_of(dim, x.dim()), keepdim, dtype=dtype)
 
 
 def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, inside: Inside, dtype: Any = None) -> Tensor:  # fmt: skip
     """Replace ``torch.mean``."""
-    made = dtype or x.dtype
-    wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
-    total = sum_(x, dim, keepdim, inside=inside, dtype=wide)
-    return (total / number(x, inside, _dims(x, dim))).to(made)
+    total = sum_(x, dim, keepdim, inside=inside, dtype=dtype or wide_dtype(x))
+    return (total / number(x, inside, dims_of(dim, x.dim()))).to(dtype or x.dtype)
 
 
 def var(
@@ -191,7 +189,7 @@ def var(
     correction: Any = None,
 ) -> Tensor:  # fmt: skip
     """Replace ``torch.var``."""
-    dims = _dims(x, dim)
+    dims = dims_of(dim, x.dim())
     centred = x - mean(x, dims, True, inside=inside)
     less = int(unbiased) if correction is None else correction
     free = torch.as_tensor(number(x, inside, dims) - less).clamp(min=0)
@@ -222,7 +220,7 @@ def _highest(x: Tensor) -> Any:
 
 
 FILLS: dict[str, Callable[[Tensor], Any]] = {
-    **dict.fromkeys(["amax", "max"], _lowest), **dict.fromkeys(["amin", "min"], _highest),
+    **dict.fromkeys(["amax", "max", "logsumexp"], _lowest), **dict.fromkeys(["amin", "min"], _highest),
     **dict.fromkeys(["softmax", "log_softmax"], lambda x: torch.finfo(x.dtype).min),
     **dict.fromkeys(["any", "norm", "linalg_vector_norm", "count_nonzero"], lambda x: 0),
     **dict.fromkeys(["all", "prod"], lambda x: 1),
@@ -232,7 +230,7 @@ FILLS: dict[str, Callable[[Tensor], Any]] = {
 
 def without_effect(x: Tensor, inside: Inside, name: str) -> Tensor:
     """Fill padding for a function of :data:`FILLS`."""
-    return filled(x, inside, x.new_tensor(FILLS[name](x)))
+    return filled(x, inside, FILLS[name](x))
 
 
 # --- losses ---

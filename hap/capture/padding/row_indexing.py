@@ -32,12 +32,12 @@ def _key(x: Any, key: Any) -> tuple[Any, ...]:
     if not any(part is Ellipsis for part in parts):
         return parts
     at = next(k for k, part in enumerate(parts) if part is Ellipsis)
-    used = sum(_dims_of(part) for part in parts if part is not Ellipsis)
+    used = sum(_dims_used(part) for part in parts if part is not Ellipsis)
     rank = x.meta["example_value"].dim()
     return (*parts[:at], *[WHOLE] * (rank - used), *parts[at + 1 :])
 
 
-def _dims_of(part: Any) -> int:
+def _dims_used(part: Any) -> int:
     if _is_mask(part):
         return int(part.meta["example_value"].dim())
     return int(part is not None)
@@ -97,14 +97,16 @@ def _before(trace: Trace, x: Any, chosen: _Rows) -> tuple[Any, list[Any]]:
 def getitem(trace: Trace) -> None:
     """``x[mask]``, ``x[places]``, and parts of padded tensors."""
     node = trace.node
+    x: Any
+    given: Any
     x, given = node.args
-    if not isinstance(x.meta.get("example_value"), Tensor):  # type: ignore[union-attr]
+    if not isinstance(x.meta.get("example_value"), Tensor):
         if x in trace.places:
-            trace.indices[node] = trace.places[x], int(given)  # type: ignore[index, arg-type]
+            trace.indices[node] = trace.places[x], given
         return
     key = _key(x, given)
     if x in trace.places and len(key) == 2 and key[0] == WHOLE and isinstance(key[1], int):
-        trace.indices[node] = trace.places[x], key[1] % len(trace.places[x].shape)  # type: ignore[index]
+        trace.indices[node] = trace.places[x], key[1] % len(trace.places[x].shape)
         return
     if all(map(_is_part, key)):
         _check_part(trace, x, key)
@@ -174,13 +176,14 @@ def _lookup(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
 
 def setitem(trace: Trace) -> None:
     """``x[mask] = rows`` and ``x[places] = rows``; of a tensor without padding, its rows in turn."""
+    value: Any
     x, given, value = trace.node.args
     key = _key(x, given)
     if all(map(_is_part, key)):
         _check_part(trace, x, key)
         return
     written = trace.dims(value)
-    symbol = value.meta["example_value"].shape if trace.is_padded(value) else ()  # type: ignore[union-attr]
+    symbol = value.meta["example_value"].shape if trace.is_padded(value) else ()
     chosen = _rows(trace, key, lambda at: symbol[at] if at < len(symbol) else None)
     if any(part != WHOLE for part in chosen.rest) or trace.is_padded(x):
         raise Refused
@@ -194,6 +197,7 @@ def setitem(trace: Trace) -> None:
         if chosen.at or len(chosen.components) < len(chosen.choice.shape):
             raise Refused
         value = trace.call(functions.in_turn, value, chosen.choice.node)
+        value = trace.call(torch.flatten, value, 0, len(chosen.choice.shape) - 1)
     if chosen.at and 0 <= rows_at != chosen.at:
         raise Refused
     trace.become(functions.put, view, value, chosen.choice.node, chosen.components, chosen.at)

@@ -1,6 +1,6 @@
-"""What becomes of a function of torch whose arguments have padding.
+"""Rules for functions of torch whose arguments have padding.
 
-A rule raises ``Refused``, lets the call as it is, or replaces it by one that leaves padding out.
+A rule raises ``Refused``, keeps the call, or replaces it by one that leaves padding out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,6 @@ def _function(trace: Trace) -> Callable[..., Any]:
     return getattr(Tensor, target) if isinstance(target, str) else target
 
 
-def _dims_of(given: Any, rank: int) -> list[int]:
-    every = given is None or given in ((), [])
-    listed = range(rank) if every else [given] if isinstance(given, int) else given
-    return [d % rank for d in listed]
-
-
 def _only(mixed: Callable[[Trace, int], Any], *whole: int) -> Rule:
     """Return the rule of a function that combines entries of some dims of its first tensor.
 
@@ -42,7 +36,7 @@ def _only(mixed: Callable[[Trace, int], Any], *whole: int) -> Rule:
     def rule(trace: Trace) -> None:
         dims = trace.dims(trace.argument(0, "input"))
         found = mixed(trace, len(dims))
-        if any(isinstance(dims[d], Mask) for d in _dims_of(found, len(dims))):
+        if any(isinstance(dims[d], Mask) for d in functions.dims_of(found, len(dims))):
             raise Refused("it combines rows")
         if any(trace.is_padded(trace.node.args[k]) for k in whole if len(trace.node.args) > k):
             raise Refused
@@ -75,11 +69,26 @@ def leave(trace: Trace) -> None:
     """A function that only moves dims or entries of dims without padding."""
 
 
+def flip(trace: Trace) -> None:
+    """``flip`` of dims without padding, given one by one or together."""
+    given = trace.node.args[1:]
+    listed = given[0] if given and isinstance(given[0], tuple | list) else given
+    _only(lambda trace, rank: listed or trace.argument(1, "dims"))(trace)
+
+
+def pad(trace: Trace) -> None:
+    """``pad`` of dims without padding; sizes are in pairs, of the last dim first."""
+    dims = trace.dims(trace.node.args[0])
+    sizes = trace.argument(1, "pad")
+    if any(size and isinstance(dims[-1 - k // 2], Mask) for k, size in enumerate(sizes)):
+        raise Refused("a row before or after them is none of them")
+
+
 def unbind(trace: Trace) -> None:
     """``unbind``, also of places into those of each dim."""
-    x = trace.node.args[0]
+    x: Any = trace.node.args[0]
     if x in trace.places and trace.argument(1, "dim", 0) in (1, -1):
-        trace.places[trace.node] = trace.places[x]  # type: ignore[index]
+        trace.places[trace.node] = trace.places[x]
     _dim(1, 0)(trace)
 
 
@@ -218,20 +227,19 @@ def reduction(trace: Trace) -> None:
     name, (x, *rest) = name_of(trace.node), trace.node.args
     named = {"axis": "dim", "keepdims": "keepdim"}  # as in numpy
     trace.node.kwargs = {named.get(k, k): v for k, v in trace.node.kwargs.items()}
-    if rest and isinstance(rest[0], fx.Node):
+    if isinstance(trace.argument(1, "other"), fx.Node):
         entrywise(trace)  # the maximum of two tensors
         return
     kwargs = dict(trace.node.kwargs)
     if name in ("var", "std") and rest and isinstance(rest[0], bool):
-        kwargs["unbiased"], rest = rest[0], [None, *rest[1:]]
-        kwargs["dim"], rest = None, []
+        kwargs["unbiased"], rest = rest[0], []
     place = 1 if name in ("norm", "linalg_vector_norm") else 0
     power = trace.argument(1, "p" if name == "norm" else "ord", 2)
     if place and (not isinstance(power, int | float) or power <= 0):
         raise Refused("such a norm is not 0 of zeros")
     dim = rest[place] if len(rest) > place else kwargs.get("dim")
     dims = trace.dims(x)
-    if not any(isinstance(dims[d], Mask) for d in _dims_of(dim, len(dims))):
+    if not any(isinstance(dims[d], Mask) for d in functions.dims_of(dim, len(dims))):
         return
     if name in ("max", "min") and dim is not None:
         raise Refused("it tells which row has it")
@@ -247,7 +255,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["transpose", "permute", "t", "swapaxes", "movedim", "getattr"], leave),
     **dict.fromkeys(["zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"], create),
     **dict.fromkeys(["dropout", "dropout1d", "dropout2d", "alpha_dropout"], dropout),
-    **dict.fromkeys(["argmax", "argmin", "cumsum", "narrow", "select", "flip"], _dim(1)),
+    **dict.fromkeys(["argmax", "argmin", "cumsum", "narrow", "select"], _dim(1)),
     **dict.fromkeys(["normalize", "cosine_similarity"], _dim(2, 1)),
     **dict.fromkeys(["topk"], _dim(2, -1)), **dict.fromkeys(["sort", "argsort", "glu"], _dim(1, -1)),
     **dict.fromkeys(["chunk", "split"], _dim(2, 0)), "unbind": unbind, "size": leave,
@@ -255,13 +263,14 @@ RULES: dict[str, Rule] = {
     "unfold": unfold, "linear": _only(lambda trace, rank: [rank - 1], 1, 2),
     **dict.fromkeys(["conv1d", "conv2d", "conv3d"], _only(_rows_alone, 1, 2)),
     **dict.fromkeys(["max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d"], _only(_rows_alone)),
-    **dict.fromkeys(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "interpolate", "pad"], _only(_rows_alone)),
+    **dict.fromkeys(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "interpolate"], _only(_rows_alone)),
     **dict.fromkeys(["matmul", "mm", "bmm"], matmul), **dict.fromkeys(["cat", "stack", "concat"], concatenate),
-    "batch_norm": batch_norm, "scaled_dot_product_attention": attention, "embedding": lookup, "arange": arange, "gather": gather, "one_hot": one_hot,
+    "group_norm": _only(_rows_alone, 2, 3), "batch_norm": batch_norm, "scaled_dot_product_attention": attention,
+    "embedding": lookup, "arange": arange, "gather": gather, "one_hot": one_hot, "flip": flip, "pad": pad,
     **dict.fromkeys([*functions.REDUCTIONS, *functions.FILLS], reduction),
     **LOSSES,
 }  # fmt: skip
-"""Functions of torch -> what becomes of them; others may be functions of entries."""
+"""Functions of torch -> their rules; :mod:`hap.capture.padding.entries` has those of entries."""
 
 
 def rule_of(name: str) -> Rule:
