@@ -102,6 +102,7 @@ def marked(plan: hap.Plan, device: str) -> list[str]:
     return [str(node.target) for node in both if ODD_ROWS in node.meta]
 
 
+@pytest.mark.slow
 def test_only_large_products_in_half_precision_on_cuda_are_marked() -> None:
     plan, _, _ = words()
     found = marked(plan, "cuda")

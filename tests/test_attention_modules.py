@@ -104,7 +104,10 @@ TRAINED = ("attention", "attention with weights", "encoder", "decoder")
 @pytest.mark.parametrize(
     ("name", "dropout", "train"),
     [
-        *(pytest.param(name, 0.2, True, id=f"{name}-dropout") for name in MODULES),
+        *(
+            pytest.param(name, 0.2, True, id=f"{name}-dropout", marks=pytest.mark.slow)
+            for name in MODULES
+        ),
         *(pytest.param(name, 0.2, False, id=f"{name}-eval") for name in MODULES),
         *(
             pytest.param(name, 0.0, True, id=f"{name}-train", marks=pytest.mark.slow)
@@ -128,6 +131,7 @@ def test_modules_with_attention_compute_what_one_device_does(
     assert found.ok, found.first_bad
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_is_not_one_operator() -> None:
     """Torch runs it as one where nothing in it is trained."""
     torch.manual_seed(0)

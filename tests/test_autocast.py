@@ -63,6 +63,7 @@ def products(graph: Graph) -> set[str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("device", ["", "cpu", "cuda"])
 def test_products_are_in_half_precision_and_parameters_are_not(device: str, dtype: str) -> None:
@@ -135,6 +136,7 @@ def test_half_precision_is_really_run(kind: str, dtype: str) -> None:
             assert (found - whole).norm() > 1e-5 * whole.norm(), "this ran in float32"
 
 
+@pytest.mark.slow
 def test_prices_know_the_dtypes() -> None:
     """Half precision halves the bytes and has the rate of the half-precision units."""
     from hap.synthesizer.cost.operator_work import node_work
@@ -187,6 +189,7 @@ def written(tmp_path: Path, line: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ['"bfloat16"', "torch.float16"])
 def test_a_model_file_says_it_with_a_name(tmp_path: Path, value: str) -> None:
     path = written(tmp_path, f"autocast = {value}\n")
@@ -227,6 +230,7 @@ def trained(plan: Plan, file: Any, model: nn.Module, comm: Comm) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_another_precision_is_another_program(tmp_path: Path) -> None:
     plan = hap.plan(Attention(), words(), two_machines(2), autocast="bfloat16")
     plan.check_model(capture(Attention(), words(), autocast="bfloat16"))

@@ -92,6 +92,7 @@ def batch_placements(found: Candidate, space: Space) -> set[Placement]:
     return {found.program.inputs[i.tensor] for i in space.graph.role("input")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_data_parallel_reduces_every_gradient_and_nothing_large_else(model: str) -> None:
     space, found = space_of(model), candidate(model, "data parallel, even")

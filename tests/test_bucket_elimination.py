@@ -441,6 +441,7 @@ def test_the_labelling_is_the_cheapest_program(setting: str) -> None:
     assert found.cost == cheapest_by_hand(problem)
 
 
+@pytest.mark.slow
 def test_prices_of_memory_do_not_add_up() -> None:
     free = problem_of(*SETTINGS["dear memory"][:3])
     before = [costs.copy() for costs in free.unary], dict(free.pairs)

@@ -60,6 +60,7 @@ def test_it_predicts_models_that_it_was_not_fitted_to() -> None:
         assert median(abs(error) for error, p in found if p.model == model) <= 0.12, model
 
 
+@pytest.mark.slow
 def test_the_catalogue_holds_what_the_fit_gives() -> None:
     """The figures in gpus.yaml are reproducible from the table beside them."""
     fitted = refit(points())

@@ -65,6 +65,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 # --- whole models --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant"), TINY)
 def test_every_model_is_captured(file: str, variant: str) -> None:
     case = benchmark_case(file, variant)

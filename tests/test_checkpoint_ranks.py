@@ -126,6 +126,7 @@ def full(data: dict[str, Any], folder: str) -> None:
     assert CheckpointFolder(folder).steps() == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -221,6 +222,7 @@ def batches({argument}):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["", "start"])
 def test_data_goes_on_from_its_position(argument: str, tmp_path: Path) -> None:
     """A file whose batches() has an argument is not asked for the batches that are done."""

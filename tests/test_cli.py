@@ -400,6 +400,7 @@ def test_no_program_fits_the_memory(folder: Path) -> None:
     assert "memory" in error and "KiB" in error
 
 
+@pytest.mark.slow
 def test_the_screen_is_the_same_each_time_and_time_goes_to_stderr(folder: Path) -> None:
     first = hap("plan", "model.py", "--cluster", "cluster.yaml", "--all-devices")
     saved = (folder / "plan.json").read_bytes()
@@ -466,6 +467,7 @@ def test_a_plan_of_another_model_says_what_differs(folder: Path) -> None:
     assert "the model is not the one that was planned" in error and "64" in error
 
 
+@pytest.mark.slow
 def test_a_batch_with_fewer_rows_than_devices(folder: Path) -> None:
     """The batch is refused, or planned on request: other axes are split, or devices idle."""
     change(folder, "(12, 20)", "(2, 20)")

@@ -183,6 +183,7 @@ def test_pieces_keep_their_place_between_the_calls() -> None:
                      "ResultAt", "ResultAt", "Piece"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mask_cuts_nothing() -> None:
     case = benchmark_case("mlp", "tiny_dropout")
     emitted = emit(one_rank(case), 0, CPU)
@@ -193,6 +194,7 @@ def test_a_mask_cuts_nothing() -> None:
         assert sum(isinstance(s.run, Piece) for s in stages) == 1
 
 
+@pytest.mark.slow
 def test_batch_norm_cuts_nothing_and_knows_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "inductor", uncompiled)
     case = benchmark_case("segmenter", "tiny")

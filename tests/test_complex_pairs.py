@@ -129,6 +129,7 @@ class Rotary(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), text.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", [False, True])
 def test_rotary_embeddings_compute_what_one_device_does(buffer: bool) -> None:
     torch.manual_seed(0)
@@ -206,6 +207,7 @@ class Measured(nn.Module):
         return F.mse_loss(self.head(self.layer(torch.fft.ifft(spectrum).abs()).relu()), image)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_complex_parameters_train_as_on_one_device(dtype: str) -> None:
     torch.manual_seed(0)
@@ -225,6 +227,7 @@ def test_a_complex_batch_is_cut_as_it_is() -> None:
         assert verdict(case, plan).ok
 
 
+@pytest.mark.slow
 def test_stages_exchange_pairs() -> None:
     """Of complex parameters and a complex batch, in microbatches."""
     torch.manual_seed(0)

@@ -116,6 +116,7 @@ def test_a_mask_of_fewer_queries_than_keys_stays() -> None:
     assert seen(capture(Crossed(), torch.randn(4, LENGTH, 8))) == {"mask"}
 
 
+@pytest.mark.slow
 def test_causal_models_of_a_library_have_no_mask() -> None:
     for module in (gpt2, llama):
         assert seen(capture(module.tiny(), module.tiny_batch())) == {"causal"}

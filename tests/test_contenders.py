@@ -99,6 +99,7 @@ def test_losses_are_those_of_one_device(model: str, tmp_path: Path) -> None:
             assert got == exact, name
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_means_are_weighted_by_their_numbers_of_terms(tmp_path: Path) -> None:
     """Masks are random, so the mean of the ranks' means is not the global mean."""
@@ -109,6 +110,7 @@ def test_means_are_weighted_by_their_numbers_of_terms(tmp_path: Path) -> None:
     assert got[EVEN] != pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_contenders_on_the_fastest_devices_leave_the_others_out() -> None:
     file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")
@@ -151,6 +153,7 @@ def test_cuts_follow_the_speeds() -> None:
         cut([1.0, 1.0], (1.0, 1.0, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
     """A rank that is left out reports no loss, and the others do not wait for it."""
@@ -196,6 +199,7 @@ def test_terms_of_a_mean() -> None:
     assert terms((torch.zeros(5, 2), torch.zeros(5))) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_contenders_on_all_kinds_but_the_slowest() -> None:
     file = load_model_file(f"{MODELS / 'wide_mlp'}.py:race_tiny")

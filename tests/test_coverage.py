@@ -132,6 +132,7 @@ class Shared(nn.Module):
         return self.last(x).square().mean()
 
 
+@pytest.mark.slow
 def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
     torch.manual_seed(0)
     case = make_case(Shared(), torch.randn(5, 6))
@@ -152,6 +153,7 @@ def test_a_weight_that_many_layers_share_need_not_tie_them() -> None:
         assert made.pair.fits
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,6 +171,7 @@ def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     assert verdict(case, made).ok
 
 
+@pytest.mark.slow
 def test_rows_that_the_data_choose_are_written_back() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -99,6 +99,7 @@ def least_peak(allowed: Allowed) -> float:
     return float(searched(all_of(1 << 17), allowed).serial.peak_bytes.max())
 
 
+@pytest.mark.slow
 def test_gradients_then_replicas_are_given_up_exactly_where_they_do_not_fit() -> None:
     graph = space().graph
     aliases = set(backward_alias_of(graph).values())

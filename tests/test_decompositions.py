@@ -191,6 +191,7 @@ class Hinted(nn.Module):
         return (self.encoder(x, mask) + self.conv(x)).square().sum()
 
 
+@pytest.mark.slow
 def test_hints_are_ignored() -> None:
     case = make_case(Hinted(), torch.randn(4, 5, 8))
     assert verdict(case, random_plan(case, 3, seed=1)).ok

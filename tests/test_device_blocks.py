@@ -64,6 +64,7 @@ def test_large_clusters_have_several_blocks_of_each_kind(name: str) -> None:
                 assert all(n == len(cluster.ranks(node)) for node, n in inside.items())
 
 
+@pytest.mark.slow
 def test_a_group_is_estimated_by_the_devices_that_it_has() -> None:
     """No blocks are equal here: the first group has the large machines, the second one as many small ones."""
     nodes = "".join(f" - {{name: n{gpus}, count: {count}, gpus: {gpus}, type: V100-16}}\n"
@@ -93,6 +94,7 @@ def unequal() -> Cluster:
     return cluster.keep([r for r in range(cluster.world_size) if r not in {1, 2, 7}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [(), (5, 60)])
 @pytest.mark.parametrize("cluster", [machines((61, 8)), machines((128, 8)), unequal()])
 def test_groups_are_disjoint_and_have_all_devices(cluster: Cluster, keep: tuple[int, ...]) -> None:
@@ -189,6 +191,7 @@ def test_too_many_kinds_are_refused_at_once() -> None:
     assert pipeline_hint(random_plan(benchmark_case("mlp", "tiny"), 13, 0), of_kinds(13)) == ""
 
 
+@pytest.mark.slow
 def test_a_plan_of_too_many_kinds_says_why_it_has_no_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,6 +24,7 @@ def chosen(plan: Plan) -> list[str]:
     return [d.name for d in plan.cluster.devices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e9, 1e10, 1e12])
 @pytest.mark.parametrize("speeds", [(1e12,) * 4, (4e12, 4e12, 1e12, 1e12), (1e12, 4e12)])
 def test_no_row_of_the_screen_is_faster_than_the_plan(
@@ -73,6 +74,7 @@ def test_faster_links_bring_more_devices() -> None:
     assert {1, 4} <= {*numbers}
 
 
+@pytest.mark.slow
 def test_the_devices_that_stay_are_the_fast_ones() -> None:
     on = cluster(
         device(0, speed=1e10), device(1, speed=1e12), device(2, speed=1e12), bandwidth=1e10

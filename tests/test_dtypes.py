@@ -69,6 +69,7 @@ def test_a_model_file_of_any_dtype_is_planned_as_from_python(
         assert "on the meta device, which has no weights" in result.output
 
 
+@pytest.mark.slow
 def test_the_python_api_plans_the_same_graph() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))

@@ -43,6 +43,7 @@ def test_a_pattern_is_one_call() -> None:
     assert {einops.repeat, einops.einsum} <= {*called}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_are_verified(seed: int) -> None:
     torch.manual_seed(0)

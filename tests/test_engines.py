@@ -201,6 +201,7 @@ def test_the_referee_cut_short_says_so() -> None:
     assert outcome.bound <= optimum
 
 
+@pytest.mark.slow
 def test_the_search_solves_problems_too_wide_for_elimination() -> None:
     """Every pair of variables is coupled; one hidden labelling costs nothing."""
     rng = random.Random(0)

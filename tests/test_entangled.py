@@ -95,6 +95,7 @@ def test_a_network_that_is_too_wide_for_elimination_is_planned_by_a_star() -> No
     assert all(bound.gap < 0.2 for bound in plan.prediction.bounds)
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_nothing_leaves_all_of_the_step_to_every_rank() -> None:
     def gives_up(unary: Unary, pairs: Pairs) -> SearchResult:
         return SearchResult(bound=0, labelling=None)

@@ -96,6 +96,7 @@ def test_modules_of_experts_need_no_option(way: str) -> None:
     assert verdict(case, random_plan(case, 3, 5)).ok
 
 
+@pytest.mark.slow
 def test_large_experts_are_split() -> None:
     """The gradients of 4 experts are 200 times as large as the tokens."""
     transformers = pytest.importorskip("transformers")

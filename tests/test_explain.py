@@ -31,6 +31,7 @@ def made(*pins: str, keep: tuple[str, ...] = (), all_devices: bool = True) -> Pl
     return api.plan(model, batch, ON, options=options)
 
 
+@pytest.mark.slow
 def test_every_placement_of_every_parameter_is_a_row_and_the_plan_is_the_best() -> None:
     plan = made()
     space = build_space(plan.graph)
@@ -56,11 +57,13 @@ def test_a_pinned_plan_has_the_placement_and_computes_the_same(pin: str, placeme
     assert verdict(case, plan).ok
 
 
+@pytest.mark.slow
 def test_a_pin_holds_where_devices_may_be_left_out() -> None:
     plan = made("up.weight=S0", all_devices=False)
     assert plan.program.inputs[tensor_named(plan.graph, "up.weight")] == S(0)
 
 
+@pytest.mark.slow
 def test_axes_and_devices_have_alternatives() -> None:
     plan = made()
     for axis in plan.shares:
@@ -71,6 +74,7 @@ def test_axes_and_devices_have_alternatives() -> None:
     assert without[0].step_s < without[1].step_s
 
 
+@pytest.mark.slow
 def test_a_device_that_must_stay_is_not_left_out() -> None:
     slow = cluster(device(0, speed=1e12), device(1, speed=1e9), bandwidth=1e8)
     batch = torch.randn(16, 64), torch.randint(32, (16,))
@@ -99,6 +103,7 @@ def test_devices_that_are_not_there() -> None:
         made(keep=("m:9",), all_devices=False)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     made().save(file)

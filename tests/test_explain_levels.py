@@ -48,6 +48,7 @@ def in_stages() -> Plan:
 # --- two mesh axes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plans_own_placements_give_the_plans_step() -> None:
     """Force what the plan has, at each level: the search then finds the plan again."""
     plan = on_mesh()
@@ -115,6 +116,7 @@ def test_shares_between_machines_have_alternatives() -> None:
 # --- stages ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stage_searched_anew_is_the_stage_of_the_plan() -> None:
     plan = in_stages()
     variant = stage_choices._Variant.of(plan)
@@ -171,6 +173,7 @@ def without_slow() -> Plan:
     return api.plan(Classifier(64, 32), (torch.randn(16, 64), torch.randint(32, (16,))), SLOW)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_left_out_has_the_step_with_it(tmp_path: Path) -> None:
     plan = without_slow()
     assert plan.left_out == ("m:1",)

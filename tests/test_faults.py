@@ -253,6 +253,7 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
     assert _losses(log) == pytest.approx(undisturbed, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_heartbeats_that_stop_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "PERIOD_S", 0.05)
     monkeypatch.setattr(heartbeats, "PATIENCE_S", 0.5)
@@ -283,6 +284,7 @@ def test_a_process_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         own_device(cluster)
 
 
+@pytest.mark.slow
 def test_plans_for_losses_are_made_once(planned: Path, tmp_path: Path) -> None:
     plans = PartPlans(planned / "plan.json", tmp_path / "plans")
     assert list(plans.likely()) == [

@@ -162,6 +162,7 @@ def hap_command(*args: str | Path) -> str:
     return done.output + (done.stderr if done.stderr_bytes else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made", ["torch.tensor([16] * 4)", "torch.from_numpy(__import__('numpy').array([16] * 4))"]
 )
@@ -187,6 +188,7 @@ def test_fixed_of_a_model_file_is_a_list_of_names(tmp_path: Path, value: str) ->
     assert "it must be a list of names" in hap_command("plan", model, "--cluster", CLUSTER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

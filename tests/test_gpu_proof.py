@@ -61,6 +61,7 @@ def test_a_part_that_raises_is_a_missed_line_and_an_exit_code(
     assert "the driver is gone" in line["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_verification_goes_on_after_a_plan_that_fails(tmp_path: Path) -> None:
     plan = random_plan(benchmark_case("mlp", "tiny"), 2, 1)

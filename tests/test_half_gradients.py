@@ -84,6 +84,7 @@ def test_gradients_in_half_precision_stay_as_they_are() -> None:
     assert with_half_gradients(case.graph, BF16).digest == case.graph.digest
 
 
+@pytest.mark.slow
 def test_a_slow_link_makes_the_plan_round_and_a_fast_one_does_not(tmp_path: Path) -> None:
     slow, fast = (planned(tmp_path, rate, allow=(BF16,)) for rate in ("20 MB/s", "80 GB/s"))
     assert (slow.recipe.gradients, fast.recipe.gradients) == (BF16, "")
@@ -120,6 +121,7 @@ def test_a_plan_that_rounds_is_verified_and_compiled(tmp_path: Path) -> None:
     assert ran.returncode == 0 and "loss" in ran.stdout + ran.stderr, ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16-gradients", "bf16-gradients-with-feedback"])
 @pytest.mark.parametrize(
     ("model", "world", "seed"), [("gpt2", 2, 1), ("bert_moe", 3, 2), ("vgg19", 4, 3)]

@@ -24,6 +24,7 @@ def hosted(cluster: Cluster, host_s: float) -> Cluster:
     return replace(cluster, devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_turns_take_at_least_the_time_of_the_host(seed: int) -> None:
     """A host that takes a second per operator decides: turns take as many seconds as they have operators."""

@@ -68,6 +68,7 @@ def described() -> tuple[Described, dict[str, Tensor]]:
     return Described(), {"text": text, "pixels": torch.randn(int((text == 10).sum()), 6)}
 
 
+@pytest.mark.slow
 def test_rows_of_the_batch_are_split_beside_whole_features() -> None:
     case = make_case(*described())
     space = build_space(case.graph)

@@ -65,6 +65,7 @@ def test_a_resized_image_has_one_kernel_each_way(name: str) -> None:
     assert not any("index" in node.op for node in graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_functions_of_images_are_split(name: str) -> None:
     torch.manual_seed(0)

@@ -410,6 +410,7 @@ def refused(data: dict[str, Any]) -> tuple[str, int]:
     return str(error.value), captures.call_count
 
 
+@pytest.mark.slow
 @gloo
 def test_one_rank_of_a_machine_captures_the_model_and_all_refuse_it() -> None:
     plan = random_plan(benchmark_case("mlp", "tiny"), 2, 5)

@@ -164,6 +164,7 @@ def issued(module: fx.GraphModule) -> list[str]:
     return [str(n.args[1]) for n in module.graph.nodes if n.target == "issue"]
 
 
+@pytest.mark.slow
 def test_all_ranks_issue_alike_and_wait_late(plan: Plan, found: list[Timeline]) -> None:
     """Ranks with an empty share do so too; every wait stands right before its first reader."""
     # A mask reads its tensor and leaves no trace in the code of rank 0.
@@ -285,6 +286,7 @@ def test_a_failure_reaches_its_reader_and_all_later_ones() -> None:
     assert not ran
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_its_lane() -> None:
     others = set(threading.enumerate())  # of earlier tests, which may end meanwhile
     lane = ThreadLane()

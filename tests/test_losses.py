@@ -104,6 +104,7 @@ BATCH[0][:2] = 4
 BATCH[1][:3] = 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"ignore_index": 7}, {"reduction": "sum"}, {"label_smoothing": 0.2, "ignore_index": 7}],
@@ -144,6 +145,7 @@ def test_an_index_that_no_rank_holds_is_refused() -> None:
             sharded_lookup.own_or_first(torch.tensor([0, wrong]), span)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_real_processes_split_the_classes_and_the_table() -> None:
     case = make_case(Classifier(ignore_index=7), BATCH)

@@ -47,6 +47,7 @@ def planned(precision: str, cluster: str = GPUS, rows: int = 4096) -> Plan:
     return hap.plan(Net, torch.zeros(rows, 2048), cluster, float32_matmul_precision=precision)
 
 
+@pytest.mark.slow
 def test_high_is_planned_faster_on_gpus_alone() -> None:
     plain, high = planned(""), planned("high")
     assert high.prediction.step_s < 0.7 * plain.prediction.step_s
@@ -58,6 +59,7 @@ def test_high_is_planned_faster_on_gpus_alone() -> None:
     assert high.graph.digest == plain.graph.digest
 
 
+@pytest.mark.slow
 def test_a_plan_file_keeps_it_and_prices_as_before() -> None:
     plan = planned("high")
     again = Plan.from_json(plan.to_json())

@@ -126,6 +126,7 @@ def test_tied_frozen_and_unused_tensors_and_buffers() -> None:
             torch.testing.assert_close(state[name], want[name])
 
 
+@pytest.mark.slow
 def test_a_trained_state_moves_to_another_plan_and_back_to_the_model() -> None:
     """Train under one plan, load the full state dict under another, and train on."""
     case = benchmark_case("gpt2", "tiny")
@@ -362,6 +363,7 @@ def test_in_turn_runs_collectives_in_the_callers_thread() -> None:
 # --- the stopwatch --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_a_watched_step_is_the_same_and_every_operator_has_its_seconds(in_turn: bool) -> None:
     case = benchmark_case("gpt2", "tiny")

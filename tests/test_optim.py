@@ -311,6 +311,7 @@ def test_an_optimizer_that_reads_across_parameters_gets_them_whole(name: str) ->
     assert split > 0
 
 
+@pytest.mark.slow
 def test_whole_parameters_stay_whole_over_two_mesh_axes() -> None:
     whole = replace(net().graph, whole_parameters=True)
     case = make_case(net().model, net().batch, None, ACROSS["Muon"], whole)
@@ -425,6 +426,7 @@ def whole(case: Case, plan: Plan, parts: list[dict[str, Tensor]]) -> dict[str, T
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["value", "norm"])
 def test_a_clipped_and_accumulated_step(clip: str) -> None:
     """Three backwards, then clipping, then a step."""

@@ -127,6 +127,7 @@ with ahead(work), ahead(work):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CORES == 1, reason="forks need a second core")
 def test_processes_end_with_one_that_is_killed() -> None:
     words = [sys.executable, "-c", KILLED]

@@ -77,6 +77,7 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(out).flatten(0, 1), text.flatten()) + state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODULES)
 def test_plans_are_verified(kind: str) -> None:
     torch.manual_seed(0)
@@ -87,6 +88,7 @@ def test_plans_are_verified(kind: str) -> None:
         assert verdict(case, random_plan(case, 2 + seed % 2, seed)).ok
 
 
+@pytest.mark.slow
 def test_the_batch_is_split() -> None:
     torch.manual_seed(0)
     case = make_case(Tagger("gru"), (torch.randint(11, (5, 6)), LENGTHS))

@@ -346,6 +346,7 @@ def _batch() -> dict[str, Tensor]:
     return {"text": torch.randint(30, (6, 5)), "labels": labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_ranks_compute_what_one_device_does(case: Any) -> None:
     torch.manual_seed(0)

@@ -142,6 +142,7 @@ def test_the_peak_is_that_of_the_definition(file: str, seed: int, world: int) ->
     assert peak == pytest.approx(by_definition(plan, cost, order.until))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["mlp", "gpt2", "bert_moe"])
 def test_no_program_keeps_less_for_the_backward_than_its_graph_says(file: str) -> None:
     case = benchmark_case(file, "tiny")

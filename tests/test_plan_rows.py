@@ -67,6 +67,7 @@ def test_wrong_rows_are_refused_by_name(corrupt: Callable[[Plan], tuple[Plan, st
     assert "\n" not in error.value.what and error.value.hint
 
 
+@pytest.mark.slow
 def test_a_row_that_is_wrong_in_evaluation_alone_is_refused() -> None:
     """Three training steps do not show it: a bias of the running statistics."""
     plan = random_plan(half_case("", "float16"), 3, 1)

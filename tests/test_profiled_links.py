@@ -181,6 +181,7 @@ def some_records(true: Cluster, ranks: tuple[int, ...], part: float) -> list[Exc
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["abcd", "aabb"])
 def test_sets_of_devices_get_back_the_links_that_they_see(nodes: str) -> None:
     plain = cluster(nodes, Link(4e9, 2e-3), Link(25e6, 20e-3))
@@ -438,6 +439,7 @@ def _seconds_with_a_late_rank() -> float:
     return min(collective_bench.consecutive_seconds(call, 1, CPU, whole) for _ in range(3))
 
 
+@pytest.mark.slow
 def test_times_of_collectives_exclude_late_ranks() -> None:
     assert spawn(_seconds_with_a_late_rank, 2) == [pytest.approx(0, abs=LATE_S / 2)] * 2
 

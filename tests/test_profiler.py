@@ -171,6 +171,7 @@ def test_the_fit_recovers_a_gpu_from_noisy_samples() -> None:
     assert "measured today" in fitted.source["host_s"]
 
 
+@pytest.mark.slow
 def test_the_host_issues_a_layer_of_operators() -> None:
     call = fixed_costs.layer(torch.randn, torch.float32, batch=1)
     with Counter() as seen:
@@ -406,6 +407,7 @@ def test_two_ranks_are_profiled_planned_for_and_resumed(tmp_path: Path) -> None:
     assert again[-2:] != lines[-2:]  # measured again
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     settings = profiling.Settings(output=str(tmp_path / "c.yaml"), nodes=("a", "b"), quick=True)

@@ -80,6 +80,7 @@ def enforced(
     return False
 
 
+@pytest.mark.slow
 def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen[str]]) -> None:
     with cpu_quotas([0.5, 0.05]) as quotas:
         assert quotas.enforced == enforced
@@ -96,6 +97,7 @@ def test_speeds_follow_the_fractions(enforced: bool, busy: list[subprocess.Popen
         assert groups_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_quotas
 def test_cores_beat(busy: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(core: int) -> None:
@@ -154,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_nothing(
     enforced: bool, busy: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def cpu_seconds(wall_s: float) -> float:
     return time.process_time() - start_s
 
 
+@pytest.mark.slow
 @needs_quotas
 @pytest.mark.gloo
 def test_spawned_ranks_are_placed_before_they_work() -> None:

@@ -227,6 +227,7 @@ def test_lines_are_read_as_written(tmp_path: Path) -> None:
         results.read(path)
 
 
+@pytest.mark.slow
 def test_tables_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one = cell("a", True, ours=1.0, ddp_even=4.0)

@@ -46,6 +46,7 @@ def test_each_kind_of_work_in_a_model_can_be_sampled() -> None:
     assert kinds <= {probe.work.kind for probe in clock._glances()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["vgg19", "bert", "wide_mlp"])
 def test_parts_are_those_of_the_predicted_step(model: str) -> None:
     of = graph(model)

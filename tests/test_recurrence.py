@@ -87,6 +87,7 @@ def case(kind: str, *, length: int = 4, **options: Any) -> Case:
     return make_case(Net(kind, **options), torch.randint(11, (5, length)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -125,6 +126,7 @@ def test_a_compiled_rank_calls_the_operator() -> None:
         torch.testing.assert_close(found[1][name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_graph_does_not_grow_with_the_steps(kind: str) -> None:
     short, long = (case(kind, length=n, batch_first=True).graph for n in (3, 12))
@@ -178,6 +180,7 @@ def test_a_step_has_as_many_kernels_as_it_is_priced_for(kind: str) -> None:
     assert backward.count <= priced[1]
 
 
+@pytest.mark.slow
 def test_a_direct_call_is_the_operator_too() -> None:
     class Direct(Net):
         def forward(self, text: Tensor) -> Tensor:
@@ -191,6 +194,7 @@ def test_a_direct_call_is_the_operator_too() -> None:
     assert [n.op for n in graph.nodes].count("hap.recurrence.default") == 2
 
 
+@pytest.mark.slow
 def test_projections_are_unrolled() -> None:
     class Projected(nn.Module):
         def __init__(self) -> None:
@@ -206,6 +210,7 @@ def test_projections_are_unrolled() -> None:
     assert verdict(made, random_plan(made, 2, 1)).ok
 
 
+@pytest.mark.slow
 def test_autocast_lowers_weights_and_states() -> None:
     torch.manual_seed(0)
     graph = capture(Net("lstm"), torch.randint(11, (5, 4)), autocast="bfloat16")

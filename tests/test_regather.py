@@ -13,6 +13,7 @@ from hap.synthesizer.shares.storage_sharding import STORED
 from tests.random_plans import benchmark_case, random_plan, verdict
 
 
+@pytest.mark.slow
 def test_the_backward_reads_large_parameters_through_aliases() -> None:
     for file in "bert", "bert_moe", "llama", "gpt2", "vgg19":
         graph = benchmark_case(file, "tiny").graph

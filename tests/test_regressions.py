@@ -60,6 +60,7 @@ def _waited(node: fx.Node) -> bool:
     return node.target == "wait" or any(map(_waited, node.users))
 
 
+@pytest.mark.slow
 def test_writes_into_a_view_keep_the_strides_of_the_base() -> None:
     """The backward of the product takes a view of the gradient, which was permuted."""
     recipe = Recipe(

@@ -200,6 +200,7 @@ def values(graph: Graph) -> tuple[Any, Any]:
     return found, {(o.role, o.target): known[o.tensor] for o in graph.outputs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ONCE)
 def test_layers_traced_once_are_those_of_the_whole_trace(case: str) -> None:
     step, once = captured(ONCE[case])
@@ -209,6 +210,7 @@ def test_layers_traced_once_are_those_of_the_whole_trace(case: str) -> None:
     assert values(step.recomputing("blocks")) == values(whole.recomputing("blocks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WHOLE)
 def test_other_layers_are_traced_as_a_whole(case: str) -> None:
     """The log says why, if a trace of each kind of layer was tried."""
@@ -220,6 +222,7 @@ def test_other_layers_are_traced_as_a_whole(case: str) -> None:
     assert values(step.graph) == values(captured(WHOLE[case], whole=True)[0].graph)
 
 
+@pytest.mark.slow
 def test_layers_do_not_keep_keys_and_values() -> None:
     """A cache that all layers write into would make each of them another one."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -253,6 +256,7 @@ def test_errors_inside_of_the_tracer_are_those_of_the_model() -> None:
         captured(decorated)
 
 
+@pytest.mark.slow
 def test_sums_of_gradients_over_layers_are_right() -> None:
     """Layers that share a parameter and an input add up their gradients in another order."""
     net = Net(Reading, lambda net, k, layer, x: layer(x, net.head.weight * 2))

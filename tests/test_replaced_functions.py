@@ -51,6 +51,7 @@ def default_eps(net: Net, x: Tensor) -> Tensor:
     return (F.rms_norm(small, (8,)) + net.normalized(small)).square().mean()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_tensors_that_are_empty_on_one_device_leave_every_rank_its_share() -> None:
     def pieces(net: Net, x: Tensor) -> Tensor:
         y = net.linear(x)

@@ -438,6 +438,7 @@ nodes:
 """Devices so slow that any collective is worth its time."""
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_real_run_writes_its_log(folder: Path) -> None:
     """Every step and rank is there; computing and waiting fill a step, as in the prediction."""

@@ -154,6 +154,7 @@ def test_discovered_rows_are_those_of_the_table(op: str) -> None:
             assert any(gives(r, row) for r in found), f"{row} was not found"
 
 
+@pytest.mark.slow
 def test_sample_calls_rediscover_their_rows() -> None:
     """All plain arguments, and sizes other than the samples'."""
     for sample in SAMPLES:
@@ -253,6 +254,7 @@ def test_under_strict_rules_the_message_names_the_command() -> None:
     assert "test_rule_discovery.py:" in error.value.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["discovered", "written"])
 def test_a_model_with_an_operator_of_its_own_trains_as_on_one_device(
     how: str, tmp_path: Path
@@ -272,6 +274,7 @@ def test_a_model_with_an_operator_of_its_own_trains_as_on_one_device(
         assert found.ok, found.first_bad
 
 
+@pytest.mark.slow
 def test_the_plan_says_where_its_rows_are_from() -> None:
     assert "rows discovered" not in _told(
         hap.plan(Net(), BATCH, two_machines(2), rules=RULES_OF_NET)
@@ -295,6 +298,7 @@ def _told(plan: Plan) -> str:
     return captured.get()
 
 
+@pytest.mark.slow
 def test_rules_are_no_part_of_what_a_plan_is_bound_to() -> None:
     """A model is captured without them when it is compared with its plan."""
     plan = hap.plan(Net(), BATCH, two_machines(2))
@@ -417,6 +421,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 def test_a_model_file_discovers_registers_and_verifies(tmp_path: Path) -> None:
     def run(*words: str, code: int = 0) -> str:
         result = CliRunner().invoke(main, list(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -77,6 +78,7 @@ def test_blocks_are_of_axes_that_products_write() -> None:
     assert wide == [VECTOR]
 
 
+@pytest.mark.slow
 def test_a_plan_cuts_a_wide_layer_into_whole_blocks() -> None:
     plan = hap.plan(Wide(), batch(), cluster(), options=hap.PlanOptions(all_devices=True))
     (share,) = [s for s in plan.shares.values() if sum(s) == 4000]

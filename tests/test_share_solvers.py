@@ -34,6 +34,7 @@ def test_a_problem_that_one_solver_fails_on_is_solved_by_the_next(relaxed: bool)
     assert result.objective_value() == pytest.approx(28489.3256, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_problem_on_which_the_simplex_method_cycles_is_solved_by_the_next() -> None:
     limit = mathopt.SolveParameters(iteration_limit=200_000)
     result = mathopt.solve(_problem(CYCLES), mathopt.SolverType.GLOP, params=limit)

@@ -62,6 +62,7 @@ def test_a_late_sum_before_an_early_one_in_t5() -> None:
     assert found.ok, story(found)
 
 
+@pytest.mark.slow
 def test_a_stage_passes_on_what_it_makes_of_a_received_weight() -> None:
     """The middle stage transposes the embedding's weight for the head."""
     case = benchmark_case("gpt2", "tiny")

@@ -94,6 +94,7 @@ def test_what_all_have_in_common_or_lasts_short_is_no_change(plan: Plan) -> None
     assert not _seen(watch, [replace(f, computing_s=None) for f in _figures(plan, 1, 9, 1)], 99)
 
 
+@pytest.mark.slow
 def test_the_new_plan_is_that_of_the_slowed_cluster(plan: Plan) -> None:
     watch = SlowDevices(plan)
     (slowness,) = _seen(watch, _figures(plan, 1, 2, 1))

@@ -31,6 +31,7 @@ def planned() -> Plan:
     return slow_pair(benchmark_case("vit", "tiny"))
 
 
+@pytest.mark.slow
 def test_a_planned_pipeline_is_simulated_as_it_was_predicted() -> None:
     plan = planned()
     made = simulate_plan(plan)
@@ -126,6 +127,7 @@ def test_in_turn_is_refused() -> None:
         simulate_plan(planned(), overlap=False)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_estimated_to_be_faster_is_named() -> None:
     case = benchmark_case("vit", "tiny")
     plan = slow_pair(case, stages=False)

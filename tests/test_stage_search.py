@@ -225,6 +225,7 @@ def test_the_even_pipeline_is_even() -> None:
             assert all(max(units) - min(units) <= 1 for units in stage.shares.values())
 
 
+@pytest.mark.slow
 def test_a_stage_that_lacks_memory_alone_runs_its_forwards_again() -> None:
     case, cluster = benchmark_case("vit", "tiny"), two_machines(2)
     search = StageSearch(case.space, cluster, 2)
@@ -275,6 +276,7 @@ def _chosen(task: StageTask, cluster: Cluster) -> StageFigures:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "bert", "wide_mlp"])
 def test_a_stage_is_searched_within_its_memory(family: str) -> None:
     cluster = two_machines(4)
@@ -297,6 +299,7 @@ def test_gradients_are_reduced_once_per_step(family: str, count: int) -> None:
     assert not [c.tensor for c in program.collectives if c.tensor in terms]
 
 
+@pytest.mark.slow
 def test_a_shared_weight_is_reduced_once_and_crosses_once() -> None:
     """Stages of two devices: the last one reads the weight of the first one's embedding."""
     case, cluster = benchmark_case("bert", "tiny"), two_machines(4)

@@ -91,6 +91,7 @@ def test_masks_of_microbatches_are_those_of_one_device(family: str, uneven: bool
     assert "drawn" in {row.what for row in found.rows}, found.random
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_real_processes_compute_what_one_device_does() -> None:
     case = benchmark_case("gpt2", "tiny")
@@ -519,6 +520,7 @@ def test_a_gradient_crosses_where_it_is_small() -> None:
     assert len(sizes) == 2 and sizes[0][1] == sizes[1][1], transfers
 
 
+@pytest.mark.slow
 def test_microbatches_without_stages_serve_memory() -> None:
     case = benchmark_case("vit", "tiny")
     cluster = two_machines(1)

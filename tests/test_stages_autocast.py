@@ -31,6 +31,7 @@ def half_case(family: str) -> Case:
     return make_case(model, batch, loss, graph=capture(model, batch, loss, autocast="bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "vit"])
 def test_sums_over_microbatches_are_in_the_dtype_of_the_parameter(family: str) -> None:
     case = half_case(family)
@@ -71,6 +72,7 @@ def test_a_shared_weight_crosses_as_it_is_read_and_its_gradient_as_it_is_summed(
     assert seen > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "groups", "seed"), [("bert", (1, 2), 1), ("gpt2", (2, 1, 1), 2)]
 )
@@ -88,6 +90,7 @@ def text_of(plan: Plan) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_screen_names_gradients_that_are_summed_before_their_casts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

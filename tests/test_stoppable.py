@@ -38,6 +38,7 @@ def stopped_at(stage: str) -> Plan:
     return hap.api.plan_file("model.py", "cluster.yaml", progress=progress)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["search from start 2", "bounding", "judging", "searching"])
 def test_a_stopped_search_gives_its_best_plan_so_far(folder: Path, stage: str) -> None:
     made = stopped_at(stage)
@@ -59,6 +60,7 @@ def test_without_a_candidate_there_is_no_plan(folder: Path, stage: str) -> None:
         stopped_at(stage)
 
 
+@pytest.mark.slow
 def test_the_command_says_that_the_search_was_not_finished(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_never_slower_than_a_baseline(
     assert all(plan.prediction.step_s <= a.step_s * (1 + 1e-9) for a in beside)
 
 
+@pytest.mark.slow
 def test_much_compute_on_fast_links_is_shared_in_proportion_to_speed() -> None:
     on = cluster(device(0, speed=3e12), device(1, speed=1e12), bandwidth=1e13)
     plan = planned(4096, 512, 10, on)
@@ -76,6 +77,7 @@ def test_much_compute_on_fast_links_is_shared_in_proportion_to_speed() -> None:
     assert plan.prediction.ranks[0].work == pytest.approx(0.75, abs=0.02)
 
 
+@pytest.mark.slow
 def test_little_compute_on_a_slow_link_is_done_by_one_device_or_by_each() -> None:
     slow = cluster(device(0), device(1), bandwidth=1e6)
     assert planned(8, 64, 10, slow).world_size == 1
@@ -85,6 +87,7 @@ def test_little_compute_on_a_slow_link_is_done_by_one_device_or_by_each() -> Non
     assert plan.prediction.communicate_s == 0
 
 
+@pytest.mark.slow
 def test_gathering_the_factors_beats_reducing_their_product_where_it_is_smaller() -> None:
     """Sufficient-factor broadcasting: few rows, a wide layer; the crossover is in the rows."""
     few = planned(8, 2048, 10, cluster(device(0, speed=1e11), device(1, speed=1e11)))
@@ -131,6 +134,7 @@ def test_a_large_table_is_looked_up_in_columns_and_its_gradient_stays(
     assert found.ok, found.first_bad
 
 
+@pytest.mark.slow
 def test_scarce_memory_changes_the_program_and_fits() -> None:
     free = planned(2048, 512, 10, cluster(*map(device, range(4))))
     peak = max(r.peak_bytes for r in free.prediction.ranks)
@@ -140,6 +144,7 @@ def test_scarce_memory_changes_the_program_and_fits() -> None:
     assert plan.prediction.step_s >= free.prediction.step_s
 
 
+@pytest.mark.slow
 def test_too_little_memory_names_the_devices_the_bytes_and_a_batch_that_fits() -> None:
     on = cluster(device(0, memory=3 << 20), device(1, memory=3 << 20))
     with pytest.raises(InfeasibleError) as caught:
@@ -161,6 +166,7 @@ def test_a_batch_smaller_than_the_cluster_needs_consent() -> None:
     assert planned(2, 64, 10, on, allow_idle=True, all_devices=True).world_size == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crawl", [1e8, 1e6])
 def test_devices_that_only_slow_the_step_down_are_left_out_and_named(crawl: float) -> None:
     fast = (device(0), device(1))
@@ -177,6 +183,7 @@ def test_devices_that_only_slow_the_step_down_are_left_out_and_named(crawl: floa
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_all_devices_take_part_where_that_is_asked_for() -> None:
     on = cluster(device(0), device(1), device(2, speed=1e8), bandwidth=1e12)
     plan = planned(4096, 256, 10, on, all_devices=True)
@@ -184,11 +191,13 @@ def test_all_devices_take_part_where_that_is_asked_for() -> None:
     assert plan.shares["batch"][2] < 4096 // 100
 
 
+@pytest.mark.slow
 def test_a_slow_device_that_helps_stays() -> None:
     on = cluster(device(0), device(1, speed=2e11), bandwidth=1e13)
     assert not planned(1 << 14, 256, 10, on).left_out
 
 
+@pytest.mark.slow
 def test_a_device_too_small_for_any_part_is_left_out() -> None:
     on = cluster(device(0), device(1), device(2, memory=1 << 12), bandwidth=1e12)
     assert planned(1024, 256, 10, on).left_out == ("m:2",)

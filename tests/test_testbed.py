@@ -349,6 +349,7 @@ def test_a_command_runs_on_every_host(bed: Testbed) -> None:
     assert sorted(set(lines) - told) == [f"[{rank}] no" for rank in range(4)]
 
 
+@pytest.mark.slow
 @needs_links
 def test_a_failing_command_ends_the_others_and_gives_its_code(bed: Testbed) -> None:
     lines: list[str] = []
@@ -405,6 +406,7 @@ def foreign() -> Iterator[str]:
     subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
+@pytest.mark.slow
 @needs_links
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_owner_that_is_signalled_removes_everything(
@@ -415,6 +417,7 @@ def test_an_owner_that_is_signalled_removes_everything(
     assert left(running.pid) == []
 
 
+@pytest.mark.slow
 @needs_links
 def test_after_a_kill_the_next_start_cleans_up(
     running: subprocess.Popen[str], foreign: str

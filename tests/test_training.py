@@ -68,6 +68,7 @@ def on_ranks(case: Case, plan: Plan, act: Callable[[HapModule, Any], Any]) -> li
 # --- batch norm ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.4, "eps": 0.1}],
@@ -78,6 +79,7 @@ def test_batch_norm_has_the_statistics_of_the_global_batch(options: dict[str, An
     holds(Images(**options), images())
 
 
+@pytest.mark.slow
 def test_vanishing_gradients_count_as_rounding() -> None:
     """A bias before a batch norm has none; from rounding, Adam makes a whole step in float32."""
     torch.manual_seed(
@@ -89,6 +91,7 @@ def test_vanishing_gradients_count_as_rounding() -> None:
         assert found.ok, [(row.what, row.tensor, row.error) for row in found.rows if not row.ok]
 
 
+@pytest.mark.slow
 def test_batch_norm_in_eval_mode_uses_the_running_statistics() -> None:
     """Of the whole model, and of a frozen part of a model that trains."""
     model = Images()
@@ -98,6 +101,7 @@ def test_batch_norm_in_eval_mode_uses_the_running_statistics() -> None:
     holds(model, images())
 
 
+@pytest.mark.slow
 def test_eval_of_a_module_planned_in_training() -> None:
     """The loss is that of ``model.eval()`` and nothing is updated, under any plan."""
     case = make_case(Images(), images())
@@ -154,6 +158,7 @@ class Averages(nn.Module):
         return ((h - self.seen) @ self.slow).square().mean() + self.steps
 
 
+@pytest.mark.slow
 def test_buffers_that_the_forward_updates() -> None:
     holds(Averages(), torch.randn(ROWS, 5))
 
@@ -216,6 +221,7 @@ class Blocks(nn.Module):
 X = torch.randn(ROWS, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("again", "reentrant"), [((1,), False), ((0, 1, 2), False), ((1,), True)])
 def test_checkpointed_blocks_train_like_others(again: tuple[int, ...], reentrant: bool) -> None:
     holds(Blocks(again, reentrant), X)
@@ -247,6 +253,7 @@ class Selective(Blocks):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_say_what_to_keep() -> None:
     graph = capture(Selective(()), X)
     wide = [t for t in graph.saved if graph.tensors[t].shape == (ROWS, 24)]
@@ -266,6 +273,7 @@ def test_a_checkpoint_lowers_what_the_emitted_forward_hands_to_the_backward() ->
     assert 0 < nothing < 0.5 * everything
 
 
+@pytest.mark.slow
 def test_a_dropout_in_a_checkpoint_keeps_its_mask() -> None:
     """With equal masks, the gradients are those without the checkpoint."""
     found = []
@@ -302,6 +310,7 @@ class Noisy(nn.Module):
         return F.cross_entropy(h, y)
 
 
+@pytest.mark.slow
 def test_noise_of_every_kind_verifies() -> None:
     holds(Noisy(), images())
 

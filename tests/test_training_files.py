@@ -76,6 +76,7 @@ def planned(tmp_path: Path) -> Plan:
     return Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_model_file_with_all_of_it(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert str(plan.optimizer) == "Lamb (2 states per parameter)"
@@ -101,6 +102,7 @@ def train(path: str) -> list[float]:
     return [trainer.step(batch) for _ in range(10)]
 
 
+@pytest.mark.slow
 def test_a_model_file_with_an_optimizer_that_shards_mislead(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(FILE.replace("return Lamb(", "return torch.optim.Adafactor("))
@@ -121,6 +123,7 @@ class Deep(nn.Module):
         return F.cross_entropy(h + torch.randn_like(h), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "seed"), [((2, 2), 0), ((3, 2), 1), ((2, 3), 2)])
 def test_over_two_mesh_axes(shape: tuple[int, int], seed: int) -> None:
     torch.manual_seed(0)

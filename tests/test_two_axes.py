@@ -212,6 +212,7 @@ def test_gradients_cross_the_slow_link_once_per_machine() -> None:
     assert line.communicate_s >= seconds
 
 
+@pytest.mark.slow
 def test_the_best_of_a_mesh_fits_and_runs() -> None:
     """Plan for unlike machines, save, load and verify."""
     model = torch.nn.Sequential(torch.nn.Linear(96, 384), torch.nn.ReLU(), torch.nn.Linear(384, 96))
@@ -255,6 +256,7 @@ def test_a_cluster_that_is_no_mesh_is_refused() -> None:
                  loss=lambda y, x: y.sum())  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_real_processes_train_on_a_mesh() -> None:
     """Two machines of two gloo processes have the losses of one device."""

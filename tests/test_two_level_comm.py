@@ -157,6 +157,7 @@ def test_stages_give_what_flat_collectives_give(counts: tuple[int, ...]) -> None
     check_battery(run_ranks(sum(counts), lambda comm: battery(comm, counts)))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("counts", WORLDS[:3])
 def test_subgroups_and_stages_of_real_processes(counts: tuple[int, ...]) -> None:

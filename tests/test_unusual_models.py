@@ -82,6 +82,7 @@ def test_unusual_forwards_are_verified(forward: Forward) -> None:
     assert verdict(case, random_plan(case, 2, 1)).ok
 
 
+@pytest.mark.slow
 def test_edges_of_a_graph_are_no_rows_of_the_batch() -> None:
     class Graphs(nn.Module):
         def __init__(self) -> None:

@@ -204,6 +204,7 @@ def uses(plan: Plan, step: Compute | Convert, value: Value) -> bool:
     return value in map(Value, inputs, step.ins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -331,6 +332,7 @@ class Counted(nn.Module):
         return h.square().mean()
 
 
+@pytest.mark.slow
 def test_integer_and_boolean_buffers_are_compared_exactly() -> None:
     torch.manual_seed(0)
     case = make_case(Counted(), torch.randn(8, 12))
@@ -382,6 +384,7 @@ def emulated_losses(
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant"), DROPOUT)
 def test_a_program_with_dropout_verifies_with_dropout_off(file: str, variant: str) -> None:
     case = benchmark_case(file, variant)
@@ -389,6 +392,7 @@ def test_a_program_with_dropout_verifies_with_dropout_off(file: str, variant: st
     assert found.ok, story(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant"), DROPOUT)
 def test_a_program_with_dropout_trains(file: str, variant: str) -> None:
     case = benchmark_case(file, variant)
@@ -406,6 +410,7 @@ def test_the_seed_decides_the_masks() -> None:
     assert len(set(first)) == 3, "each step has masks of its own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant"), DROPOUT)
 def test_eval_mode_switches_dropout_off(file: str, variant: str) -> None:
     case = benchmark_case(file, variant)
@@ -473,6 +478,7 @@ def test_dropout_keeps_the_right_part_and_the_mean() -> None:
     assert torch.equal(out, x) and mask.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "variant"), DROPOUT)
 def test_gradients_go_through_the_masks(
     file: str, variant: str, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def test_draws_are_joined_over_two_mesh_axes(seed: int) -> None:
     assert found.random == DRAWN
 
 
+@pytest.mark.slow
 def test_a_module_that_draws_otherwise_is_compared_without_random_numbers_and_says_so() -> None:
     torch.manual_seed(0)
     case = make_case(Noisy("unused"), torch.randn(8, 12))
@@ -170,6 +171,7 @@ def test_wrong_plans_in_half_precision_fail(dtype: str, inside: bool) -> None:
     assert len(tried) >= 3
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_that_of_the_lowest_precision_of_an_operator() -> None:
     case, plan = half_plan("float16", False, 2, 0)
     assert tolerance_of(plan, "float64") == 1e-9
@@ -231,6 +233,7 @@ class Packed(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
 
 
+@pytest.mark.slow
 def test_rounding_in_a_part_of_a_gradient_is_no_difference() -> None:
     for seed in range(3):
         torch.manual_seed(seed)

@@ -275,6 +275,7 @@ def test_mistakes_are_told(words: tuple[str, ...], message: str) -> None:
     assert hint.startswith("  hint: ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_the_table_has_a_line_per_change() -> None:
     result = what_if("--rows", "12,3", "--add", "1xA100-40", "--refine", "0")
@@ -283,6 +284,7 @@ def test_the_table_has_a_line_per_change() -> None:
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_devices_in_use(folder: Path) -> None:
     priced = CLUSTER.replace("V100}", "V100, price_per_hour: 3}")
     (folder / "cluster.yaml").write_text(priced.replace("P100}", "P100, price_per_hour: 0.5}"))
@@ -310,6 +312,7 @@ def test_costs_are_those_of_the_devices_in_use(folder: Path) -> None:
     assert shown.index("64 rows") < shown.index("12 rows"), "more rows cost less each"
 
 
+@pytest.mark.slow
 def test_costs_need_prices_and_plots_a_known_format(folder: Path) -> None:
     result = what_if("--rows", "12", "--by", "cost", "--refine", "0")
     assert result.exit_code == 2

@@ -32,6 +32,7 @@ def queue(net: Net, x: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [power_iteration, queue])
 def test_buffers_that_the_backward_reads_are_verified(forward: Forward) -> None:
     torch.manual_seed(0)
