@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "models.md"
 CLUSTER = HERE / "clusters" / "unlike8.yaml"
 WORLDS = (2, 3, 4, 5)
-LIMIT_CPU_S = 200
+LIMIT_CPU_S = {"verify": 400, "plan": 200}
 """Processor seconds that each process of a run may take, so that the machine's load does not decide."""
 LIMIT_WALL_S = 1800.0
 
@@ -93,7 +93,8 @@ def _update(name: str, what: str, again: bool) -> None:
 def _in_a_process(name: str, what: str) -> Found:
     words = [sys.executable, "-m", "benchmarks.coverage", "--one", name, what]
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    limited = ["prlimit", f"--cpu={LIMIT_CPU_S}:{LIMIT_CPU_S + 5}", *words]
+    limit = LIMIT_CPU_S[what]
+    limited = ["prlimit", f"--cpu={limit}:{limit + 5}", *words]
     try:
         done = subprocess.run(
             limited, capture_output=True, text=True, timeout=LIMIT_WALL_S, env=environment,
@@ -102,7 +103,7 @@ def _in_a_process(name: str, what: str) -> Found:
     except subprocess.TimeoutExpired:
         return {"ok": False, "reason": f"not done after {LIMIT_WALL_S:.0f} s"}
     if done.returncode == -signal.SIGXCPU:
-        return {"ok": False, "reason": f"not done after {LIMIT_CPU_S} processor seconds"}
+        return {"ok": False, "reason": f"not done after {limit} processor seconds"}
     lines = done.stdout.strip().splitlines()
     if done.returncode == -signal.SIGKILL:
         return {"ok": False, "reason": "killed by SIGKILL, as when memory runs out"}

@@ -55,10 +55,10 @@ its rows stay as they are. An empty cell was not run.
 """
 
 EVERY = """\
-## Every language model of transformers
+## Every model of transformers, by kind
 
-`python -m benchmarks.every_transformer` builds each architecture that `transformers` {version} lists as a language model,
-with small sizes that follow from the names of its configuration's fields. One random plan on three emulated ranks is compared with one device
+`python -m benchmarks.every_transformer` builds each architecture that `transformers` {version} lists as one of these kinds,
+with small sizes that follow from the names of its configuration's fields, and without `layerdrop` and `apply_spec_augment` (see below). One random plan on three emulated ranks is compared with one device
 in float64; the largest error is {worst}. A model that does not train by itself at these sizes, because
 they do not suit it, is counted apart.
 
@@ -136,11 +136,11 @@ def document(results: Mapping[str, Found]) -> str:
     if slow:
         parts.append(f"## Planned in more than {LIMIT_S:.0f} s\n\n{', '.join(slow)}.\n")
     return "\n".join(
-        [*parts, every_language_model(read_every()), every_operator(read_operators()), ENDING]
+        [*parts, every_transformer(read_every()), every_operator(read_operators()), ENDING]
     )
 
 
-def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
+def every_transformer(results: Mapping[str, Mapping[str, Found]]) -> str:
     """Return the section on :mod:`benchmarks.every_transformer`."""
     if not results:
         return ""
@@ -151,7 +151,7 @@ def every_language_model(results: Mapping[str, Mapping[str, Found]]) -> str:
         alone = [one for one in found.values() if "alone" in one]
         worst = max([worst, *(one["error"] for one in fine)])
         rows.append(
-            f"| {label} | {results['transformers']['listed'][kind]} | {len(found)} | {len(fine)} | {len(found) - len(fine) - len(alone)} | {len(alone)} |"
+            f"| {label} | {results['transformers']['listed'].get(kind, 0)} | {len(found)} | {len(fine)} | {len(found) - len(fine) - len(alone)} | {len(alone)} |"
         )
         others += [
             f"| {name} | {label} | {one['reason']} |".replace("\n", " ")

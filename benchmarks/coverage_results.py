@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 RESULTS = Path(__file__).parent / "data" / "coverage.json"
 EVERY = Path(__file__).parent / "data" / "every_transformer.json"
 OPERATORS = Path(__file__).parent / "data" / "every_operator.json"
-KINDS = {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}
-"""Kinds of language models of :mod:`benchmarks.every_transformer`, and their names on the page."""
+KINDS = {
+    "causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder", "images": "image classification",
+    "pixels": "semantic segmentation", "patches": "masked patches", "videos": "video classification",
+    "sounds": "audio classification", "ctc": "speech, CTC", "speech": "speech to text",
+}  # fmt: skip
+"""Kinds of models of :mod:`benchmarks.every_transformer`, and their names on the page."""
 
 STAGES = ("verify", "plan")
 LIMIT_S = 60.0

@@ -1,11 +1,12 @@
-"""Verify every language model of the installed ``transformers``, made small by its configuration.
+"""Verify every model of the installed ``transformers`` that is trained on text, images, videos or sound alone.
 
     python -m benchmarks.every_transformer                     all of them, two at a time
     python -m benchmarks.every_transformer --only Qwen3Config  one, without a record
     python -m benchmarks.coverage --write-docs                 docs/models.md, with the results
 
 The zoo's sizes are chosen by hand; here they follow from the names of a configuration's fields, so that an
-architecture that is new in ``transformers`` is tried without a change. One random plan on three ranks is
+architecture that is new in ``transformers`` is tried without a change. Layers left out by chance and spectra
+masked by numpy are off, since they are refused (docs/models.md). One random plan on three ranks is
 compared with one device in float64. A model that does not train by itself at these sizes says nothing
 about ``hap`` and is counted apart.
 """
@@ -29,11 +30,11 @@ from benchmarks.coverage_results import EVERY, Found, read_every
 from benchmarks.small_configurations import small
 
 TABLES = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
-    "pairs": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-}
-"""Kind of language model -> the table of transformers that lists them."""
+    "causal": "CAUSAL_LM", "masked": "MASKED_LM", "pairs": "SEQ_TO_SEQ_CAUSAL_LM", "images": "IMAGE_CLASSIFICATION",
+    "pixels": "SEMANTIC_SEGMENTATION", "patches": "MASKED_IMAGE_MODELING", "videos": "VIDEO_CLASSIFICATION",
+    "sounds": "AUDIO_CLASSIFICATION", "ctc": "CTC", "speech": "SPEECH_SEQ_2_SEQ",
+}  # fmt: skip
+"""Kind of model -> the table of transformers that lists them."""
 
 LIMIT_S = 400.0
 
@@ -44,42 +45,48 @@ LARGEST = 30_000_000
 def verify(kind: str, name: str) -> Found:
     """Verify one architecture; ``alone`` is the reason why it does not train by itself."""
     import torch
-    from transformers.models.auto import modeling_auto
 
     import hap
     from benchmarks.coverage import by_chance, case_of, unlike
+    from benchmarks.transformer_batches import BATCHES
     from benchmarks.zoo.entry import Entry
     from hap.errors import HapError
     from hap.synthesizer.search.bucket_elimination import TooWide
     from tests.random_plans import verdict
 
-    table = getattr(modeling_auto, TABLES[kind])
-    config_class = next(c for c in table if c.__name__ == name)
-
     def built() -> Any:
         torch.manual_seed(0)
-        classes = table[config_class]
-        model_class = classes[0] if isinstance(classes, tuple) else classes
+        model_class = model_of(kind, name)
         config = small(model_class.config_class)
-        if kind == "pairs":
+        if kind in ("pairs", "speech"):
             config.decoder_start_token_id = 2
-        model = model_class(config).train()
-        words = min(61, config.get_text_config().vocab_size)
-        text = torch.randint(3, words, (6, 8))
-        labels = text[:, :-2].contiguous() if config.is_encoder_decoder else text.clone()
-        return model, {"input_ids": text, "labels": labels}
+        return model_class(config).train()
+
+    def with_batch() -> Any:
+        return built(), batch
 
     try:
         with torch.device("meta"):
-            count = sum(p.numel() for p in built()[0].parameters())
+            count = sum(p.numel() for p in built().parameters())
         if count > LARGEST:
             return {"alone": f"{count} parameters at the sizes of this table"}
-        model, batch = built()
-        model(**batch).loss.backward()
+        batches = list(BATCHES[kind](built().config))
     except Exception as error:
         return {"alone": f"{type(error).__name__}: {_first_line(error)}"}
+    reason = ""
+    for batch in batches:
+        try:
+            loss = built()(**batch).loss
+            loss.backward()
+            if loss.isfinite():
+                break
+            reason = reason or "the loss is not finite"
+        except Exception as error:
+            reason = reason or f"{type(error).__name__}: {_first_line(error)}"
+    else:
+        return {"alone": reason}
     start = time.perf_counter()
-    entry = Entry(name=name, family="", brings="", tiny=built, full=built)
+    entry = Entry(name=name, family="", brings="", tiny=with_batch, full=with_batch)
     try:
         case = case_of(entry)
         try:
@@ -133,10 +140,26 @@ def _found(todo: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Found]]:
             yield kind, name, found
 
 
-def names(kind: str) -> list[str]:
-    from transformers.models.auto import modeling_auto
+def _listed(kind: str) -> dict[str, Any]:
+    """Return the configurations of a kind, with the name of their class or classes of models."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return [*dict.fromkeys(c.__name__ for c in getattr(modeling_auto, TABLES[kind]))]
+    modeling = import_module("transformers.models.auto.modeling_auto")
+    table = getattr(modeling, f"MODEL_FOR_{TABLES[kind]}_MAPPING_NAMES")
+    return {CONFIG_MAPPING_NAMES[k]: given for k, given in reversed(table.items())}
+
+
+def names(kind: str) -> list[str]:
+    """Return the classes of configurations of a kind."""
+    return [*_listed(kind)][::-1]
+
+
+def model_of(kind: str, name: str) -> Any:
+    """Return the class of a kind's models that a configuration is for."""
+    import transformers
+
+    given = _listed(kind)[name]
+    return getattr(transformers, given if isinstance(given, str) else given[0])
 
 
 def main() -> None:

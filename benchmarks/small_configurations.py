@@ -28,14 +28,55 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Name of a field -> its small value; whole numbers alone are replaced."""
 
+OFF = {
+    "layerdrop": 0.0, "speech_encoder_layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "apply_spec_augment": False,
+}  # fmt: skip
+"""Name of a field that makes the forward depend on numbers that Python draws -> its value without."""
+
+ONCE = ("depths", "layer_depths", "num_blocks", "stage_num_blocks")
+"""Names of fields with a number of layers for each stage; each has one."""
+
 OWN: dict[str, dict[str, Any]] = {
+    "ASTConfig": {"max_length": 64, "num_mel_bins": 32},
     "BambaConfig": {"attn_layer_indices": [1]},
+    "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "BitConfig": {"embedding_size": 64},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "CohereCompassTextConfig": {"layer_types": None},
+    "ConvNextConfig": {
+        "num_hidden_layers": None,
+        "num_stages": None,
+        "patch_size": 4,
+        "hidden_sizes": [16, 24, 32, 48],
+    },
+    "ConvNextV2Config": {
+        "num_hidden_layers": None,
+        "num_stages": None,
+        "patch_size": 4,
+        "hidden_sizes": [16, 24, 32, 48],
+    },
+    "DPTConfig": {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [16, 16, 32, 32],
+        "fusion_hidden_size": 16,
+    },
+    "Data2VecAudioConfig": {"mask_time_prob": 0.0},
+    "Data2VecVisionConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "DeiTConfig": {"encoder_stride": 8},
+    "DonutSwinConfig": {
+        "patch_size": 4,
+        "window_size": 4,
+        "embed_dim": 32,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "encoder_stride": 8,
+    },
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Dots3NoteTextConfig": {"num_key_value_heads": 4},
+    "EfficientNetConfig": {"width_coefficient": 0.3, "depth_coefficient": 0.3, "hidden_dim": 384},
     "EsmConfig": {"vocab_size": 61, "pad_token_id": 0, "mask_token_id": 2},
     "EsmcConfig": {"num_key_value_heads": 4},
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_d_head": 16},
@@ -53,15 +94,19 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
     },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "GraniteSpeech5EncoderConfig": {"context_size": 16},
     "HunYuanDenseV1Config": {"head_dim": 8},
     "HunYuanMoEV1Config": {"head_dim": 8},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "LevitConfig": {"image_size": 64, "patch_size": 16},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LongcatFlashConfig": {"head_dim": 4},
     "LukeConfig": {"entity_vocab_size": 11},
     "MPNetConfig": {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "MinistralConfig": {"head_dim": 8},
+    "MobileViTV2Config": {"image_size": 64, "patch_size": 2},
+    "MoonshineConfig": {"pad_token_id": 0, "decoder_start_token_id": 2},
     "NemotronConfig": {"num_key_value_heads": 2},
     "NemotronHConfig": {"layer_types": None},
     "NeoMMEConfig": {"head_dim": 16},
@@ -80,6 +125,27 @@ OWN: dict[str, dict[str, Any]] = {
         "axial_pos_shape": [2, 4],
         "axial_pos_embds_dim": [16, 16],
     },
+    "SwinConfig": {
+        "patch_size": 4,
+        "window_size": 4,
+        "embed_dim": 32,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "encoder_stride": 8,
+    },
+    "Swinv2Config": {
+        "patch_size": 4,
+        "window_size": 4,
+        "embed_dim": 32,
+        "depths": [1, 1],
+        "num_heads": [2, 4],
+        "encoder_stride": 8,
+    },
+    "TextNetConfig": {"image_size": [64, 64]},
+    "ViTConfig": {"encoder_stride": 8},
+    "Wav2Vec2BertConfig": {"vocab_size": 61},
+    "Wav2Vec2ConformerConfig": {"vocab_size": 61},
+    "WhisperConfig": {"decoder_start_token_id": 2, "max_source_positions": 32},
     "XLNetConfig": {"max_position_embeddings": None},
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
@@ -106,6 +172,10 @@ def small(kind: type) -> Any:
     types = getattr(usual, "layer_types", None)
     if isinstance(types, list) and _can_be_set(kind, "layer_types"):
         given["layer_types"] = [types[0], *(t for t in types[::-1] if t != types[0]), types[0]][:2]
+    given |= {name: value for name, value in OFF.items() if hasattr(usual, name)}
+    for name in ONCE:
+        if isinstance(stages := getattr(usual, name, None), list | tuple):
+            given[name] = [1] * len(stages)
     given |= OWN.get(kind.__name__, {})
     return kind(**{name: value for name, value in given.items() if value is not None})
 

@@ -6,7 +6,9 @@ the ranks drew. Every tensor is compared by itself:
 
 - In float64 an error is relative to the largest entry of the reference tensor. A gradient whose largest
   entry is below :data:`FLOOR` of the largest gradient is compared relative to that floor, which leaves
-  room for the rounding of large terms that cancel.
+  room for the rounding of large terms that cancel. Some models amplify rounding from step to step, such as
+  those that normalize few values: if a tensor is further off than the tolerance, it may be off by
+  :data:`ROOM` times what it moves on one device if each weight changes by one unit in the last place.
 - In float32, or with automatic mixed precision, the yardstick is the module in float64. The program may
   be off by :data:`ROOM` times the error of the module itself in the same precision, or by the tolerance
   of the lowest precision in which its operators run, whichever is more.
@@ -15,7 +17,7 @@ the ranks drew. Every tensor is compared by itself:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +59,11 @@ HALF_ROUNDINGS = 2
 ROOM = 4.0
 """Factor between the errors of the program and of the module in the same precision."""
 
+ROUNDINGS = 3
+"""Largest number of ways in which one device's weights are rounded to see how much a model amplifies rounding."""
+
+INFINITE = float("inf")
+
 FLOOR = 1e-3
 """Largest floor of the scale of relative errors, as a fraction of the largest entry of a kind."""
 
@@ -86,6 +93,11 @@ class Verdict:
     @property
     def ok(self) -> bool:
         return all(row.ok for row in self.rows)
+
+    @property
+    def amplified(self) -> float:
+        """The largest error above the tolerance that is no more than this model's own from rounding, else 0."""
+        return max((r.error for r in self.rows if r.ok and r.error > self.tolerance), default=0.0)
 
 
 def verify(
@@ -122,7 +134,15 @@ def verify(
         exact, alike = _references(observer, loss, None)
     tolerance = tolerance_of(plan, dtype)
     kept = _without_unread(plan, observer.model, exact)
-    rows = _agreement(drawn or []) + compare(plan, kept, ranks, tolerance, alike)
+    rows = compare(plan, kept, ranks, tolerance, [alike] if alike else [])
+    others: list[Observed] = []
+    while observer.widen and len(others) < ROUNDINGS and _within_reach(rows):
+        others.append(_references(_rounded(observer, len(others)), loss, drawn)[0])
+        again = compare(plan, kept, ranks, tolerance, others)
+        rows = tuple(
+            new if old.error < INFINITE else old for old, new in zip(rows, again, strict=True)
+        )
+    rows = _agreement(drawn or []) + rows
     bad = None
     if not all(row.ok for row in rows):
         bad = first_difference(
@@ -130,6 +150,12 @@ def verify(
         )
         bad = bad or next(row.tensor for row in rows if not row.ok)
     return Verdict(rows=rows, tolerance=tolerance, first_bad=bad, random=random)
+
+
+def _within_reach(rows: Sequence[ComparisonRow]) -> bool:
+    """Return whether some tensors are off, and all of those by finite errors."""
+    bad = [row for row in rows if not row.ok]
+    return bool(bad) and all(row.error < INFINITE for row in bad)
 
 
 def tolerance_of(plan: Plan, dtype: str) -> float:
@@ -207,7 +233,7 @@ def _agreement(drawn: list[list[Draw]]) -> tuple[ComparisonRow, ...]:
     for draw in (draw for step in drawn for draw in step):
         agree[draw.node.name] = agree.get(draw.node.name, True) and draw.agree
     return tuple(
-        ComparisonRow(tensor=name, what="drawn", error=0.0 if ok else float("inf"), ok=ok)
+        ComparisonRow(tensor=name, what="drawn", error=0.0 if ok else INFINITE, ok=ok)
         for name, ok in agree.items()
     )
 
@@ -257,13 +283,14 @@ class Observer:
 
 def compare(
     plan: Plan, exact: Observed, ranks: list[Observed], tolerance: float,
-    alike: Observed | None = None,
+    alike: Sequence[Observed] = (),
 ) -> tuple[ComparisonRow, ...]:  # fmt: skip
     """Return one row per loss, gradient and trained tensor, in program order.
 
     Args:
         exact: of the module on one device.
-        alike: of the module in the precision of the ranks, if ``exact`` is in a higher one.
+        alike: of the module on one device, with other roundings: in the precision of the ranks, if ``exact`` is
+            in a higher one, or with weights that are rounded differently.
     """
     tensors = {i.target: i.tensor for i in plan.graph.inputs if i.role in ("parameter", "buffer")}
     rows = []
@@ -277,13 +304,13 @@ def compare(
             wholes = None
             if len(given) == len(parts):
                 wholes = join(plan, tensors[name], given) if name in tensors else given
-            like = alike[what][name] if alike else reference
+            own = [other[what][name] for other in alike]
+            like = own[0] if own else reference
             floor = largest * _floor(like.dtype, tolerance)
             if what == "gradient" and _largest(reference) <= rounding(reference, largest):
                 floor = largest * FLOOR
             error = _error(wholes, reference, floor, like.dtype)
-            own = _error([like], reference, floor, like.dtype) if alike else 0.0
-            ok = error <= max(tolerance, ROOM * own)
+            ok = error <= max(tolerance, ROOM * _error(own, reference, floor, like.dtype))
             rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=ok))
     return tuple(rows)
 
@@ -307,20 +334,20 @@ def _error(
 ) -> float:
     """Return the largest relative error of the replicas; infinite if there are none."""
     if wholes is None:
-        return float("inf")
+        return INFINITE
     scale = max(_largest(reference), floor, 1e-300)
     worst = 0.0
     for whole in wholes:
         if whole.shape != reference.shape or whole.dtype != dtype:
-            return float("inf")
+            return INFINITE
         if not reference.is_floating_point():
             if not torch.equal(whole, reference):
-                return float("inf")
+                return INFINITE
             continue
         difference = (whole.double() - reference.double()).abs()
         difference[whole == reference] = 0.0  # also infinities, as in a mask of attention
         error = float(difference.max()) / scale if difference.numel() else 0.0
-        worst = max(worst, error if error == error else float("inf"))
+        worst = max(worst, error if error == error else INFINITE)
     return worst
 
 
@@ -335,6 +362,18 @@ def prepared(model: nn.Module, widen: bool) -> nn.Module:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
                 parameter.add_(0.02 * noise.to(parameter.dtype))
     return widened(twin) if widen else twin
+
+
+def _rounded(observer: Observer, seed: int) -> Observer:
+    """Return an observer of a model in float64 whose weights differ in the last place."""
+    twin = copied(observer.model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.mul_(1 + (2 * signs - 1) * torch.finfo(torch.float64).eps)
+    return replace(observer, model=twin)
 
 
 def _cast(batch: Batch, widen: bool) -> Batch:

@@ -126,6 +126,11 @@ def test_repeat(repeats: list[int]) -> None:
     same(aten.repeat.default, f(2, 5), repeats)
 
 
+def test_any_view_of_what_is_repeated_can_be_taken() -> None:
+    repeated = decompositions.DECOMPOSED[aten.repeat.default](f(1, 4, 3), [6, 1, 1])
+    assert repeated.view(24, 3).shape == (24, 3)
+
+
 def test_looks_by_strides_are_views_or_not_known() -> None:
     same(aten.as_strided.default, f(6, 4, 1, 1), [6, 4, 1, 1], [4, 1, 4, 4])
     same(aten.as_strided.default, f(24), [6, 4], [4, 1], 0)

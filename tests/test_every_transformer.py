@@ -1,4 +1,4 @@
-"""Every language model of transformers is built small, verified and listed."""
+"""Every model of transformers of some kinds is built small, verified and listed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import every_transformer, small_configurations
-from benchmarks.coverage_document import every_language_model
+from benchmarks.coverage_document import every_transformer as section
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -29,6 +29,7 @@ def test_an_architecture_is_verified_in_a_fork() -> None:
     assert found["error"] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_small_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(every_transformer, "LARGEST", 100)
     found = every_transformer.verify("causal", "GPT2Config")
@@ -45,8 +46,8 @@ def test_results_become_a_section() -> None:
             "CConfig": {"ok": False, "reason": "c.py:3: no"},
         },
     }  # fmt: skip
-    text = every_language_model(results)
+    text = section(results)
     assert "| decoder | 9 | 3 | 1 | 1 | 1 |" in text
     assert "| CConfig | decoder | c.py:3: no |" in text
     assert "error is 2e-15" in text
-    assert every_language_model({}) == ""
+    assert section({}) == ""
