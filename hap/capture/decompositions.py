@@ -38,7 +38,8 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
     pairs = list(zip(repeats, shape, strict=True))
     apart = x.reshape([n for _, size in pairs for n in (1, size)])
-    spread = apart.expand([n for pair in pairs for n in pair])  # a copy, of which any view can be taken
+    spread = apart.expand([n for pair in pairs for n in pair])
+    # A copy, of which any view can be taken.
     return spread.clone(memory_format=torch.contiguous_format).view([r * n for r, n in pairs])
 
 
