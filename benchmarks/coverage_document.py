@@ -31,7 +31,7 @@ Architectures that `hap plan` and `hap verify` were run on. These commands write
 the losses, the gradients and, after three steps, the parameters of one device to {tolerance} in
 float64. The table has its largest error, on emulated ranks, under a random plan with random shares
 for each of 2, 3, 4 and 5 ranks, and under the plan for a random cluster of unlike devices. A larger error than that is one which one
-device's own results have if its weights change in the last place ([amplified rounding](troubleshooting.md#-is-the-first-tensor-that-differs-from-one-devices)).
+device's own results have if its weights change in the last place (see [verify](python-api.md#verify)).
 *Planned*: the published size (of mixtures of experts and `mamba` 2 or 4 layers, of gpt-oss, DeepSeek-V3 and Llama 4 also fewer experts) on eight devices of two kinds (`benchmarks/clusters/unlike8.yaml`),
 without memory for its weights, in seconds from the module to the plan, one model after the other on
 two cores; the processor seconds of all its processes in brackets. Importing the model's package and
