@@ -22,21 +22,19 @@ def text(config: Any) -> Iterator[Batch]:
     yield {"input_ids": ids, "labels": labels}
 
 
+_PARTS = ("vision_config", "backbone_config", "encoder_config", "audio_config", "encoder")
+"""Names of the configurations of parts that read images or sound."""
+
+
+def _field(config: Any, name: str, otherwise: Any = None) -> Any:
+    """Return a field of a configuration, or of one of its parts."""
+    parts = (config, *(getattr(config, part, None) for part in _PARTS))
+    return next((v for part in parts if (v := getattr(part, name, None)) is not None), otherwise)
+
+
 def _sides(config: Any) -> tuple[int, int]:
     size = _field(config, "image_size", 32)
     return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _field(config: Any, name: str, otherwise: Any) -> Any:
-    """Return a field of a configuration, or of its part that reads images."""
-    for part in (
-        config,
-        getattr(config, "vision_config", None),
-        getattr(config, "backbone_config", None),
-    ):
-        if (found := getattr(part, name, None)) is not None:
-            return found
-    return otherwise
 
 
 def _images(config: Any) -> Tensor:
@@ -75,28 +73,19 @@ def classified_videos(config: Any) -> Iterator[Batch]:
 
 def _sounds(config: Any) -> Iterator[Batch]:
     """Yield waves, then tables of frequencies, in the orders of dims that models use."""
-    yield {"input_values": torch.randn(ROWS, 4000)}
-    bins = next(
-        (n for name in ("num_mel_bins", "feature_projection_input_dim", "input_dim", "input_feat_per_channel")
-         if isinstance(n := _part(config, name), int)),
-        80,
-    )  # fmt: skip
-    yield {"input_values": torch.randn(ROWS, _part(config, "max_length") or 32, bins)}
+    bins = next((n for name in _BINS if isinstance(n := _field(config, name), int)), 80)
+    frames = 2 * _field(config, "max_source_positions", 16)
     features = torch.randn(ROWS, 32, bins)
+    yield {"input_values": torch.randn(ROWS, 4000)}
+    yield {"input_values": torch.randn(ROWS, _field(config, "max_length", 32), bins)}
     yield {"input_features": features}
     yield {"input_features": features, "attention_mask": torch.ones(ROWS, 32, dtype=torch.long)}
-    yield {"input_features": torch.randn(ROWS, 32, _part(config, "hidden_size") or bins)}
-    yield {
-        "input_features": torch.randn(ROWS, bins, 2 * (_part(config, "max_source_positions") or 16))
-    }
+    yield {"input_features": torch.randn(ROWS, 32, _field(config, "hidden_size", bins))}
+    yield {"input_features": torch.randn(ROWS, bins, frames)}
 
 
-def _part(config: Any, name: str) -> Any:
-    parts = (
-        config,
-        *(getattr(config, p, None) for p in ("encoder_config", "audio_config", "encoder")),
-    )
-    return next((v for part in parts if (v := getattr(part, name, None)) is not None), None)
+_BINS = ("num_mel_bins", "feature_projection_input_dim", "input_dim", "input_feat_per_channel")
+"""Names of the fields that tell the number of frequencies."""
 
 
 def classified_sounds(config: Any) -> Iterator[Batch]:

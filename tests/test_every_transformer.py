@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import every_transformer, small_configurations
 from benchmarks.coverage_document import every_transformer as section
+from benchmarks.coverage_results import KINDS
+from benchmarks.transformer_batches import BATCHES
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -21,10 +23,18 @@ def test_sizes_follow_from_the_names_of_fields() -> None:
     assert len({*hybrid.layer_types}) == hybrid.num_hidden_layers == 2
 
 
+def test_each_kind_has_a_table_a_batch_and_a_name() -> None:
+    assert every_transformer.TABLES.keys() == BATCHES.keys() == KINDS.keys()
+    assert all("Config" in name for kind in KINDS for name in every_transformer.names(kind))
+
+
 @pytest.mark.slow
-def test_an_architecture_is_verified_in_a_fork() -> None:
-    ((kind, name, found),) = every_transformer._found([("causal", "GPTNeoConfig")])
-    assert (kind, name) == ("causal", "GPTNeoConfig")
+@pytest.mark.parametrize(
+    "one", [("causal", "GPTNeoConfig"), ("pixels", "SegformerConfig"), ("speech", "WhisperConfig")]
+)
+def test_an_architecture_is_verified_in_a_fork(one: tuple[str, str]) -> None:
+    ((kind, name, found),) = every_transformer._found([one])
+    assert (kind, name) == one
     assert found["ok"], found["reason"]
     assert found["error"] < 1e-12
 
