@@ -13,7 +13,7 @@ demo: $(VENV)/.ready ## Plan a real model for four unlike devices and train it b
 test: $(VENV)/.ready ## Pass every test.
 	$(BIN)/python -m pytest -n 2
 
-test-fast: $(VENV)/.ready ## Pass the tests that take less than a second each.
+test-fast: $(VENV)/.ready ## Pass the tests that take less than about a second each.
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 lint: $(VENV)/.ready

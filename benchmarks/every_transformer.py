@@ -146,12 +146,15 @@ def _listed(kind: str) -> dict[str, Any]:
 
     modeling = import_module("transformers.models.auto.modeling_auto")
     table = getattr(modeling, f"MODEL_FOR_{TABLES[kind]}_MAPPING_NAMES")
-    return {CONFIG_MAPPING_NAMES[k]: given for k, given in reversed(table.items())}
+    listed: dict[str, Any] = {}
+    for name, given in table.items():
+        listed.setdefault(CONFIG_MAPPING_NAMES[name], given)
+    return listed
 
 
 def names(kind: str) -> list[str]:
     """Return the classes of configurations of a kind."""
-    return [*_listed(kind)][::-1]
+    return [*_listed(kind)]
 
 
 def model_of(kind: str, name: str) -> Any:

@@ -36,25 +36,23 @@ OFF = {
 ONCE = ("depths", "layer_depths", "num_blocks", "stage_num_blocks")
 """Names of fields with a number of layers for each stage; each has one."""
 
+_SWIN: dict[str, Any] = {
+    "patch_size": 4, "window_size": 4, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "encoder_stride": 8
+}  # fmt: skip
+
+_CONVNEXT: dict[str, Any] = {
+    "num_hidden_layers": None, "num_stages": None, "patch_size": 4, "hidden_sizes": [16, 24, 32, 48]
+}  # fmt: skip
+
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("SwinConfig", "Swinv2Config", "DonutSwinConfig"), _SWIN),
+    **dict.fromkeys(("ConvNextConfig", "ConvNextV2Config"), _CONVNEXT),
     "ASTConfig": {"max_length": 64, "num_mel_bins": 32},
     "BambaConfig": {"attn_layer_indices": [1]},
     "BeitConfig": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitConfig": {"embedding_size": 64},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "CohereCompassTextConfig": {"layer_types": None},
-    "ConvNextConfig": {
-        "num_hidden_layers": None,
-        "num_stages": None,
-        "patch_size": 4,
-        "hidden_sizes": [16, 24, 32, 48],
-    },
-    "ConvNextV2Config": {
-        "num_hidden_layers": None,
-        "num_stages": None,
-        "patch_size": 4,
-        "hidden_sizes": [16, 24, 32, 48],
-    },
     "DPTConfig": {
         "num_hidden_layers": 4,
         "backbone_out_indices": [0, 1, 2, 3],
@@ -66,14 +64,6 @@ OWN: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "DeiTConfig": {"encoder_stride": 8},
-    "DonutSwinConfig": {
-        "patch_size": 4,
-        "window_size": 4,
-        "embed_dim": 32,
-        "depths": [1, 1],
-        "num_heads": [2, 4],
-        "encoder_stride": 8,
-    },
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Dots3NoteTextConfig": {"num_key_value_heads": 4},
     "EfficientNetConfig": {"width_coefficient": 0.3, "depth_coefficient": 0.3, "hidden_dim": 384},
@@ -124,22 +114,6 @@ OWN: dict[str, dict[str, Any]] = {
         "is_decoder": True,
         "axial_pos_shape": [2, 4],
         "axial_pos_embds_dim": [16, 16],
-    },
-    "SwinConfig": {
-        "patch_size": 4,
-        "window_size": 4,
-        "embed_dim": 32,
-        "depths": [1, 1],
-        "num_heads": [2, 4],
-        "encoder_stride": 8,
-    },
-    "Swinv2Config": {
-        "patch_size": 4,
-        "window_size": 4,
-        "embed_dim": 32,
-        "depths": [1, 1],
-        "num_heads": [2, 4],
-        "encoder_stride": 8,
     },
     "TextNetConfig": {"image_size": [64, 64]},
     "ViTConfig": {"encoder_stride": 8},

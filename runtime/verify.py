@@ -57,7 +57,7 @@ HALF_ROUNDINGS = 2
 """What programs in half precision may always be off by, in units of the dtype's epsilon."""
 
 ROOM = 4.0
-"""Factor between the errors of the program and of the module in the same precision."""
+"""Factor between the error of the program and that of the module itself, by its precision or by other roundings."""
 
 ROUNDINGS = 3
 """Largest number of ways in which one device's weights are rounded to see how much a model amplifies rounding."""
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def amplified(self) -> float:
-        """The largest error above the tolerance that is no more than this model's own from rounding, else 0."""
+        """The largest error above the tolerance that the module's own errors from rounding allow, else 0."""
         return max((r.error for r in self.rows if r.ok and r.error > self.tolerance), default=0.0)
 
 
@@ -138,10 +138,7 @@ def verify(
     others: list[Observed] = []
     while observer.widen and len(others) < ROUNDINGS and _within_reach(rows):
         others.append(_references(_rounded(observer, len(others)), loss, drawn)[0])
-        again = compare(plan, kept, ranks, tolerance, others)
-        rows = tuple(
-            new if old.error < INFINITE else old for old, new in zip(rows, again, strict=True)
-        )
+        rows = compare(plan, kept, ranks, tolerance, others)
     rows = _agreement(drawn or []) + rows
     bad = None
     if not all(row.ok for row in rows):
@@ -370,8 +367,9 @@ def _rounded(observer: Observer, seed: int) -> Observer:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in twin.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.is_floating_point() or parameter.is_complex():
+                shape = parameter.shape
+                signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.float64)
                 parameter.mul_(1 + (2 * signs - 1) * torch.finfo(torch.float64).eps)
     return replace(observer, model=twin)
 

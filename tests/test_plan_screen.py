@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console, RenderableType
 
-from hap.cli.plan_screen import plan_json, plan_screen, program_lines, verdict_table
+from hap.cli.plan_screen import agreement, plan_json, plan_screen, program_lines, verdict_table
 from hap.cli.terminal import alike, emit
 from hap.ir.plan import Plan
 from hap.runtime.verify import ComparisonRow, Verdict
@@ -161,6 +161,15 @@ def test_verdict_has_the_worst_first_and_counts_the_rest(
     assert shown_rows[1].split() == ["lost", "gradient", "inf", "DIFFERS"]
     assert shown_rows[-1] == "and 12 more, none of which differ"
     assert len(shown_rows) == 22
+
+
+def test_the_agreement_tells_errors_above_the_tolerance() -> None:
+    close = ComparisonRow(tensor="t", what="loss", error=1e-12, ok=True)
+    amplified = ComparisonRow(tensor="w", what="after 3 steps", error=2e-8, ok=True)
+    exact = Verdict(rows=(close,), tolerance=1e-9, first_bad=None)
+    assert agreement(exact) == "all 1 as on one device, to 1e-09"
+    more = agreement(Verdict(rows=(close, amplified), tolerance=1e-9, first_bad=None))
+    assert more.splitlines()[1].startswith("but for errors up to 2e-08")
 
 
 def test_a_comparison_says_what_each_alternative_moves_and_needs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.verify import TOLERANCE, Observer
 from tests.random_plans import Case, make_case, random_plan, verdict
 
-FAST: MakeOptimizer = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+
+def sgd(rate: float) -> MakeOptimizer:
+    return partial(torch.optim.SGD, lr=rate)
+
+
+RATE = 0.1
 
 
 class Normalized(nn.Module):
-    """Layers that normalize three rows: one of them that moves moves all."""
+    """Layers that normalize three rows, so that rounding grows from layer to layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +40,7 @@ class Normalized(nn.Module):
 def normalized() -> Case:
     torch.manual_seed(0)
     batch = {"x": torch.randn(3, 24), "y": torch.randint(0, 24, (3,))}
-    return make_case(Normalized(), batch, optimizer=FAST)
+    return make_case(Normalized(), batch, optimizer=sgd(RATE))
 
 
 def run_with(**changes: Any) -> Callable[[int, Callable[[Comm], Any]], list[Any]]:
@@ -61,8 +67,7 @@ def test_errors_are_those_of_rounding(seed: int) -> None:
 def test_a_wrong_learning_rate_is_found() -> None:
     case = normalized()
     plan = random_plan(case, 3, 0)
-    slower = lambda params: torch.optim.SGD(params, lr=0.1 * (1 - 1e-4))  # noqa: E731
-    assert not verdict(case, plan, run=run_with(optimizer=slower)).ok
+    assert not verdict(case, plan, run=run_with(optimizer=sgd(RATE * (1 - 1e-4)))).ok
 
 
 def test_a_wrong_gradient_is_found() -> None:
@@ -82,9 +87,8 @@ def test_a_wrong_gradient_is_found() -> None:
 def test_a_model_that_amplifies_nothing_has_no_room() -> None:
     case = make_case(
         nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
-        {"input": torch.randn(6, 8)}, loss=lambda output, batch: output.square().mean(), optimizer=FAST,
+        {"input": torch.randn(6, 8)}, loss=lambda output, batch: output.square().mean(), optimizer=sgd(RATE),
     )  # fmt: skip
     plan = random_plan(case, 2, 0)
-    slower = lambda params: torch.optim.SGD(params, lr=0.1 * (1 - 1e-7))  # noqa: E731
-    assert not verdict(case, plan, run=run_with(optimizer=slower)).ok
+    assert not verdict(case, plan, run=run_with(optimizer=sgd(RATE * (1 - 1e-7)))).ok
     assert verdict(case, plan).amplified == 0

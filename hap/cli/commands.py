@@ -189,13 +189,7 @@ def verify(
             f"{verdict.first_bad} is the first tensor that differs from one device's",
             hint="hap show tells what makes it; please report this with the plan file",
         )
-    random = f"; {verdict.random}" if verdict.random else ""
-    click.echo(f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}")
-    if verdict.amplified and dtype == "float64":
-        click.echo(
-            f"but for errors up to {verdict.amplified:.0e}, which one device's own results have if its weights "
-            "change in the last place"
-        )
+    click.echo(cli.plan_screen.agreement(verdict))
     if made.recipe.gradients and dtype == "float64":
         click.echo(f"compared without the rounding of {made.recipe.gradients}, which a run does")
 

@@ -422,6 +422,15 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
         yield f"{line}  # {', '.join(map(str, local))}"
 
 
+def agreement(verdict: Verdict) -> str:
+    """Say how closely all tensors agree."""
+    random = f"; {verdict.random}" if verdict.random else ""
+    text = f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}"
+    if verdict.amplified:
+        text += f"\nbut for errors up to {verdict.amplified:.0e}, at most four times those of rounding on one device"
+    return text
+
+
 def verdict_table(verdict: Verdict) -> RenderableType:
     """Return comparisons with one device, the worst first; the rest is counted."""
     worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
