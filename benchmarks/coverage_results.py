@@ -14,6 +14,8 @@ KINDS = {
     "causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder", "images": "image classification",
     "pixels": "semantic segmentation", "patches": "masked patches", "videos": "video classification",
     "sounds": "audio classification", "ctc": "speech, CTC", "speech": "speech to text",
+    "sentences": "sequence classification", "words": "token classification", "answers": "question answering",
+    "captions": "contrastive image and text", "described": "image and text to text",
 }  # fmt: skip
 """Kinds of models of :mod:`benchmarks.every_transformer`, and their names on the page."""
 

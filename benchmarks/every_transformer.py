@@ -33,6 +33,8 @@ TABLES = {
     "causal": "CAUSAL_LM", "masked": "MASKED_LM", "pairs": "SEQ_TO_SEQ_CAUSAL_LM", "images": "IMAGE_CLASSIFICATION",
     "pixels": "SEMANTIC_SEGMENTATION", "patches": "MASKED_IMAGE_MODELING", "videos": "VIDEO_CLASSIFICATION",
     "sounds": "AUDIO_CLASSIFICATION", "ctc": "CTC", "speech": "SPEECH_SEQ_2_SEQ",
+    "sentences": "SEQUENCE_CLASSIFICATION", "words": "TOKEN_CLASSIFICATION", "answers": "QUESTION_ANSWERING",
+    "captions": "ZERO_SHOT_IMAGE_CLASSIFICATION", "described": "IMAGE_TEXT_TO_TEXT",
 }  # fmt: skip
 """Kind of model -> the table of transformers that lists them."""
 
@@ -58,8 +60,12 @@ def verify(kind: str, name: str) -> Found:
         torch.manual_seed(0)
         model_class = model_of(kind, name)
         config = small(model_class.config_class)
-        if kind in ("pairs", "speech"):
+        if kind == "speech" or getattr(config, "is_encoder_decoder", False):
             config.decoder_start_token_id = 2
+        if kind in ("sentences", "words", "answers", "captions"):
+            for part in (config, config.get_text_config()):
+                part.pad_token_id = getattr(part, "pad_token_id", None) or 0
+                part.eos_token_id = 2
         return model_class(config).train()
 
     def with_batch() -> Any:
@@ -86,7 +92,8 @@ def verify(kind: str, name: str) -> Found:
     else:
         return {"alone": reason}
     start = time.perf_counter()
-    entry = Entry(name=name, family="", brings="", tiny=with_batch, full=with_batch)
+    fixed = tuple(key for key in batch if key.endswith("_grid_thw"))
+    entry = Entry(name=name, family="", brings="", tiny=with_batch, full=with_batch, fixed=fixed)
     try:
         case = case_of(entry)
         try:
@@ -168,6 +175,7 @@ def model_of(kind: str, name: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="classes of configurations")
+    parser.add_argument("--kinds", nargs="+", choices=TABLES, default=[*TABLES])
     parser.add_argument("--again", action="store_true", help="run what has a result already")
     options = parser.parse_args()
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
@@ -176,7 +184,7 @@ def main() -> None:
     import transformers
 
     todo = [
-        (kind, name) for kind in TABLES for name in names(kind)
+        (kind, name) for kind in options.kinds for name in names(kind)
         if (name in options.only if options.only
             else options.again or name not in read_every().get(kind, {}))
     ]  # fmt: skip

@@ -24,7 +24,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank",
                      "kv_lora_rank", "embedding_size", "mamba_d_head"), 16),
     "image_size": 32, "patch_size": 8, "vocab_size": 61, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-    "mamba_n_heads": 4, "mamba_expand": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "mamba_n_heads": 4, "mamba_expand": 2, "depth": 2,
+    **dict.fromkeys(("image_token_id", "image_token_index"), 60), "video_token_id": 59, "audio_token_id": 58,
+    **dict.fromkeys(("projection_dim", "out_hidden_size"), 32), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Name of a field -> its small value; whole numbers alone are replaced."""
 

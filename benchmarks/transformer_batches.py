@@ -11,7 +11,7 @@ from torch import Tensor
 ROWS = 6
 LABELS = 2
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 def text(config: Any) -> Iterator[Batch]:
@@ -21,6 +21,79 @@ def text(config: Any) -> Iterator[Batch]:
     labels = ids[:, :-2].contiguous() if config.is_encoder_decoder else ids.clone()
     yield {"input_ids": ids, "labels": labels}
 
+
+def _padded(config: Any) -> Batch:
+    """Return sentences of two lengths, each with its end."""
+    words = min(57, config.get_text_config().vocab_size)
+    ids = torch.randint(3, words, (ROWS, 8))
+    mask = torch.ones_like(ids)
+    mask[: ROWS // 2, 6:] = 0
+    ids = torch.where(mask.bool(), ids, config.get_text_config().pad_token_id)
+    ids[range(ROWS), mask.sum(1) - 1] = config.get_text_config().eos_token_id
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _with_and_without_mask(batch: Batch) -> Iterator[Batch]:
+    yield batch
+    yield {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def classified_sentences(config: Any) -> Iterator[Batch]:
+    """Yield sentences of one class each."""
+    yield from _with_and_without_mask(_padded(config) | {"labels": torch.randint(0, LABELS, (ROWS,))})
+
+
+def classified_words(config: Any) -> Iterator[Batch]:
+    """Yield sentences with a class for each word; padding has none."""
+    batch = _padded(config)
+    labels = torch.randint(0, LABELS, (ROWS, 8)).masked_fill(batch["attention_mask"] == 0, -100)
+    yield from _with_and_without_mask(batch | {"labels": labels})
+
+
+def answers(config: Any) -> Iterator[Batch]:
+    """Yield sentences with the places where an answer starts and ends; one is outside of the sentence."""
+    first, last = torch.randint(0, 5, (ROWS,)), torch.randint(5, 8, (ROWS,))
+    last[0] = 8
+    batch = _padded(config) | {"start_positions": first, "end_positions": last}
+    yield from _with_and_without_mask(batch)
+
+
+def captions(config: Any) -> Iterator[Batch]:
+    """Yield images and sentences, each of which belongs to one image."""
+    images, sentences = {"pixel_values": _images(config)}, _padded(config)
+    yield {**sentences, **images, "return_loss": True}
+
+
+def described_images(config: Any) -> Iterator[Batch]:
+    """Yield prompts that begin with an image, in the forms that models use."""
+    for tokens in (16, 4, 1, 17, 64, 8, 2, 5, 9):
+        text = _after_an_image(config, tokens)
+        yield {**text, "pixel_values": _images(config)}
+        yield {**text, "pixel_values": _images(config), "token_type_ids": (text["labels"] == -100).long()}
+    eye = _field(config, "vision_config")
+    patch, merge = _field(eye, "patch_size", 8), _field(eye, "spatial_merge_size", 2)
+    values = 3 * _field(eye, "temporal_patch_size", 1) * patch**2
+    text = _after_an_image(config, 4)
+    positions = torch.arange(text["input_ids"].shape[1]).expand(3, *text["input_ids"].shape).contiguous()
+    side = 2 * merge
+    packed = {
+        **text, "pixel_values": torch.randn(ROWS * side**2, values),
+        "image_grid_thw": torch.tensor([[1, side, side]] * ROWS),
+    }  # fmt: skip
+    yield {**packed, "position_ids": positions}
+    yield packed
+
+
+def _after_an_image(config: Any, tokens: int) -> Batch:
+    """Return sentences after that many tokens of an image; words of the sentence are the labels."""
+    image = next((n for name in _IMAGES if isinstance(n := getattr(config, name, None), int)), 60)
+    text = torch.randint(3, 57, (ROWS, tokens + 8))
+    text[:, :tokens] = image
+    return {"input_ids": text, "labels": text.masked_fill(text == image, -100)}
+
+
+_IMAGES = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+"""Names of the fields that tell the number of an image's tokens."""
 
 _PARTS = ("vision_config", "backbone_config", "encoder_config", "audio_config", "encoder")
 """Names of the configurations of parts that read images or sound."""
@@ -104,6 +177,7 @@ def spoken(config: Any) -> Iterator[Batch]:
 BATCHES: dict[str, Callable[[Any], Iterator[Batch]]] = {
     "causal": text, "masked": text, "pairs": text, "images": classified_images, "pixels": labelled_pixels,
     "patches": hidden_patches, "videos": classified_videos, "sounds": classified_sounds, "ctc": spoken,
-    "speech": spoken,
+    "speech": spoken, "sentences": classified_sentences, "words": classified_words, "answers": answers,
+    "captions": captions, "described": described_images,
 }  # fmt: skip
 """Kind of model -> what it is trained on; several if the configuration does not tell which."""
