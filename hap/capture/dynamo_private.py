@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import logging
 import sys
 import warnings
@@ -34,13 +35,14 @@ from hap.capture.torch_private import (
 
 def dynamo_graph(
     module: nn.Module, args: tuple[torch.Tensor, ...], kinds: Sequence[type[nn.Module]] = (),
-    calls: Sequence[object] = (),
+    calls: Sequence[object] = (), no_rows: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the torch-level graph of ``module(*args)``; parameters stay its attributes.
 
     Args:
         kinds: classes whose forward becomes a region; see :func:`repeated_once`.
         calls: what is known of each call of their forwards, in order; calls of one region are equal.
+        no_rows: take the branches for masks that choose no rows, or for those that choose some; None: neither.
 
     Raises:
         GraphBreak: the Python code depends on tensor data, or can't be traced.
@@ -64,18 +66,19 @@ def dynamo_graph(
             _autocast_of_any_device(),
             _without_hints(),
             _names_of_classes(),
+            _fields_of_losses(),
             _decided_branches(),
             _known_lists(),
             _inlined(),
             known_numbers(),
             repeated_once(kinds, calls),
-            decided_sizes() as equal,
+            decided_sizes(no_rows) as sizes,
         ):
             warnings.simplefilter("ignore")
             captured: fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     except capture_errors() as error:
         raise GraphBreak(error, isinstance(error, data_dependent_errors())) from error
-    captured.meta["equal_sizes"] = equal
+    captured.meta["sizes"] = sizes
     return captured
 
 
@@ -227,6 +230,33 @@ def _names_of_classes() -> Iterator[None]:
         return call(self, tx, name, *args)
 
     with mock.patch.object(GetAttrVariable, "call_method", of_string):
+        yield
+
+
+@contextlib.contextmanager
+def _fields_of_losses() -> Iterator[None]:
+    """Let the forward read ``ignore_index`` of a ``CrossEntropyLoss`` that it makes, which is a function to the tracer."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import LambdaVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+    make, fields = UserDefinedClassVariable._call_cross_entropy_loss, inspect.signature(nn.CrossEntropyLoss)
+
+    class Loss(LambdaVariable):
+        given: dict[str, Any]
+
+        def var_getattr(self, tx: Any, name: str) -> Any:
+            if name not in fields.parameters:
+                return super().var_getattr(tx, name)
+            usual = fields.parameters[name].default
+            return self.given[name] if name in self.given else VariableTracker.build(tx, usual)
+
+    def made(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        loss = Loss(make(self, tx, args, kwargs).fn)
+        loss.given = fields.bind(*args, **kwargs).arguments
+        return loss
+
+    with mock.patch.object(UserDefinedClassVariable, "_call_cross_entropy_loss", made):
         yield
 
 

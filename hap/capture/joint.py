@@ -54,6 +54,8 @@ def _traced(
     step: nn.Module, tensors: Any, kinds: Kinds = (), calls: Sequence[object] = ()
 ) -> torch_private.Joint:
     graph = dynamo_private.dynamo_graph(step, tensors, kinds, calls)
+    if asked := graph.meta["sizes"].asked:
+        _check_rows_needed(step, tensors, len(asked))
     name_known(graph)
     keep_all_rows(graph)
     numbers_as_tensors(graph)
@@ -63,6 +65,23 @@ def _traced(
         joint = _differentiated(graph, tensors, step.get_submodule("module"))
     copy_repeated(joint.graph)
     return joint
+
+
+def _check_rows_needed(step: nn.Module, tensors: Any, asked: int) -> None:
+    """Raise ``GraphBreak`` unless the loss has no gradient where a mask chooses no rows.
+
+    One device cannot train such a batch either, so the branch for chosen rows is all that a program needs.
+
+    Args:
+        asked: the number of masks of which the forward asks whether they choose any.
+    """
+    if asked == 1:
+        without = dynamo_private.dynamo_graph(step, tensors, no_rows=True)
+        (returned,) = without.graph.find_nodes(op="output")[0].args
+        losses = [n.meta["example_value"] for n in returned if isinstance(n, fx.Node)]
+        if not any(loss.requires_grad for loss in losses):
+            return
+    dynamo_private.dynamo_graph(step, tensors, no_rows=None)
 
 
 def _differentiated(traced: fx.GraphModule, tensors: Any, module: nn.Module) -> torch_private.Joint:

@@ -60,7 +60,7 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             if not node.users and (checks or is_number(node) or name_of(node) == "size"):
                 graph.erase_node(node)
         masks |= trace.masks
-    _check_equal(masks, traced.meta["equal_sizes"], equal)
+    _check_equal(masks, traced.meta["sizes"].equal, equal)
 
 
 def _check_equal(

@@ -44,6 +44,7 @@ class Trace:
         node: the node that is replaced now.
         masks: symbol of a size -> the mask that chooses as many rows.
         places: results of ``nonzero`` -> what they are the places of.
+        repeated: places that are repeated over other dims -> what they are the places of.
         written: tensors that the graph changes in place.
         counting: results of ``arange`` that count the rows of a dim -> its mask.
         joined: size -> the dims that are joined in one of this size.
@@ -57,6 +58,7 @@ class Trace:
         self.graph = graph
         self.masks: dict[Any, Mask] = {}
         self.places: dict[fx.Node, Choice] = {}
+        self.repeated: dict[fx.Node, Choice] = {}
         self.indices: dict[fx.Node, tuple[Choice, int]] = {}
         self.counting: dict[fx.Node, Mask] = {}
         self.joined: dict[Any, tuple[Dim, ...]] = {}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from hap.capture.padding import functions
-from hap.capture.padding.dims import Dim, Mask, Refused, Trace, name_of
+from hap.capture.padding.dims import Choice, Dim, Mask, Refused, Trace, name_of
 from hap.capture.padding.entries import entrywise, is_entrywise
 from hap.capture.padding.losses import LOSSES
 
@@ -114,7 +114,10 @@ def _with_places(dims: Sequence[Dim]) -> list[tuple[Mask, int]]:
 
 def expand(trace: Trace) -> None:
     """Repeat entries of dims of size 1, also for each row."""
-    trace.become(Tensor.expand, trace.node.args[0], trace.sizes(trace.node))
+    x: Any = trace.node.args[0]
+    if x in trace.places and trace.dims(x)[1:] == (1,):
+        trace.repeated[trace.node] = trace.places[x]
+    trace.become(Tensor.expand, x, trace.sizes(trace.node))
 
 
 def create(trace: Trace) -> None:
@@ -145,12 +148,25 @@ def lookup(trace: Trace) -> None:
 
 
 def gather(trace: Trace) -> None:
-    """``gather`` in a dim without padding, by numbers that exist."""
+    """``gather`` in a dim without padding, by numbers that exist or by the places of rows."""
     _dim(1)(trace)
     x, index = trace.node.args[0], trace.argument(2, "index")
+    at = trace.argument(1, "dim") % len(trace.dims(x))
+    if (choice := _places_of(trace, index)) and not trace.is_padded(x):
+        others = [dims[:at] + dims[at + 1 :] for dims in (trace.dims(x), trace.dims(index))]
+        if at or others[0] != others[1] or choice.shape != trace.dims(x)[:1]:
+            raise Refused
+        trace.become(functions.rows, x, choice.node, (0,), 0)
+        return
     if trace.inside(x) != trace.inside(index):
         raise Refused
     trace.become(torch.gather, x, trace.argument(1, "dim"), trace.filled(index, 0))
+
+
+def _places_of(trace: Trace, index: Any) -> Choice | None:
+    """Return the choice of whose entries an index has the places, repeated over its other dims."""
+    choice, component = trace.indices.get(index, (trace.repeated.get(index), 0))
+    return choice if choice and len(choice.shape) == 1 and component == 0 else None
 
 
 def batch_norm(trace: Trace) -> None:
