@@ -40,7 +40,9 @@ def _with_and_without_mask(batch: Batch) -> Iterator[Batch]:
 
 def classified_sentences(config: Any) -> Iterator[Batch]:
     """Yield sentences of one class each."""
-    yield from _with_and_without_mask(_padded(config) | {"labels": torch.randint(0, LABELS, (ROWS,))})
+    yield from _with_and_without_mask(
+        _padded(config) | {"labels": torch.randint(0, LABELS, (ROWS,))}
+    )
 
 
 def classified_words(config: Any) -> Iterator[Batch]:
@@ -69,12 +71,18 @@ def described_images(config: Any) -> Iterator[Batch]:
     for tokens in (16, 4, 1, 17, 64, 8, 2, 5, 9):
         text = _after_an_image(config, tokens)
         yield {**text, "pixel_values": _images(config)}
-        yield {**text, "pixel_values": _images(config), "token_type_ids": (text["labels"] == -100).long()}
+        yield {
+            **text,
+            "pixel_values": _images(config),
+            "token_type_ids": (text["labels"] == -100).long(),
+        }
     eye = _field(config, "vision_config")
     patch, merge = _field(eye, "patch_size", 8), _field(eye, "spatial_merge_size", 2)
     values = 3 * _field(eye, "temporal_patch_size", 1) * patch**2
     text = _after_an_image(config, 4)
-    positions = torch.arange(text["input_ids"].shape[1]).expand(3, *text["input_ids"].shape).contiguous()
+    positions = (
+        torch.arange(text["input_ids"].shape[1]).expand(3, *text["input_ids"].shape).contiguous()
+    )
     side = 2 * merge
     packed = {
         **text, "pixel_values": torch.randn(ROWS * side**2, values),

@@ -177,6 +177,7 @@ CASES: dict[str, Case] = {
         r.view(-1, 3, 2), r.view(-1, 3, 2), r.view(-1, 3, 2)
     ).square(),
     "size": lambda r, k, w, m, x: r.new_ones(r.size()) * r / r.size(0),
+    "unique_consecutive": lambda r, k, w, m, x: _checked(m, r),
     "type_as": lambda r, k, w, m, x: (k.type_as(r).sqrt() + k.to(r.dtype)) * r[:, 0],
 }  # fmt: skip
 """Functions of the tables -> a call of each."""
@@ -201,8 +202,20 @@ OTHERS: dict[str, Case] = {
     "rows added at numbers": lambda r, k, w, m, x: w.index_add(0, k, r, alpha=0.5).square(),
     "names of numpy": lambda r, k, w, m, x: r.sum(axis=0, keepdims=True).square(),
     "experts": lambda r, k, w, m, x: _experts(x, w),
+    "gathered at places": lambda r, k, w, m, x: _gathered(m, x),
     "equal masks": lambda r, k, w, m, x: F.cross_entropy(x[~(m == 0)], torch.ones_like(m).long()[~(m == 0)]),
 }  # fmt: skip
+
+
+def _checked(m: Tensor, r: Tensor) -> Tensor:
+    torch._check(torch.unique_consecutive(m.sum(1)).numel() < 9)
+    return r.square()
+
+
+def _gathered(m: Tensor, x: Tensor) -> Tensor:
+    at = m.flatten().nonzero()
+    rows = torch.gather(x.flatten(0, 1), 0, at.expand(at.size(0), x.size(-1)))
+    return F.cross_entropy(rows, torch.gather(torch.arange(20) % 6, 0, at.view(-1)))
 
 
 def _changed(m: Tensor, x: Tensor) -> Tensor:
@@ -337,7 +350,26 @@ def _rows_in_turn(net: Any, text: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net.head(x).flatten(0, 1), text.flatten())
 
 
-MODELS = (_masked_words, _missing_targets, _mixture, _masked_by_a_parameter, _rows_in_turn)
+def _if_labelled(net: Any, text: Tensor, labels: Tensor) -> Tensor:
+    scores = net.head(net.words(text)).flatten(0, 1)
+    places = (labels.flatten() >= 0).nonzero()
+    if places.size(0) == 0:
+        return torch.tensor(0).to(scores)
+    chosen = torch.gather(scores, 0, places.expand(places.size(0), scores.size(1)))
+    return F.cross_entropy(chosen, torch.gather(labels.flatten(), 0, places.view(-1)))
+
+
+def _last_and_first_of_each(net: Any, text: Tensor, labels: Tensor) -> Tensor:
+    chosen = labels.argsort(1) < 2
+    torch._check(torch.unique_consecutive(chosen.sum(1)).numel() == 1)
+    rows = net.words(text)[chosen, :].view(len(text), -1, 8)
+    return F.cross_entropy(net.head(rows[:, -1, :] * rows[:, 0].exp()), text[:, 0])
+
+
+MODELS = (
+    _masked_words, _missing_targets, _mixture, _masked_by_a_parameter, _rows_in_turn, _if_labelled,
+    _last_and_first_of_each,
+)  # fmt: skip
 
 
 def _batch() -> dict[str, Tensor]:
@@ -356,6 +388,17 @@ def test_ranks_compute_what_one_device_does(case: Any) -> None:
         assert seen.ok, seen.first_bad
 
 
+def test_groups_of_different_numbers_of_rows_are_not_mixed() -> None:
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    x = torch.randn(2, 3, 4)
+    for last, places in ((True, [2, 2]), (False, [0, 1])):
+        torch.testing.assert_close(functions.one_of_each(x, mask, last), x[[0, 1], places])
+        assert functions.one_of_each(x, mask.logical_or(mask.flip(0)), last).isfinite().all()
+        mask[0, 1] = True
+        assert functions.one_of_each(x, mask, last).isnan().all()
+        mask[0, 1] = False
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "a row by its number": (lambda n, t, y: n.words(t)[y > 3][0].sum(), "'getitem' .* is data"),
     "sums over the rows before": (lambda n, t, y: n.words(t)[y > 3].cumsum(0).sum(), "'cumsum' .* is data"),
@@ -371,6 +414,20 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "a number of rows that is known": (
         lambda n, t, y: F.cross_entropy(n.head(n.words(t)[y == -100]), y[0, :4].clamp(min=0)), "must choose 4 rows"
     ),
+    "a branch that trains without rows": (
+        lambda n, t, y: n.words(t[y > 3]).sum() if len(t[y > 3]) else n.words(t).sum(), "decides by a number that is data"
+    ),
+    "branches of two masks": (
+        lambda n, t, y: n.words(t[y > 3] if len(t[y > 3]) and len(t[y > 4]) else t.new_zeros(1)).sum(),
+        "decides by a number that is data"
+    ),
+    "the second row of each": (
+        lambda n, t, y: n.words(t)[y.argsort(1) < 2].view(6, -1, 8)[:, 1].sum(), "'getitem' .* is data"
+    ),
+    "rows divided by others": (
+        lambda n, t, y: n.words(t)[y.argsort(1) < 2].view(-1, 6, 8).sum(), "'view' .* divided or joined|is data"
+    ),
+    "different values in order": (lambda n, t, y: n.words(torch.unique_consecutive(y)).sum(), "'unique_consecutive' .* is data"),
     "a branch": (lambda n, t, y: n.words(t).sum() * (1 if len(t[y > 3]) else 2), "decides by a number that is data"),
     "a loop": (lambda n, t, y: sum(n.words(e).sum() for e in (y > 3).nonzero()), "decides by a number that is data"),
     "two numbers compared": (

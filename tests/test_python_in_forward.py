@@ -181,8 +181,17 @@ def asserts(net: Net, x: Tensor) -> Tensor:
     return net.layer(x).square().mean()
 
 
+def fields_of_a_loss(net: Net, x: Tensor) -> Tensor:
+    usual, loss = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(None, ignore_index=3, reduction="sum")
+    numbers = torch.tensor([usual.ignore_index, loss.ignore_index]).clamp(min=0)
+    labels = torch.where(x[:, 0] > 0, numbers[0], numbers[1])
+    return loss(net.layer(x), labels) * (2 if loss.reduction == "sum" else 1) + usual(
+        net.layer(x), labels
+    )
+
+
 CAPTURED = (
-    tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
+    fields_of_a_loss, tensor_as_dims, numpy_check, branch_on_numbers, written_through_a_view, check_of_data,
     check_inside_of_with, class_of_weight, needless_no_grad, gradient_penalty, input_asks_for_gradient, kept_table,
     kept_in_a_list, kept_in_a_dict, kept_in_a_buffer, kept_beside_results, mean_over_a_count, scaled_by_the_largest,
     arithmetic_of_numbers, number_of_a_buffer, tensors_of_numbers, numbers_of_linspace, number_written_into_zeros, asserts,

@@ -240,7 +240,10 @@ def _fields_of_losses() -> Iterator[None]:
     from torch._dynamo.variables.misc import LambdaVariable
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-    make, fields = UserDefinedClassVariable._call_cross_entropy_loss, inspect.signature(nn.CrossEntropyLoss)
+    make, fields = (
+        UserDefinedClassVariable._call_cross_entropy_loss,
+        inspect.signature(nn.CrossEntropyLoss),
+    )
 
     class Loss(LambdaVariable):
         given: dict[str, Any]

@@ -57,7 +57,8 @@ def keep_all_rows(traced: fx.GraphModule) -> None:
             checks = str(node.target).startswith("aten._assert_scalar")
             if checks:
                 equal += _equal_sizes(node)
-            if not node.users and (checks or is_number(node) or name_of(node) == "size"):
+            unused = is_number(node) or name_of(node) in ("size", "unique_consecutive")
+            if not node.users and (checks or unused):
                 graph.erase_node(node)
         masks |= trace.masks
     _check_equal(masks, traced.meta["sizes"].equal, equal)
@@ -86,7 +87,11 @@ def _equal_sizes(check: fx.Node) -> list[Pair]:
     condition = check.args[0]
     given = condition.meta.get("example_value") if isinstance(condition, fx.Node) else None
     said: Any = given.node.expr if isinstance(given, torch.SymBool) else None
-    return [(*said.args,)] if type(said).__name__ == "Equality" else []
+    if type(said).__name__ != "Equality":
+        return []
+    a, b = said.args
+    divides = a.free_symbols == b.free_symbols  # as in u0 == 6 * (u0 // 6)
+    return [] if divides else [(a, b)]
 
 
 def _refused(node: fx.Node, why: str) -> ModelError:
@@ -121,4 +126,5 @@ def _size_of(trace: Trace, node: fx.Node) -> fx.Node | None:
     elif name_of(node) not in ("sym_size.int", "size"):
         return None
     dim: Any = place[0] if place else None
-    return None if dim is None else trace.inside(x)[dim]
+    read = name_of(x) == "unique_consecutive" if isinstance(x, fx.Node) else False
+    return None if dim is None or read else trace.inside(x)[dim]

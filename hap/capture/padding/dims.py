@@ -48,6 +48,8 @@ class Trace:
         written: tensors that the graph changes in place.
         counting: results of ``arange`` that count the rows of a dim -> its mask.
         joined: size -> the dims that are joined in one of this size.
+        tables: masks of two dims, by which rows were chosen.
+        groups: tensors in which the rows of such a mask are divided by its first dim.
         chosen: the user's lines that choose rows, with the number of all.
         indices: tensors of places -> what they are the places of, unchanged, and in which dim of it.
     """
@@ -62,6 +64,8 @@ class Trace:
         self.indices: dict[fx.Node, tuple[Choice, int]] = {}
         self.counting: dict[fx.Node, Mask] = {}
         self.joined: dict[Any, tuple[Dim, ...]] = {}
+        self.tables: dict[Dim, Choice] = {}
+        self.groups: dict[fx.Node, Choice] = {}
         self.chosen: dict[tuple[str, int], None] = {}
         self.written = {_root(n) for node in graph.nodes if writes(node) for n in _written(node)}
         self._masks_by_key: dict[Any, Mask] = {}
@@ -90,7 +94,8 @@ class Trace:
 
     def touches(self, node: fx.Node) -> bool:
         """Return whether a node makes or reads a tensor with padding."""
-        return has_symbol(node) or any(map(self.is_padded, node.all_input_nodes))
+        given = node.all_input_nodes
+        return has_symbol(node) or any(n in self.groups or self.is_padded(n) for n in given)
 
     def inside(self, value: Any) -> tuple[fx.Node | None, ...]:
         """Return which entries count, by dim, of a tensor or of dims."""
@@ -142,7 +147,10 @@ class Trace:
         known = self._masks_by_key[key]
         if symbol is not None and self.masks.setdefault(symbol, known) is not known:
             raise Refused("two masks are to choose equally many rows")
-        return Choice(known, whole, shape)
+        choice = Choice(known, whole, shape)
+        if len(shape) == 2:
+            self.tables[known] = choice
+        return choice
 
     def _computed(self, node: fx.Node) -> Any:
         """Return a description of what a node computes; equal ones are equal tensors."""

@@ -154,6 +154,23 @@ def nonzero(mask: Tensor) -> Tensor:
     return torch.stack(indices(mask), 1)
 
 
+def one_of_each(x: Tensor, mask: Tensor, last: bool) -> Tensor:
+    """Return the first or last row of each group, (B, ...), of rows ``x`` (B, T, ...) that ``mask`` (B, T) chooses.
+
+    NaN if groups have different numbers of rows: torch cannot divide them, or mixes them.
+    """
+    order = torch.arange(mask.shape[1], device=mask.device)
+    at = (
+        torch.where(mask, order, -1).amax(1)
+        if last
+        else torch.where(mask, order, len(order)).amin(1)
+    )
+    hit = (order == at.unsqueeze(1)).view(*mask.shape, *[1] * (x.dim() - 2))
+    numbers = mask.sum(1)
+    alike = (numbers.amin() == numbers.amax()) & (numbers.amin() > 0)
+    return torch.where(alike, torch.where(hit, x, 0).sum(1), math.nan)
+
+
 # --- reductions ---
 
 

@@ -108,6 +108,9 @@ def getitem(trace: Trace) -> None:
     if x in trace.places and len(key) == 2 and key[0] == WHOLE and isinstance(key[1], int):
         trace.indices[node] = trace.places[x], key[1] % len(trace.places[x].shape)
         return
+    if x in trace.groups:
+        _one_of_each_group(trace, x, key)
+        return
     if all(map(_is_part, key)):
         _check_part(trace, x, key)
         return
@@ -164,6 +167,19 @@ def _one_of_each_row(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
         raise Refused("other rows are at the same places")
     index = (rows, *(part if _is_part(part) else trace.filled(part, 0) for part in others))
     trace.become(torch.Tensor.__getitem__, x, index)
+
+
+def _one_of_each_group(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:
+    """``x[:, 0]`` and ``x[:, -1]``: the first or last row of each group."""
+    at = key[1] if len(key) > 1 else WHOLE
+    others = [part for k, part in enumerate(key) if k != 1]
+    if (
+        at not in (0, -1)
+        or any(part != WHOLE for part in others)
+        or not x.meta["example_value"].is_floating_point()
+    ):
+        raise Refused("which of the rows is in this place is data")
+    trace.become(functions.one_of_each, x, trace.groups[x].node, at == -1)
 
 
 def _lookup(trace: Trace, x: Any, key: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from hap.capture.padding import functions
-from hap.capture.padding.dims import Choice, Dim, Mask, Refused, Trace, name_of
+from hap.capture.padding.dims import Choice, Dim, Mask, Refused, Trace, is_number, name_of
 from hap.capture.padding.entries import entrywise, is_entrywise
 from hap.capture.padding.losses import LOSSES
 
@@ -95,11 +95,38 @@ def unbind(trace: Trace) -> None:
 def reshape(trace: Trace) -> None:
     """Views, by their result's sizes; a dim with padding keeps its place among the entries."""
     x: Any = trace.node.args[0]
+    if _divide(trace, x):
+        return
     if _with_places(trace.dims(x)) != _with_places(trace.dims(trace.node)):
         raise Refused("a dim of rows is divided or joined with others")
     if x in trace.places and len(trace.dims(trace.node)) == 1:
         trace.indices[trace.node] = trace.places[x], 0
     trace.become(torch.reshape, x, trace.sizes(trace.node))
+
+
+def _divide(trace: Trace, x: Any) -> bool:
+    """Divide the rows that a mask of two dims chooses by the first, as ``x[mask].view(len(x), -1, width)`` does."""
+    sizes, dims = trace.node.meta["example_value"].shape, trace.dims(x)
+    table = trace.tables.get(dims[0]) if dims else None
+    alone = [k for k, size in enumerate(sizes) if isinstance(size, torch.SymInt)] == [1]
+    if not table or not alone or sizes[0] != table.shape[0] or tuple(sizes[2:]) != dims[1:]:
+        return False
+    trace.groups[trace.node] = table
+    trace.become(torch.reshape, x, (*table.shape, *dims[1:]))
+    return True
+
+
+def unique_consecutive(trace: Trace) -> None:
+    """Numbers without those that are equal to the one before, of which only checks read how many there are."""
+    if not _is_only_checked(trace.node):
+        raise Refused
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    return all(
+        name_of(user).startswith("_assert") or (is_number(user) and _is_only_checked(user))
+        for user in node.users
+    )
 
 
 def _with_places(dims: Sequence[Dim]) -> list[tuple[Mask, int]]:
@@ -282,7 +309,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "interpolate"], _only(_rows_alone)),
     **dict.fromkeys(["matmul", "mm", "bmm"], matmul), **dict.fromkeys(["cat", "stack", "concat"], concatenate),
     "group_norm": _only(_rows_alone, 2, 3), "batch_norm": batch_norm, "scaled_dot_product_attention": attention,
-    "embedding": lookup, "arange": arange, "gather": gather, "one_hot": one_hot, "flip": flip, "pad": pad,
+    "embedding": lookup, "arange": arange, "unique_consecutive": unique_consecutive, "gather": gather, "one_hot": one_hot, "flip": flip, "pad": pad,
     **dict.fromkeys([*functions.REDUCTIONS, *functions.FILLS], reduction),
     **LOSSES,
 }  # fmt: skip
