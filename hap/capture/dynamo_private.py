@@ -255,7 +255,8 @@ def _fields_of_losses() -> Iterator[None]:
             return self.given[name] if name in self.given else VariableTracker.build(tx, usual)
 
     def made(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        loss = Loss(make(self, tx, args, kwargs).fn)
+        function: Any = make(self, tx, args, kwargs)
+        loss = Loss(function.fn)
         loss.given = fields.bind(*args, **kwargs).arguments
         return loss
 
