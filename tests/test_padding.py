@@ -414,12 +414,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "a number of rows that is known": (
         lambda n, t, y: F.cross_entropy(n.head(n.words(t)[y == -100]), y[0, :4].clamp(min=0)), "must choose 4 rows"
     ),
-    "a branch that trains without rows": (
-        lambda n, t, y: n.words(t[y > 3]).sum() if len(t[y > 3]) else n.words(t).sum(), "decides by a number that is data"
+    "training either way": (lambda n, t, y: n.words(t[y > 3] if len(t[y > 3]) else t).sum(), "decides by a number that"),
+    "a branch on a sum": (
+        lambda n, t, y: n.words(t).sum() if y.sum().item() > 0 else y.sum().to(torch.float32), "Data-dependent branching|is data"
     ),
     "branches of two masks": (
-        lambda n, t, y: n.words(t[y > 3] if len(t[y > 3]) and len(t[y > 4]) else t.new_zeros(1)).sum(),
-        "decides by a number that is data"
+        lambda n, t, y: n.words(t[y > 3]).sum() if len(t[y > 3]) and len(t[y > 4]) else y.sum() * 1.0, "decides by a number"
     ),
     "the second row of each": (
         lambda n, t, y: n.words(t)[y.argsort(1) < 2].view(6, -1, 8)[:, 1].sum(), "'getitem' .* is data"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -48,7 +48,7 @@ def decided_sizes(empty: bool | None = False) -> Iterator[Decisions]:
         try:
             return evaluate(self, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            found = _decision(expr, decisions)
+            found = _decision(expr, decisions, self.size_like)
             if found is None:
                 raise
             return found
@@ -57,8 +57,12 @@ def decided_sizes(empty: bool | None = False) -> Iterator[Decisions]:
         yield decisions
 
 
-def _decision(expr: Any, decisions: Decisions) -> Any:
-    """Return the truth of an expression of sizes, or None."""
+def _decision(expr: Any, decisions: Decisions, sizes: Container[Any]) -> Any:
+    """Return the truth of an expression of sizes, or None.
+
+    Args:
+        sizes: the symbols that are sizes; others are numbers of ``item()``.
+    """
     import sympy  # type: ignore[import-untyped]
 
     if isinstance(expr, sympy.Eq | sympy.Ne):
@@ -68,10 +72,13 @@ def _decision(expr: Any, decisions: Decisions) -> Any:
             return sympy.true if same else sympy.false
         if {a, b} & {sympy.S.Zero, sympy.S.One} and _asked_by_torch():
             return sympy.false if same else sympy.true
-    if decisions.empty is not None and (size := _size_that_may_be_0(expr)):
-        decisions.asked.add(size)
-        return expr.subs(size, 0 if decisions.empty else 1)
-    return None
+    if decisions.empty is None or _asked_by_torch():
+        return None
+    size = _size_that_may_be_0(expr)
+    if size not in sizes:
+        return None
+    decisions.asked.add(size)
+    return expr.subs(size, 0 if decisions.empty else 1)
 
 
 def _size_that_may_be_0(expr: Any) -> Any:

@@ -125,6 +125,6 @@ def _size_of(trace: Trace, node: fx.Node) -> fx.Node | None:
         x = x.args[0]
     elif name_of(node) not in ("sym_size.int", "size"):
         return None
+    checked = isinstance(x, fx.Node) and name_of(x) == "unique_consecutive"
     dim: Any = place[0] if place else None
-    read = name_of(x) == "unique_consecutive" if isinstance(x, fx.Node) else False
-    return None if dim is None or read else trace.inside(x)[dim]
+    return None if dim is None or checked else trace.inside(x)[dim]

@@ -159,13 +159,10 @@ def one_of_each(x: Tensor, mask: Tensor, last: bool) -> Tensor:
 
     NaN if groups have different numbers of rows: torch cannot divide them, or mixes them.
     """
-    order = torch.arange(mask.shape[1], device=mask.device)
-    at = (
-        torch.where(mask, order, -1).amax(1)
-        if last
-        else torch.where(mask, order, len(order)).amin(1)
-    )
-    hit = (order == at.unsqueeze(1)).view(*mask.shape, *[1] * (x.dim() - 2))
+    place = torch.arange(mask.shape[1], device=mask.device)
+    place = torch.where(mask, place if last else -place, -mask.shape[1])
+    hit = mask & (place == place.amax(1, keepdim=True))
+    hit = hit.view(*mask.shape, *[1] * (x.dim() - 2))
     numbers = mask.sum(1)
     alike = (numbers.amin() == numbers.amax()) & (numbers.amin() > 0)
     return torch.where(alike, torch.where(hit, x, 0).sum(1), math.nan)
