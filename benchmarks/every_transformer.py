@@ -1,4 +1,4 @@
-"""Verify every model of the installed ``transformers`` that is trained on text, images, videos or sound alone.
+"""Verify every model of the installed ``transformers`` by what it is trained for.
 
     python -m benchmarks.every_transformer                     all of them, two at a time
     python -m benchmarks.every_transformer --only Qwen3Config  one, without a record

@@ -24,7 +24,7 @@ def text(config: Any) -> Iterator[Batch]:
 
 def _padded(config: Any) -> Batch:
     """Return sentences of two lengths, each with its end."""
-    words = min(57, config.get_text_config().vocab_size)
+    words = min(57, getattr(config.get_text_config(), "vocab_size", 57))
     ids = torch.randint(3, words, (ROWS, 8))
     mask = torch.ones_like(ids)
     mask[: ROWS // 2, 6:] = 0
