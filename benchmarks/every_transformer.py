@@ -1,7 +1,8 @@
-"""Verify every model of the installed ``transformers`` by what it is trained for.
+"""Verify the models of the installed ``transformers`` for each of 15 tasks, made small.
 
     python -m benchmarks.every_transformer                     all of them, two at a time
     python -m benchmarks.every_transformer --only Qwen3Config  one, without a record
+    python -m benchmarks.every_transformer --kinds words       those of a task
     python -m benchmarks.coverage --write-docs                 docs/models.md, with the results
 
 The zoo's sizes are chosen by hand; here they follow from the names of a configuration's fields, so that an

@@ -17,7 +17,7 @@ Pair = tuple[Any, Any]
 
 @dataclass
 class Decisions:
-    """What was decided of sizes that are data.
+    """Decisions on sizes that are data.
 
     Attributes:
         empty: whether the sizes are 0 where the forward asks; None: it must not ask.
