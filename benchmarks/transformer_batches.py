@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.zoo.image_text import packed
+
 ROWS = 6
 LABELS = 2
 
@@ -69,27 +71,13 @@ def captions(config: Any) -> Iterator[Batch]:
 def described_images(config: Any) -> Iterator[Batch]:
     """Yield prompts that begin with an image, in the forms that models use."""
     for tokens in (16, 4, 1, 17, 64, 8, 2, 5, 9):
-        text = _after_an_image(config, tokens)
-        yield {**text, "pixel_values": _images(config)}
-        yield {
-            **text,
-            "pixel_values": _images(config),
-            "token_type_ids": (text["labels"] == -100).long(),
-        }
-    eye = _field(config, "vision_config")
-    patch, merge = _field(eye, "patch_size", 8), _field(eye, "spatial_merge_size", 2)
-    values = 3 * _field(eye, "temporal_patch_size", 1) * patch**2
-    text = _after_an_image(config, 4)
-    positions = (
-        torch.arange(text["input_ids"].shape[1]).expand(3, *text["input_ids"].shape).contiguous()
-    )
-    side = 2 * merge
-    packed = {
-        **text, "pixel_values": torch.randn(ROWS * side**2, values),
-        "image_grid_thw": torch.tensor([[1, side, side]] * ROWS),
-    }  # fmt: skip
-    yield {**packed, "position_ids": positions}
-    yield packed
+        batch = _after_an_image(config, tokens) | {"pixel_values": _images(config)}
+        yield batch
+        yield batch | {"token_type_ids": (batch["labels"] == -100).long()}
+    if hasattr(getattr(config, "vision_config", None), "temporal_patch_size"):
+        batch = packed(config, ROWS)
+        yield batch
+        yield {name: value for name, value in batch.items() if name != "position_ids"}
 
 
 def _after_an_image(config: Any, tokens: int) -> Batch:
