@@ -6,11 +6,12 @@ of equal prices, and the live ranges of storages stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.loss_chunks import CHUNKS
@@ -48,6 +49,10 @@ class CostStructure:
         moved: per group, its class in ``moving``; -1 if it computes.
         converts: the groups that do not compute.
         storages: the storages that instructions allocate.
+        parts: classes of the values of inputs and storages by their parts.
+        part_of_input, part_of_storage: the classes in ``parts``.
+        bytes_of_input, bytes_of_storage: on one device.
+        bytes_kept: kind -> per class of ``parts``, the bytes of storages that hold the graph's outputs.
         live: their live ranges without overlap.
     """
 
@@ -61,6 +66,7 @@ class CostStructure:
         self.moved: list[int] = []
         self.converts: list[int] = []
         self._work: ComputingClasses | None = None
+        self._stages: tuple[tuple[int, ...], Stages] | None = None
         self._ends: Ends | None = None
         for at, (a, b) in enumerate(bounds):
             group = program.instructions[a:b]
@@ -77,6 +83,14 @@ class CostStructure:
         where = [self.parts.number(cost.parts.value_key(*v), v) for v in values]
         self.part_of_input: Indices = np.array(where[: len(self.inputs)], dtype=np.int64)
         self.part_of_storage: Indices = np.array(where[len(self.inputs) :], dtype=np.int64)
+        nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
+        self.bytes_of_input, self.bytes_of_storage = np.split(nbytes, [len(self.inputs)])
+        self.bytes_kept: dict[str, npt.NDArray[np.float64]] = {}
+        for at, storage in enumerate(self.storages):
+            if storage.kept:
+                nothing = np.zeros(len(self.parts.first))
+                kept = self.bytes_kept.setdefault(storage.kind, nothing)
+                kept[self.part_of_storage[at]] += self.bytes_of_storage[at]
 
     @cached_property
     def live(self) -> LiveRanges:
@@ -84,13 +98,22 @@ class CostStructure:
 
     def live_until(self, until: Sequence[int]) -> LiveRanges:
         """Return the live ranges if each group holds its inputs until another has run."""
-        return LiveRanges(self.storages, self.bounds, until)
+        busy = [*dict.fromkeys([*self.converts, *(at for at, _, _ in self.chunked)])]
+        return LiveRanges(self.storages, self.bounds, until, busy)
 
     def work(self, graph: Graph, program: Program, cost: Prices) -> ComputingClasses:
         """Return the classes of computing; made when they are first read."""
         if self._work is None:
             self._work = ComputingClasses(graph, program, cost, self.nodes)
         return self._work
+
+    def stages(
+        self, graph: Graph, program: Program, cost: Prices, crossings: tuple[int, ...]
+    ) -> Stages:
+        """Return what is between collectives, ``crossings`` and others; made when first read."""
+        if self._stages is None or self._stages[0] != crossings:
+            self._stages = crossings, Stages(self, graph, program, cost, crossings)
+        return self._stages[1]
 
     def ends(self, graph: Graph, program: Program) -> Ends:
         """Return the values of each group; made when they are first read."""
@@ -157,6 +180,53 @@ class ComputingClasses:
             )
             for i in graph.role("parameter") if i.target in graph.gradients
         ]  # fmt: skip
+
+
+class Stages:
+    """The computing between collectives, as rows of a table of seconds.
+
+    The table has a row of zeros, one for each class of operators, one for each class of updates, and one for
+    each class of conversions without communication.
+
+    Attributes:
+        work: the classes of operators and updates.
+        local: a group of each class of conversions without communication.
+        collectives: the groups that communicate; a stage ends with each, and one after the last.
+        rows: rows of the table, stage by stage.
+        starts: the first of ``rows`` of each stage.
+    """
+
+    def __init__(
+        self, structure: CostStructure, graph: Graph, program: Program, cost: Prices,
+        crossings: Collection[int],
+    ) -> None:  # fmt: skip
+        self.work = work = structure.work(graph, program, cost)
+        updates = 1 + len(work.computing.first)
+        conversions = updates + len(work.updating.first)
+        self.local: list[int] = []
+        self.collectives: list[int] = []
+        place: dict[int, int] = {}  # class of a conversion without communication -> its row
+        rows, starts = [0], [0]  # each stage has a row
+        for at, (first, end) in enumerate(structure.bounds):
+            moved = structure.moved[at]
+            if at not in crossings:
+                rows += [1 + k for k in work.of_group[at]]
+            if moved >= 0 and _is_local(program.instructions[first:end]):
+                if moved not in place:
+                    place[moved] = conversions + len(self.local)
+                    self.local.append(at)
+                rows.append(place[moved])
+            elif moved >= 0 or at in crossings:
+                self.collectives.append(at)
+                starts.append(len(rows))
+                rows.append(0)
+        rows += [updates + k for k in work.updated]
+        self.rows: Indices = np.array(rows, dtype=np.int64)
+        self.starts: Indices = np.array(starts, dtype=np.int64)
+
+
+def _is_local(group: Sequence[Instruction]) -> bool:
+    return next(s for s in group if isinstance(s, Convert)).local
 
 
 def nodes_and_rows(graph: Graph, group: Sequence[Instruction]) -> list[tuple[Node, Row]]:

@@ -86,28 +86,44 @@ def storages(graph: Graph, program: Program) -> list[Storage]:
 class LiveRanges:
     """The groups of instructions during which each storage exists.
 
+    Moment 0 is before the step, moment ``k + 1`` is group ``k``. Memory is the fullest at a moment
+    before something is freed and after something was allocated, so the others are left out.
+
     Args:
         found: the storages.
         bounds: per group, (start, stop) of its instructions.
         until: per group, the last group that begins before it has ended: itself, or a later one
             if it communicates meanwhile. A group holds its inputs until then.
+        busy: groups that hold more than tensors while they run.
 
     Attributes:
         first, last: per storage, the group that allocates it and the last that holds it.
-        changes: per storage, the moment at which it begins to exist and the moment at which it
-            ceases to; flat. Moment 0 is before the step, moment ``k + 1`` is group ``k``.
+        moments: the moments of which one is the fullest, in order.
+        changes: per storage, the first of ``moments`` at which it exists, and the first at which it
+            no longer does; flat.
+        under_way: group of ``busy`` -> those of ``moments`` at which it runs.
     """
 
-    def __init__(self, found: Sequence[Storage], bounds: Bounds, until: Sequence[int]) -> None:
-        self.until = until
+    def __init__(
+        self, found: Sequence[Storage], bounds: Bounds, until: Sequence[int], busy: Sequence[int]
+    ) -> None:
         end = len(bounds)
         group_of = np.repeat(np.arange(end), [b - a for a, b in bounds])
-        held = np.asarray(until, dtype=np.int64)[group_of]
+        held = np.asarray(until, dtype=np.int64)
         self.first: Indices = group_of[np.array([s.born for s in found], dtype=np.int64)]
         self.last = self.first.copy()
         readers = np.array([at for s in found for at in s.reads], dtype=np.int64)
         read = np.repeat(np.arange(len(found)), [len(s.reads) for s in found])
-        np.maximum.at(self.last, read, held[readers])
+        np.maximum.at(self.last, read, held[group_of][readers])
         self.last[np.array([s.kept for s in found], dtype=bool)] = end
         ends = np.minimum(self.last + 2, end + 1)
-        self.changes: Indices = np.stack([self.first + 1, ends], axis=1).reshape(-1)
+        running = np.array(busy, dtype=np.int64)
+        starts, stops = running + 1, held[running] + 2
+        more, less = np.zeros(end + 2, dtype=bool), np.zeros(end + 2, dtype=bool)
+        more[self.first + 1] = more[starts] = True
+        less[ends] = less[stops] = less[end + 1] = True
+        self.moments: Indices = np.flatnonzero(less[1:] & (more | ~less)[:-1])
+        changes = np.stack([self.first + 1, ends], axis=1).reshape(-1)
+        self.changes: Indices = np.searchsorted(self.moments, changes)
+        ways = np.searchsorted(self.moments, np.stack([starts, stops], axis=1)).tolist()
+        self.under_way = {at: slice(a, b) for at, (a, b) in zip(busy, ways, strict=True)}

@@ -50,15 +50,14 @@ def memory(
         until: the ends of collectives; default: none overlaps with computing.
     """
     structure = structure_of(graph, program, cost)
-    stored = _given(graph, structure, cost)
+    given = _given(graph, structure, cost)
     columns = _columns(structure, cost, buffers)
-    alive, own, between = _moments(
-        graph, program, cost, buffers, structure, _live(structure, until), columns
-    )
+    live = _live(structure, until)
+    alive, own, between = _moments(program, cost, buffers, structure, live, columns, given)
     peak: PerRank = (alive + own + between).max(axis=0)[columns.of_rank]
     if updating:
-        peak = np.maximum(peak, _sum(while_updating(graph, program, cost)))
-    return stored["parameters"] + stored["optimizer states"], peak
+        peak = np.maximum(peak, _sum(_while_updating(structure, cost, given)))
+    return given["parameters"] + given["optimizer states"], peak
 
 
 def at_peak(
@@ -67,14 +66,15 @@ def at_peak(
     """Return kind -> the bytes that each rank holds at its peak; as in :func:`memory`."""
     structure = structure_of(graph, program, cost)
     live, columns = _live(structure, until), _columns(structure, cost, None)
+    given = _given(graph, structure, cost)
     alive, own, between = (
         nbytes[:, columns.of_rank]
-        for nbytes in _moments(graph, program, cost, None, structure, live, columns)
+        for nbytes in _moments(program, cost, None, structure, live, columns, given)
     )
     moments = (alive + own + between).argmax(axis=0)
-    fullest = moments - 1
+    fullest = live.moments[moments] - 1
     found = {kind: np.zeros(len(fullest)) for kind in KINDS}
-    for kind, nbytes in _given(graph, structure, cost).items():
+    for kind, nbytes in given.items():
         found[kind] = found[kind] + nbytes
     for storage, first, last in zip(structure.storages, live.first, live.last, strict=True):
         there = (first <= fullest) & (fullest <= last)
@@ -84,7 +84,7 @@ def at_peak(
     here = moments, np.arange(len(moments))
     found["workspace"], found["communication buffers"] = own[here], between[here]
     if updating:
-        update = while_updating(graph, program, cost)
+        update = _while_updating(structure, cost, given)
         later = _sum(update) > _sum(found)
         nothing = np.zeros(len(fullest))
         found = {kind: np.where(later, update.get(kind, nothing), found[kind]) for kind in KINDS}
@@ -102,7 +102,8 @@ def _live(structure: CostStructure, until: Until) -> LiveRanges:
 
 def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, PerRank]:
     """Return the bytes of the inputs, which exist from the start to the end."""
-    local = _local_bytes(graph, structure, cost, structure.inputs, structure.part_of_input)
+    parts = _parts(structure, cost)[structure.part_of_input]
+    local = structure.bytes_of_input[:, None] * parts
     roles = np.array([i.role == "parameter" for i in graph.inputs])
     trained = np.array([i.target in graph.gradients for i in graph.inputs])
     return {
@@ -113,30 +114,33 @@ def _given(graph: Graph, structure: CostStructure, cost: Prices) -> dict[str, Pe
 
 
 def _moments(
-    graph: Graph, program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
-    live: LiveRanges, columns: _Columns,
+    program: Program, cost: Prices, buffers: Buffers | None, structure: CostStructure,
+    live: LiveRanges, columns: _Columns, given: Mapping[str, PerRank],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return live bytes, workspace and buffers; dims moment, column; moment 0: before the step."""
-    end, ranks = len(structure.bounds), columns.ranks
-    change = np.zeros((end + 2, len(ranks)))
-    change[0] = np.sum(list(_given(graph, structure, cost).values()), axis=0)[ranks]
-    values = [storage.value for storage in structure.storages]
-    local = _local_bytes(graph, structure, cost, values, structure.part_of_storage, ranks)
-    both = np.stack([local, -local], axis=1).reshape(-1, local.shape[1])
-    np.add.at(change, live.changes, both)
-    alive: Floats = np.cumsum(change, axis=0)[: end + 1]
+    """Return live bytes, workspace and buffers; dims moment of ``live.moments``, column."""
+    ranks, moments = columns.ranks, len(live.moments)
+    parts = [cost.parts.of(*value) for value in structure.parts.first]
+    vectors = {id(vector): vector for vector in parts}
+    place = {vector: at for at, vector in enumerate(vectors)}
+    of_storage = np.array([place[id(vector)] for vector in parts])[structure.part_of_storage]
+    # Storages with equal parts are added up before they are multiplied by their part of each rank.
+    into = live.changes * len(vectors) + np.repeat(of_storage, 2)
+    nbytes = np.stack([structure.bytes_of_storage, -structure.bytes_of_storage], axis=1)
+    changes = np.bincount(into, nbytes.reshape(-1), minlength=(moments + 1) * len(vectors))
+    held = np.cumsum(changes.reshape(moments + 1, -1)[:-1], axis=0)
+    alive: Floats = held @ np.array(list(vectors.values()))[:, ranks] + _sum(given)[ranks]
     known: dict[object, PerRank] = {}
     own, between = np.zeros_like(alive), np.zeros_like(alive)
     for at, node, row in structure.chunked:
-        own[at + 1] = workspace(node, row, cost)[ranks]
+        own[live.under_way[at]] = workspace(node, row, cost)[ranks]
     for at in structure.converts:
         group = program.instructions[slice(*structure.bounds[at])]
         key = structure.moved[at], group[0].implementation if isinstance(group[0], Convert) else ""
         if key not in known:
             found = buffers(group) if buffers else communication_buffers(group, cost)
             known[key] = found[ranks]
-        under_way = slice(at + 1, live.until[at] + 2)
-        between[under_way] = np.maximum(between[under_way], known[key])
+        now = live.under_way[at]
+        between[now] = np.maximum(between[now], known[key])
     return alive, own, between
 
 
@@ -163,45 +167,41 @@ def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) ->
     return _Columns(ranks, np.array(of_rank))
 
 
-def _local_bytes(
-    graph: Graph, structure: CostStructure, cost: Prices, values: Sequence[Value], part_of: Indices,
-    ranks: Indices | slice = slice(None),
-) -> Floats:  # fmt: skip
-    """Return bytes with dims value, rank of ``ranks``; ``part_of``: classes in ``structure.parts``."""
-    parts = [cost.parts.of(*v)[ranks] for v in structure.parts.first]
-    nbytes = np.array([graph.tensors[v.tensor].nbytes for v in values], dtype=np.float64)
-    if not parts:
-        return np.zeros((0, len(cost.parts.one[ranks])))
-    found: Floats = nbytes[:, None] * np.array(parts)[part_of]
-    return found
-
-
 def update_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
     """Return the bytes that the optimizer's step holds besides parameters, gradients and states.
 
     On GPUs torch's optimizers update all parameters at once. Adam then holds the square roots of one
     state of all of them; those with fewer states hold nothing.
     """
-    found: PerRank = np.zeros_like(cost.parts.one)
-    if cost.optimizer_states < _STATES_OF_ADAM or not cost.machine.on_gpu.any():
-        return found
-    for i in graph.role("parameter"):
-        if i.target in graph.gradients:
-            tensor = graph.tensors[i.tensor]
-            found = found + cost.local_bytes(tensor, program.inputs[i.tensor])
-    return found * cost.machine.on_gpu
+    return _update_bytes(_given(graph, structure_of(graph, program, cost), cost), cost)
+
+
+def _update_bytes(given: Mapping[str, PerRank], cost: Prices) -> PerRank:
+    if cost.optimizer_states < _STATES_OF_ADAM:
+        return np.zeros_like(cost.parts.one)
+    one_state: PerRank = given["optimizer states"] / cost.optimizer_states
+    return one_state * cost.machine.on_gpu
 
 
 def while_updating(graph: Graph, program: Program, cost: Prices) -> dict[str, PerRank]:
     """Return kind -> the bytes that each rank holds in the optimizer's step alone."""
     structure = structure_of(graph, program, cost)
-    found = _given(graph, structure, cost)
-    for storage in structure.storages:
-        if storage.kept:
-            value = storage.value
-            nbytes = cost.local_bytes(graph.tensors[value.tensor], value.placement)
-            found[storage.kind] = found.get(storage.kind, 0.0) + nbytes
-    return {**found, "workspace": update_bytes(graph, program, cost)}
+    return _while_updating(structure, cost, _given(graph, structure, cost))
+
+
+def _while_updating(
+    structure: CostStructure, cost: Prices, given: Mapping[str, PerRank]
+) -> dict[str, PerRank]:
+    found, parts = dict(given), _parts(structure, cost)
+    for kind, nbytes in structure.bytes_kept.items():
+        found[kind] = found.get(kind, 0.0) + nbytes @ parts
+    return {**found, "workspace": _update_bytes(given, cost)}
+
+
+def _parts(structure: CostStructure, cost: Prices) -> Floats:
+    """Return the parts of the classes ``structure.parts``; dims class, rank."""
+    parts = [cost.parts.of(*value) for value in structure.parts.first]
+    return np.array(parts) if parts else cost.parts.one[None]
 
 
 def workspace(node: Node, row: Row, cost: Prices) -> PerRank:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hap.ir.graph import Graph
 from hap.ir.program import Convert, Program
@@ -19,6 +20,8 @@ from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
 
 _ROUNDING = 1e-9
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,49 +70,41 @@ class Superstep:
 
 def supersteps(graph: Graph, program: Program, cost: Prices) -> list[Superstep]:
     """Return the supersteps of a step in order; the optimizer's step is the last one."""
-    structure = structure_of(graph, program, cost)
-    nothing = np.zeros((1, cost.machine.cluster.world_size))
-    # Rows of this table: kinds of nodes, then updates, then local conversions.
-    work = structure.work(graph, program, cost)
-    table = [cost.compute(node, row) for node, row in work.computing.first]
-    updates = len(table)
-    for name in work.updating.first:
-        table.append(cost.update(graph.tensors[name], program.inputs[name]))
-    moves: dict[object, float] = {}
-    local: dict[object, int] = {}
-    ends: list[tuple[list[int], float]] = []  # per stage: its work, the seconds of its collective
-    busy: list[int] = []
-    for (first, end), nodes, classes, moved in zip(
-        structure.bounds, structure.nodes, work.of_group, structure.moved, strict=True
-    ):
-        crossing = cost.cross(nodes) if nodes else None
-        if crossing is not None:
-            ends.append((busy, crossing[0]))
-            busy = []
-            continue
-        busy.extend(classes)
-        if moved < 0:
-            continue
-        converts = [s for s in program.instructions[first:end] if isinstance(s, Convert)]
-        key = moved, *(s.implementation for s in converts)
-        if key not in moves:
-            moves[key] = convert_seconds(converts, cost)
-        if not converts[0].local:
-            ends.append((busy, moves[key]))
-            busy = []
-            continue
-        if key not in local:
-            local[key] = len(table)
-            table.append(np.full_like(nothing[0], moves[key]))
-        busy.append(local[key])
-    ends.append((busy + [updates + k for k in work.updated], 0.0))
-    rows = np.array(table) if table else nothing
+    computing, communicating = _seconds(graph, program, cost)
     return [
-        Superstep(
-            compute_s=np.add.reduce(rows[which], axis=0) if which else nothing[0], communicate_s=s
-        )
-        for which, s in ends
+        Superstep(compute_s=compute_s, communicate_s=communicate_s)
+        for compute_s, communicate_s in zip(computing, communicating, strict=True)
     ]
+
+
+def _seconds(graph: Graph, program: Program, cost: Prices) -> tuple[Floats, list[float]]:
+    """Return computing of each superstep and rank, and communication of each superstep."""
+    structure = structure_of(graph, program, cost)
+    crossings = {
+        at: found[0]
+        for at, nodes in enumerate(structure.nodes) if nodes and (found := cost.cross(nodes))
+    }  # fmt: skip
+    stages = structure.stages(graph, program, cost, tuple(crossings))
+    table = [np.zeros(cost.machine.cluster.world_size)]
+    table += [cost.compute(node, row) for node, row in stages.work.computing.first]
+    table += [
+        cost.update(graph.tensors[name], program.inputs[name])
+        for name in stages.work.updating.first
+    ]
+    moves: dict[object, float] = {}
+
+    def convert_s(at: int) -> float:
+        group = program.instructions[slice(*structure.bounds[at])]
+        named = next(s.implementation for s in group if isinstance(s, Convert))
+        key = structure.moved[at], named
+        if key not in moves:
+            moves[key] = convert_seconds([s for s in group if isinstance(s, Convert)], cost)
+        return moves[key]
+
+    table += [np.full_like(table[0], convert_s(at)) for at in stages.local]
+    computing = np.add.reduceat(np.array(table)[stages.rows], stages.starts, axis=0)
+    seconds = [crossings[at] if at in crossings else convert_s(at) for at in stages.collectives]
+    return computing, [*seconds, 0.0]
 
 
 def convert_seconds(group: Sequence[Convert], cost: Prices) -> float:
@@ -123,13 +118,10 @@ def convert_seconds(group: Sequence[Convert], cost: Prices) -> float:
 
 def simulate(graph: Graph, program: Program, cost: Prices) -> Timeline:
     """Simulate a program without overlap."""
-    compute, slowest_s, communicate = np.zeros(cost.machine.cluster.world_size), 0.0, 0.0
-    for stage in supersteps(graph, program, cost):
-        compute = compute + stage.compute_s
-        slowest_s += float(stage.compute_s.max())
-        communicate += stage.communicate_s
+    computing, communicating = _seconds(graph, program, cost)
+    slowest_s, communicate = float(computing.max(axis=1).sum()), sum(communicating)
     stored, peak = memory(graph, program, cost)
     return Timeline(
-        program=program, step_s=slowest_s + communicate, compute_s=compute,
+        program=program, step_s=slowest_s + communicate, compute_s=computing.sum(axis=0),
         communicate_s=communicate, stored_bytes=stored, peak_bytes=peak,
     )  # fmt: skip
