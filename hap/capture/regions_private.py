@@ -40,7 +40,11 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
     are_same = higher_order.are_same_graph_modules
     condition_of, is_reusable = regions.build_reuse_condition, regions.is_reusable
     lists = importlib.import_module("torch._dynamo.variables.lists").BaseListVariable
-    flatten = regions.build_fingerprint_with_pytree
+    dicts = importlib.import_module("torch._dynamo.variables.dicts").ConstDictVariable
+    constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
+    flatten, method = regions.build_fingerprint_with_pytree, dicts.call_method
+    sources = importlib.import_module("torch._guards").ChainedSource
+    clone = sources.clone
     output: Any = None
     number, now = 0, object()
     known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
@@ -80,7 +84,17 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
         return condition
 
     def reusable(tx: Any, condition: Any, *args: Any) -> bool:
-        return known[id(condition)][1] == now and is_reusable(tx, condition, *args)
+        if known[id(condition)][1] != now:
+            return False
+        clones: dict[int, Any] = {}  # many things that a condition names are parts of one
+
+        def once(self: Any, *args: Any) -> Any:
+            if id(self) not in clones:
+                clones[id(self)] = clone(self, *args)
+            return clones[id(self)]
+
+        with mock.patch.object(sources, "clone", once):
+            return is_reusable(tx, condition, *args)
 
     def inputs(tx: Any, given: Any, named: Any) -> Any:
         leaves, others = list[Any](), list[Any]()
@@ -101,7 +115,14 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
         sources = [getattr(value, "source", None) for _, value in leaves]
         return regions.InputFingerprint(leaves, sources, False, forms)
 
+    def unless_empty(self: Any, tx: Any, name: str, *args: Any) -> Any:
+        if name == "clear" and not self.items:  # a cache that was not used; no side effect
+            self.install_dict_keys_match_guard()
+            return constant.create(None)
+        return method(self, tx, name, *args)
+
     with (
+        mock.patch.object(dicts, "call_method", unless_empty),
         mock.patch.object(regions, "build_fingerprint_with_pytree", inputs),
         mock.patch.object(variable, "_call_function", call),
         mock.patch.object(variable, "create_wrapped_node", trace),

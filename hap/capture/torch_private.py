@@ -60,11 +60,12 @@ def known_numbers() -> Iterator[None]:
     not: in another precision they are other numbers. The class of the modes stays: torch finds the rules of an
     operator such as ``torch.cond`` by it.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as Mode
 
     aten = torch.ops.aten
     makers = (aten.arange, aten.full, aten.zeros, aten.ones, aten.eye)
-    fits, dispatch = Mode.may_turn_const, Mode._dispatch_impl
+    fits, dispatch, read = Mode.may_turn_const, Mode._dispatch_impl, FakeTensor.tolist
 
     def is_small(self: Any, t: torch.Tensor) -> bool:
         whole = not t.is_floating_point() and _is_small(t.shape)
@@ -80,7 +81,13 @@ def known_numbers() -> Iterator[None]:
             real = func(*args, **{**kwargs, "device": "cpu"})
         return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
-    with mock.patch.multiple(Mode, may_turn_const=is_small, _dispatch_impl=known):
+    def tolist(self: Any) -> Any:  # torch reads the numbers one by one
+        return read(self) if self.constant is None else values(self.constant)
+
+    with (
+        mock.patch.multiple(Mode, may_turn_const=is_small, _dispatch_impl=known),
+        mock.patch.object(FakeTensor, "tolist", tolist),
+    ):
         yield
 
 
