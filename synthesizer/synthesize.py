@@ -29,7 +29,7 @@ from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
 from hap.synthesizer.search.bucket_elimination import TooWide
 from hap.synthesizer.search.cost_tables import Allowed, Problem
-from hap.synthesizer.search.engines import bound, eliminate_or_bound
+from hap.synthesizer.search.engines import bound, eliminate_if_fits, eliminate_or_bound
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
@@ -311,10 +311,10 @@ class Synthesizer:
             hint="search with the engine astar, whose tables are bounded",
         )
         try:
-            outcome = problem.outcome(self.engine)
+            outcome = problem.outcome(eliminate_if_fits if self._must_fit else self.engine)
         except TooWide as error:
             raise too_entangled from error
-        if self._must_fit and (outcome.status is Found.UNKNOWN or outcome.in_place):
+        if self._must_fit and outcome.status is Found.UNKNOWN:
             raise too_entangled
         self._must_fit = False
         if outcome.status is Found.INFEASIBLE:

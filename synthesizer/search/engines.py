@@ -44,6 +44,13 @@ def eliminate_or_bound(unary: Unary, pairs: Pairs) -> SearchResult:
     return _searched(unary, pairs)[0]
 
 
+def eliminate_if_fits(unary: Unary, pairs: Pairs) -> SearchResult:
+    """Run bucket elimination; on large graphs raise ``TooWide`` at once if its tables do not fit."""
+    if len(unary) <= SMALL:
+        return eliminate_or_bound(unary, pairs)
+    return _eliminated(unary, pairs, MOST_ENTRIES)
+
+
 def _searched(unary: Unary, pairs: Pairs) -> tuple[SearchResult, TooWide | None]:
     """Return a result, and why it is not proved."""
     small = len(unary) <= SMALL
