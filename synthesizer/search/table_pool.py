@@ -6,6 +6,7 @@ of arithmetic operations", 1958).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,12 @@ HELD = 1 << 28
 _GONE: Costs = np.zeros(0, dtype=np.int64)
 
 
+@functools.lru_cache(maxsize=256)
+def _pairs_of_labels(count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return ``[a, b]``: whether these are two labels, and whether b is the earlier one."""
+    return ~np.eye(count, dtype=np.bool_), np.tri(count, k=-1, dtype=np.bool_)
+
+
 class Pool:
     """Tables of one problem. Every given or computed table has a number."""
 
@@ -40,6 +47,8 @@ class Pool:
             int, tuple[int, Costs]
         ] = {}  # keeps the array, so that its id stays unique
         self._made: dict[object, int] = {}
+        self._turned: dict[int, int] = {}
+        self._sums: dict[tuple[int, int], int] = {}
         self._kept: dict[object, tuple[int, ...]] = {}
         self._minima: dict[object, tuple[int, int, Labels]] = {}
         self._held = 0
@@ -87,7 +96,11 @@ class Pool:
 
     def turned(self, number: int) -> int:
         """Return the transpose of a pair's table."""
-        return self._once((number, "turned"), lambda: np.require(self.tables[number].T, None, "C"))
+        found = self._turned.get(number)
+        if found is None:
+            found = self.number(np.require(self.tables[number].T, None, "C"))
+            self._turned[number] = found
+        return found
 
     def taken(self, number: int, labels: tuple[int, ...]) -> int:
         """Return the table with only these labels of its first variable."""
@@ -99,8 +112,12 @@ class Pool:
 
     def added(self, a: int, b: int) -> int:
         """Return the sum of two tables."""
-        key = (a, b, "added") if a < b else (b, a, "added")
-        return self._once(key, lambda: np.minimum(self.tables[a] + self.tables[b], FORBIDDEN))
+        key = (a, b) if a < b else (b, a)
+        found = self._sums.get(key)
+        if found is None:
+            total = np.minimum(self.tables[a] + self.tables[b], FORBIDDEN)
+            found = self._sums[key] = self.number(total)
+        return found
 
     def minimum(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, int, Labels]:
         """Return the sum of tables that begin with one variable, minimised over it.
@@ -133,11 +150,12 @@ class Pool:
         key = (costs, pairs)
         found = self._kept.get(key)
         if found is None:
-            gaps = np.stack([self.tables[self._gaps(n)] for n in (costs, *pairs)])
-            total = gaps.sum(axis=0)
-            earlier = np.tri(len(total), k=-1, dtype=np.bool_)
-            dominated = ((total > 0) | (total == 0) & earlier) & (gaps > -CAP).all(axis=0)
-            np.fill_diagonal(dominated, False)
+            gaps = [self.tables[self._gaps(n)] for n in (costs, *pairs)]
+            total = least = gaps[0]
+            for gap in gaps[1:]:
+                total, least = total + gap, np.minimum(least, gap)
+            others, earlier = _pairs_of_labels(len(total))
+            dominated = ((total > 0) & others | (total == 0) & earlier) & (least > -CAP)
             kept = list(range(len(dominated)))
             for a in reversed(np.flatnonzero(dominated.any(axis=1)).tolist()):
                 if dominated[a, kept].any():
@@ -154,7 +172,6 @@ class Pool:
             a, b = rows[:, None], rows[None, :]
             # Entries where both are forbidden do not count.
             apart = np.where((a >= FORBIDDEN) & (b >= FORBIDDEN), CAP, a - b)
-            least: Costs = np.clip(apart.min(axis=-1), -CAP, CAP)
-            return least
+            return np.minimum(np.maximum(apart.min(axis=-1), -CAP), CAP)
 
         return self._once((number, "gaps"), gaps)
