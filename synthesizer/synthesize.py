@@ -6,7 +6,7 @@ out of memory, their bytes get the lowest price at which the program fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,13 @@ from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Program
 from hap.other_process import ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
-from hap.synthesizer.bounds.lower_bound import AnyShares, FixedShares, Relaxation, Relaxed
+from hap.synthesizer.bounds.lower_bound import (
+    AnyShares,
+    BoundResult,
+    FixedShares,
+    Relaxation,
+    Relaxed,
+)
 from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.cost.cost_model import CostModel, Crossing
 from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
@@ -238,10 +244,12 @@ class Synthesizer:
         # Conversions that can be fused pay for parts of a start, alone as well.
         return sum(self._any_shares.convert_group([c])[0].seconds for c in program.collectives)
 
-    def _bounded(self, prices: AnyShares | FixedShares, slow: bool) -> Relaxed:
+    def _bounded(
+        self, prices: AnyShares | FixedShares, slow: bool, known: Sequence[BoundResult] = ()
+    ) -> Relaxed:
         engine = bound if self.engine is bound else eliminate_or_bound
         relaxation = Relaxation(self.space, prices, self._allowed, engine)
-        return relaxation.run(prices.proportional, 2 if slow else SEARCHES)
+        return relaxation.run(prices.proportional, 2 if slow else SEARCHES, known)
 
     def proved(self, step_s: float, searches: int) -> tuple[float, int]:
         """Return (bound over all programs and shares, total searches) by ``searches`` more ones."""
@@ -261,7 +269,8 @@ class Synthesizer:
         key = tuple(shares.items())
         if key not in self._fixed:
             prices = FixedShares(self.space, self.machine, shares, self._states)
-            self._fixed[key] = self._bounded(prices, self._slow)
+            latest = [self.relaxed, *self._fixed.values()][-1]
+            self._fixed[key] = self._bounded(prices, self._slow, latest.found)
         return self._fixed[key]
 
     def search(self, shares: Shares) -> Candidate:

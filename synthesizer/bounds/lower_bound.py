@@ -10,7 +10,7 @@ memory is ignored. docs/formulas.md derives the bound; it numbers the inequaliti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -332,16 +332,25 @@ class Relaxation:
         """Return the weights that maximise the cost of the cheapest program found."""
         return best_weights(self.found, self._prices.overlap_price)
 
-    def run(self, start: Weights, searches: int) -> Relaxed:
-        """Search from ``start`` on, until no gain is possible."""
-        weights = start
+    def run(
+        self, start: Weights, searches: int, known: Iterable[BoundResult] = ()
+    ) -> Relaxed:  # fmt: skip
+        """Search from ``start`` on, until no gain is possible that is worth another search.
+
+        Args:
+            known: results under other prices; the first search is by the weights that are best for them.
+        """
+        for result in known:
+            self.evaluate(result.labelling)
+        before = len(self.found)
+        weights = self.weights() if self.found else start
         for _ in range(searches):
             if self.search(weights) is None:
                 break
             weights = self.weights()
-            if min(f.at(weights) for f in self.found) <= self.bound_s * (1 + 1e-6):
+            if min(f.at(weights) for f in self.found) <= self.bound_s * (1 + _WORTH):
                 break
-        unlike = {f.labelling.labels: f.labelling for f in self.found}
+        unlike = {f.labelling.labels: f.labelling for f in self.found[before:]}
         programs = tuple(self._problem.program(labelling) for labelling in unlike.values())
         return Relaxed(
             found=self.found, programs=programs, bound_s=self.bound_s, searches=self.searches
@@ -395,6 +404,9 @@ def _highest(cuts: Sequence[Floats], overlap_price: OverlapPrice) -> tuple[Weigh
     found = np.maximum([x.solution_value() for x in parts], 0.0)
     return overlap_price.mean(*np.split(found, 2)), float(least.solution_value())
 
+
+_WORTH = 1e-3
+"""Relative gain of a bound that is worth another search."""
 
 _CLOSE = 1e-6
 """Relative difference below which two values of the master problem count as equal."""

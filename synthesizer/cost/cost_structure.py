@@ -66,7 +66,7 @@ class CostStructure:
         self.moved: list[int] = []
         self.converts: list[int] = []
         self._work: ComputingClasses | None = None
-        self._stages: tuple[tuple[int, ...], Stages] | None = None
+        self._superstep_rows: tuple[tuple[int, ...], SuperstepRows] | None = None
         self._ends: Ends | None = None
         for at, (a, b) in enumerate(bounds):
             group = program.instructions[a:b]
@@ -107,13 +107,13 @@ class CostStructure:
             self._work = ComputingClasses(graph, program, cost, self.nodes)
         return self._work
 
-    def stages(
+    def superstep_rows(
         self, graph: Graph, program: Program, cost: Prices, crossings: tuple[int, ...]
-    ) -> Stages:
+    ) -> SuperstepRows:
         """Return what is between collectives, ``crossings`` and others; made when first read."""
-        if self._stages is None or self._stages[0] != crossings:
-            self._stages = crossings, Stages(self, graph, program, cost, crossings)
-        return self._stages[1]
+        if self._superstep_rows is None or self._superstep_rows[0] != crossings:
+            self._superstep_rows = crossings, SuperstepRows(self, graph, program, cost, crossings)
+        return self._superstep_rows[1]
 
     def ends(self, graph: Graph, program: Program) -> Ends:
         """Return the values of each group; made when they are first read."""
@@ -182,7 +182,7 @@ class ComputingClasses:
         ]  # fmt: skip
 
 
-class Stages:
+class SuperstepRows:
     """The computing between collectives, as rows of a table of seconds.
 
     The table has a row of zeros, one for each class of operators, one for each class of updates, and one for
@@ -191,9 +191,9 @@ class Stages:
     Attributes:
         work: the classes of operators and updates.
         local: a group of each class of conversions without communication.
-        collectives: the groups that communicate; a stage ends with each, and one after the last.
-        rows: rows of the table, stage by stage.
-        starts: the first of ``rows`` of each stage.
+        collectives: the groups that communicate; a superstep ends with each, and one after the last.
+        rows: rows of the table, superstep by superstep.
+        starts: the first of ``rows`` of each superstep.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Stages:
         self.local: list[int] = []
         self.collectives: list[int] = []
         place: dict[int, int] = {}  # class of a conversion without communication -> its row
-        rows, starts = [0], [0]  # each stage has a row
+        rows, starts = [0], [0]  # each superstep has a row
         for at, (first, end) in enumerate(structure.bounds):
             moved = structure.moved[at]
             if at not in crossings:

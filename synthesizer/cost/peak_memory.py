@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hap.ir.graph import ITEM_BYTES, Graph, Node
 from hap.ir.loss_chunks import CHUNKS
 from hap.ir.placement import Placement, R
-from hap.ir.program import Convert, Instruction, Program, Value
+from hap.ir.program import Convert, Instruction, Program
 from hap.synthesizer.cost.cost_structure import CostStructure, structure_of
 from hap.synthesizer.cost.liveness import Indices, LiveRanges
 from hap.synthesizer.cost.machine import PerRank

@@ -84,12 +84,11 @@ def _seconds(graph: Graph, program: Program, cost: Prices) -> tuple[Floats, list
         at: found[0]
         for at, nodes in enumerate(structure.nodes) if nodes and (found := cost.cross(nodes))
     }  # fmt: skip
-    stages = structure.stages(graph, program, cost, tuple(crossings))
+    laid = structure.superstep_rows(graph, program, cost, tuple(crossings))
     table = [np.zeros(cost.machine.cluster.world_size)]
-    table += [cost.compute(node, row) for node, row in stages.work.computing.first]
+    table += [cost.compute(node, row) for node, row in laid.work.computing.first]
     table += [
-        cost.update(graph.tensors[name], program.inputs[name])
-        for name in stages.work.updating.first
+        cost.update(graph.tensors[name], program.inputs[name]) for name in laid.work.updating.first
     ]
     moves: dict[object, float] = {}
 
@@ -101,9 +100,9 @@ def _seconds(graph: Graph, program: Program, cost: Prices) -> tuple[Floats, list
             moves[key] = convert_seconds([s for s in group if isinstance(s, Convert)], cost)
         return moves[key]
 
-    table += [np.full_like(table[0], convert_s(at)) for at in stages.local]
-    computing = np.add.reduceat(np.array(table)[stages.rows], stages.starts, axis=0)
-    seconds = [crossings[at] if at in crossings else convert_s(at) for at in stages.collectives]
+    table += [np.full_like(table[0], convert_s(at)) for at in laid.local]
+    computing = np.add.reduceat(np.array(table)[laid.rows], laid.starts, axis=0)
+    seconds = [crossings[at] if at in crossings else convert_s(at) for at in laid.collectives]
     return computing, [*seconds, 0.0]
 
 
