@@ -92,6 +92,18 @@ class Counting(Layer):
         return super().forward(x)
 
 
+class Clearing(Layer):
+    """Empties a cache that nothing was written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        self.cache.clear()
+        return super().forward(x)
+
+
 class Returning(Layer):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x
@@ -158,6 +170,7 @@ ONCE: dict[str, Case] = {
     "gradients of some": (Layer, some_no_grad, ""),
     "checkpoints and autocast": (Layer, recomputed, "float16"),
     "other strides": (Layer, transposed, ""),
+    "a cache that is not used": (lambda k: Clearing(), None, ""),
     "an encoder": (lambda k: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), None, ""),
 }  # fmt: skip
 WHOLE: dict[str, Case] = {
@@ -208,6 +221,14 @@ def test_layers_traced_once_are_those_of_the_whole_trace(case: str) -> None:
     assert once
     assert values(step.graph) == values(whole.graph)
     assert values(step.recomputing("blocks")) == values(whole.recomputing("blocks"))
+
+
+@pytest.mark.parametrize("make", [Layer, Clearing])
+def test_alike_layers_are_traced_twice(make: Callable[[], nn.Module]) -> None:
+    """The input of the first one is the batch, without a gradient; the others are alike."""
+    with mock.patch.object(regions_private._LOGGER, "info") as said:
+        captured((lambda k: make(), None, ""))
+    assert said.call_args.args[1:] == (2, 4)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+
+_LOGGER = logging.getLogger(__name__)
 
 HAS_REGIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch compares layers, and traces a region once. Checked on torch 2.13.0 alone."""
@@ -46,7 +49,7 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
     sources = importlib.import_module("torch._guards").ChainedSource
     clone = sources.clone
     output: Any = None
-    number, now = 0, object()
+    number, bodies, now = 0, 0, object()
     known: dict[int, tuple[object, object]] = {}  # of a region, or what was assumed of it
 
     @contextlib.contextmanager
@@ -58,15 +61,17 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
             output.export = before
 
     def call(self: Any, tx: Any, *args: Any) -> Any:
-        nonlocal output, number, now
+        nonlocal output, number, bodies, now
         if tx.output is not output:  # a trace may begin again
-            output, number = tx.output, 0
+            output, number, bodies = tx.output, 0, 0
         now = calls[number] if number < len(calls) else object()
         number += 1
         with exporting(False):  # with it, no region is used again
             return called(self, tx, *args)
 
     def trace(self: Any, *args: Any, **named: Any) -> Any:
+        nonlocal bodies
+        bodies += 1
         with exporting(True):
             return traced(self, *args, **named)
 
@@ -94,7 +99,8 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
             return clones[id(self)]
 
         with mock.patch.object(sources, "clone", once):
-            return is_reusable(tx, condition, *args)
+            found: bool = is_reusable(tx, condition, *args)
+        return found
 
     def inputs(tx: Any, given: Any, named: Any) -> Any:
         leaves, others = list[Any](), list[Any]()
@@ -135,6 +141,7 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
             marked = mark(kind.forward, max_reuse_entries=sys.maxsize)
             stack.enter_context(mock.patch.object(kind, "forward", marked))
         yield
+    _LOGGER.info("%d of %d calls of layers were traced", bodies, number)
 
 
 @contextlib.contextmanager

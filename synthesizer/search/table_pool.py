@@ -172,6 +172,7 @@ class Pool:
             a, b = rows[:, None], rows[None, :]
             # Entries where both are forbidden do not count.
             apart = np.where((a >= FORBIDDEN) & (b >= FORBIDDEN), CAP, a - b)
-            return np.minimum(np.maximum(apart.min(axis=-1), -CAP), CAP)
+            least: Costs = np.minimum(np.maximum(apart.min(axis=-1), -CAP), CAP)
+            return least
 
         return self._once((number, "gaps"), gaps)
