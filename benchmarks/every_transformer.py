@@ -117,6 +117,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _tell(pipe: Connection, kind: str, name: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # a fork lacks its parent's threads
     pipe.send(verify(kind, name))
 
 
