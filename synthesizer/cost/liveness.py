@@ -119,6 +119,7 @@ class LiveRanges:
         ends = np.minimum(self.last + 2, end + 1)
         running = np.array(busy, dtype=np.int64)
         starts, stops = running + 1, held[running] + 2
+        # Moments at which something was allocated, and at which something was freed.
         more, less = np.zeros(end + 2, dtype=bool), np.zeros(end + 2, dtype=bool)
         more[self.first + 1] = more[starts] = True
         less[ends] = less[stops] = less[end + 1] = True

@@ -47,8 +47,6 @@ class Pool:
             int, tuple[int, Costs]
         ] = {}  # keeps the array, so that its id stays unique
         self._made: dict[object, int] = {}
-        self._turned: dict[int, int] = {}
-        self._sums: dict[tuple[int, int], int] = {}
         self._kept: dict[object, tuple[int, ...]] = {}
         self._minima: dict[object, tuple[int, int, Labels]] = {}
         self._held = 0
@@ -96,11 +94,7 @@ class Pool:
 
     def turned(self, number: int) -> int:
         """Return the transpose of a pair's table."""
-        found = self._turned.get(number)
-        if found is None:
-            found = self.number(np.require(self.tables[number].T, None, "C"))
-            self._turned[number] = found
-        return found
+        return self._once((number, "turned"), lambda: np.require(self.tables[number].T, None, "C"))
 
     def taken(self, number: int, labels: tuple[int, ...]) -> int:
         """Return the table with only these labels of its first variable."""
@@ -112,12 +106,8 @@ class Pool:
 
     def added(self, a: int, b: int) -> int:
         """Return the sum of two tables."""
-        key = (a, b) if a < b else (b, a)
-        found = self._sums.get(key)
-        if found is None:
-            total = np.minimum(self.tables[a] + self.tables[b], FORBIDDEN)
-            found = self._sums[key] = self.number(total)
-        return found
+        key = (a, b, "added") if a < b else (b, a, "added")
+        return self._once(key, lambda: np.minimum(self.tables[a] + self.tables[b], FORBIDDEN))
 
     def minimum(self, costs: int, pairs: tuple[int, ...]) -> tuple[int, int, Labels]:
         """Return the sum of tables that begin with one variable, minimised over it.
