@@ -105,8 +105,16 @@ class Clearing(Layer):
 
 
 class Returning(Layer):
+    """Returns ``None`` as well, and a mask, which the first layer makes."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        mask = (x > 0).float() * self.a.weight.sum() if mask is None else mask
+        return super().forward(x) * mask * scale, None, mask
+
+
+class Viewing(Layer):
     def forward(self, x: Tensor) -> Any:
-        return super().forward(x), x
+        return super().forward(x), x.view(-1)
 
 
 def frozen(number: int) -> nn.Module:
@@ -135,6 +143,14 @@ def some_no_grad(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
         return layer(x)
 
 
+def reading_one_mask(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
+    mask = net.kept.pop() if k % 3 else None
+    found, nothing, mask = layer(x, mask=mask) if k % 2 else layer(x, mask=mask, scale=0.5)
+    assert nothing is None
+    net.kept.append(mask)
+    return found
+
+
 def some_unused(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
     y, z, _ = layer(x)
     return y + z if k < 3 else y
@@ -161,6 +177,7 @@ ONCE: dict[str, Case] = {
     "numbers of their own": (Numbered, None, ""),
     "a global that changes": (Scaled, changes_settings, ""),
     "results that are not used, and one without gradient": (Several, some_unused, ""),
+    "None, and an input that is returned": (Returning, reading_one_mask, ""),
     "much": (Mixed, listed, ""),
     "frozen layers": (frozen, None, ""),
     "hooks": (hooked, None, ""),
@@ -175,7 +192,7 @@ ONCE: dict[str, Case] = {
 }  # fmt: skip
 WHOLE: dict[str, Case] = {
     "a buffer that is written": (Counting, None, ""),
-    "an input that is returned": (Returning, lambda net, k, layer, x: layer(x)[0], ""),
+    "a view of an input": (Viewing, lambda net, k, layer, x: layer(x)[0], ""),
 }
 """Layers that are not traced once, as torch can't."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from hap.capture.graph_break import GraphBreak
+from hap.capture.layer_calls import LayerCall
 from hap.capture.packed_sequences import MODULES, forward_of
 from hap.capture.regions_private import repeated_once
 from hap.capture.replaced_functions import INLINED
@@ -35,7 +36,7 @@ from hap.capture.torch_private import (
 
 def dynamo_graph(
     module: nn.Module, args: tuple[torch.Tensor, ...], kinds: Sequence[type[nn.Module]] = (),
-    calls: Sequence[object] = (), no_rows: bool | None = False,
+    calls: Sequence[LayerCall] = (), no_rows: bool | None = False,
 ) -> fx.GraphModule:  # fmt: skip
     """Return the torch-level graph of ``module(*args)``; parameters stay its attributes.
 

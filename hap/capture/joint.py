@@ -13,6 +13,7 @@ from torch import fx, nn
 from hap.capture import dynamo_private, regions_private, torch_private
 from hap.capture.hidden_tensors import not_differentiated
 from hap.capture.known_tensors import name_known
+from hap.capture.layer_calls import LayerCall
 from hap.capture.local_counts import DECOMPOSITIONS
 from hap.capture.logical_operators import name_logical
 from hap.capture.padding import keep_all_rows
@@ -27,14 +28,14 @@ Kinds = tuple[type[nn.Module], ...]
 
 
 def joint_of(
-    step: nn.Module, tensors: Any, kinds: Kinds, calls: Sequence[object]
+    step: nn.Module, tensors: Any, kinds: Kinds, calls: Sequence[LayerCall]
 ) -> torch_private.Joint:
     """Return the forward of a step with its backward.
 
     Args:
         step: calls the user's model, its submodule ``module``.
         kinds: classes of its layers that are traced once.
-        calls: what each call of their forwards ran before; see :func:`hap.capture.repeated_layers.watched`.
+        calls: what each call of their forwards ran before; see :func:`hap.capture.layer_calls.watched`.
 
     Raises:
         ModelError, GraphBreak: the forward can't be traced as one graph, or not be differentiated.
@@ -51,7 +52,7 @@ def joint_of(
 
 
 def _traced(
-    step: nn.Module, tensors: Any, kinds: Kinds = (), calls: Sequence[object] = ()
+    step: nn.Module, tensors: Any, kinds: Kinds = (), calls: Sequence[LayerCall] = ()
 ) -> torch_private.Joint:
     graph = dynamo_private.dynamo_graph(step, tensors, kinds, calls)
     if asked := graph.meta["sizes"].asked:

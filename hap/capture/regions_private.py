@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from hap.capture.layer_calls import LayerCall, as_regions
+
 _LOGGER = logging.getLogger(__name__)
 
 HAS_REGIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -24,7 +26,7 @@ HAS_REGIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 @contextlib.contextmanager
-def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> Iterator[None]:
+def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[LayerCall]) -> Iterator[None]:
     """Let the tracer trace the forward of these classes once for all modules and inputs that are alike.
 
     A graph then has calls of regions. The tracer compares what it assumed of the first module, and traces another
@@ -64,7 +66,7 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
         nonlocal output, number, bodies, now
         if tx.output is not output:  # a trace may begin again
             output, number, bodies = tx.output, 0, 0
-        now = calls[number] if number < len(calls) else object()
+        now = calls[number].alike() if number < len(calls) else object()
         number += 1
         with exporting(False):  # with it, no region is used again
             return called(self, tx, *args)
@@ -135,11 +137,8 @@ def repeated_once(kinds: Sequence[type[nn.Module]], calls: Sequence[object]) -> 
         mock.patch.object(variable, "install_subgraph_in_output_graph", installed),
         mock.patch.multiple(regions, build_reuse_condition=assumed, is_reusable=reusable),
         mock.patch.object(higher_order, "are_same_graph_modules", same),
-        contextlib.ExitStack() as stack,
+        as_regions(kinds, calls, functools.partial(mark, max_reuse_entries=sys.maxsize)),
     ):
-        for kind in kinds:
-            marked = mark(kind.forward, max_reuse_entries=sys.maxsize)
-            stack.enter_context(mock.patch.object(kind, "forward", marked))
         yield
     _LOGGER.info("%d of %d calls of layers were traced", bodies, number)
 

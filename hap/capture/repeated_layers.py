@@ -8,19 +8,14 @@ operators.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import fx, nn
 
 from hap.capture import regions_private
-from hap.capture.operator_log import OperatorLog
 
 FEW = 3
 """Layers up to which a region is not worth its trace, which takes longer than that of a layer."""
@@ -57,33 +52,6 @@ def _is_region(layer: nn.Module) -> bool:
     statistics = (m for m in layer.modules() if getattr(m, "track_running_stats", False))
     writes = any(norm.training for norm in statistics)
     return not isinstance(layer, _CONTAINERS) and any(layer.children()) and not writes
-
-
-@contextlib.contextmanager
-def watched(kinds: Iterable[type[nn.Module]], log: OperatorLog) -> Iterator[list[object]]:
-    """Yield a list that gets what each call of a layer's forward runs, and in which modes."""
-    calls: list[object] = []
-
-    def watch(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **named: Any) -> Any:
-            number, begun = len(calls), len(log.seen)
-            modes = (
-                torch.is_grad_enabled(),
-                torch.is_autocast_enabled("cpu"),
-                torch.get_autocast_dtype("cpu"),
-            )
-            calls.append(None)
-            result = forward(*args, **named)
-            calls[number] = modes, log.seen[begun:]
-            return result
-
-        return run
-
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(mock.patch.object(kind, "forward", watch(kind.forward)))
-        yield calls
 
 
 @dataclass(frozen=True, slots=True)

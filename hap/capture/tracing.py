@@ -48,12 +48,13 @@ from hap.capture.fixed_entries import tensor_of
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
 from hap.capture.joint import joint_of
+from hap.capture.layer_calls import watched
 from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
 from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.padding import HINT as ROWS_HINT
 from hap.capture.recompute import WAYS, Region
 from hap.capture.recurrence import LAYERS
-from hap.capture.repeated_layers import repeated_kinds, watched
+from hap.capture.repeated_layers import repeated_kinds
 from hap.capture.replaced_functions import UNTRACED
 from hap.capture.source_lines import line_of, module_of, raised_at, source_of
 from hap.cluster.work import PRECISIONS
