@@ -52,13 +52,15 @@ class PartAhead:
     ) -> None:  # fmt: skip
         self._synthesizer, self.left, self.stop = synthesizer, left, process.stop
         self._process = process
+        self.first: Selection | None = None
+        """The search's first pair, once :meth:`rival` has judged it."""
 
     def rival(self) -> Merit | None:
         """Return the estimated merit of the search's first pair, without waiting for its end."""
         with contextlib.suppress(HapError):  # no program there is no rival
             pair = self._synthesizer.cheapest(next(self._synthesizer.starts()))
-            return pair.estimated_merit
-        return None
+            self.first = Selection(synthesizer=self._synthesizer, pair=pair, left=self.left)
+        return self.first.pair.estimated_merit if self.first else None
 
     @property
     def selection(self) -> Selection:
@@ -90,8 +92,8 @@ def select_devices(
 ) -> Selection:  # fmt: skip
     """The fastest selection of devices.
 
-    The candidates run the whole cluster's program, with shares of their own; the most promising one
-    is searched in full. A subset is skipped if it could not win without any loss.
+    The candidates run the whole cluster's program, with shares of their own, and ``part`` the first one
+    of its search; the most promising one is searched in full. A subset is skipped if it could not win without any loss.
 
     Args:
         best: the best pair on the whole cluster.
@@ -111,6 +113,7 @@ def select_devices(
     few, judged = _fastest_of(rough), {s.left: s for s in known}
     estimated = [judged[s.left] for s in few if s.left in judged]
     estimated += all_balanced([s for s in few if s.left not in judged])
+    estimated += [part.first] if part and part.first else []
     promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
     if promising and promising.pair.estimated_merit < best.estimated_merit:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")

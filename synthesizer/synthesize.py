@@ -177,7 +177,10 @@ class Synthesizer:
         for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
-                alternate(shares, "the program of the lower bound")
+                if behind:
+                    found.append(self.probe(shares))
+                else:
+                    alternate(shares, "the program of the lower bound")
         brief = self._slow or behind
         wide = not brief and self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
         if wide and (probes := [self.probe(shares) for shares in self.subset_starts()]):
@@ -185,9 +188,11 @@ class Synthesizer:
             found += [pair, self.judge(pair.program, self.balance(pair))]
             if fastest(found) in found[-2:]:
                 alternate(found[-1].shares, "a part of the cluster")
-        if self._allowed is None:
+        whole_fits = self.space.graph.least_bytes(self._states) <= self._memory.min()
+        if self._allowed is None and whole_fits:
             found.append(self._undivided(found[0].shares))
-        for _ in range(0 if brief else ROUNDS):
+        # The programs of this bound need even more memory.
+        for _ in range(0 if brief or self._lacking(fastest(found)).any() else ROUNDS):
             best = fastest(found)
             under = [self._under(p, best.shares) for p in self.fixed(best.shares).programs]
             if fastest([best, *under]) is best:
@@ -291,7 +296,7 @@ class Synthesizer:
             return not self._lacking(found[-1]).any()
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
-        self.exponent = self.exponent if exponent is None else exponent
+        self.exponent = short.highest if exponent is None else exponent
         return min(found, key=self._merit)
 
     def _merit(self, pair: Candidate) -> Merit:

@@ -8,7 +8,7 @@ wins. Optimality of the pair is not proved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
@@ -114,10 +114,13 @@ def best_on_mesh(
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    for name, pair in _between(space, mesh, optimizer_states, engine, exponent, allowed):
+    pairs = list(_between(space, mesh, optimizer_states, engine, exponent, allowed))
+    for name, pair in sorted(pairs, key=lambda named: named[1].least_merit[0] > 0):
         limit = beat()
         if limit and pair.least_merit >= limit:
             continue
+        if pair.least_merit[0] and any(not c.pair.least_merit[0] for c in found):
+            continue  # it lacks memory even with each machine as one device
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
         inside = InsideSynthesizer(between, cluster, optimizer_states, engine, exponent)
@@ -126,12 +129,20 @@ def best_on_mesh(
         except HapError as error:
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
-        limit = beat()  # it may be known by now
-        least = min([*(c.pair.merit for c in found), *([limit] if limit else [])], default=None)
-        if least is not None and best.least_merit >= least:
-            continue  # even with all communication hidden
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
-    return min(found, key=lambda c: c.pair.merit, default=None)
+    return _fastest(found, beat())
+
+
+def _fastest(found: Sequence[MeshCandidate], limit: Merit | None) -> MeshCandidate | None:
+    """Return the one of the least merit that may be below ``limit``; schedules take long."""
+    best = None
+    for candidate in sorted(found, key=lambda c: c.pair.least_merit):
+        if limit and candidate.pair.least_merit >= limit:
+            break  # even with all communication hidden
+        merit = candidate.pair.merit
+        if best is None or not limit or merit < limit:
+            best, limit = candidate, min(limit or merit, merit)
+    return best
 
 
 RESTRICTIONS = {

@@ -122,6 +122,7 @@ def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> N
     pair = synthesizer.best(said.append, lambda: (0.0, step_s))
     assert len({text.split(",")[0] for text in said if "from start" in text}) == starts
     assert "bounding the step from below" in said
+    assert starts > 1 or not any("from the program of the lower bound" in text for text in said)
     assert pair.fits and synthesizer.relaxed.bound_s <= pair.estimated_merit[1]
 
 

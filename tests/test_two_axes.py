@@ -7,6 +7,8 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +35,14 @@ from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
-from hap.synthesizer.two_axes import Between, InsideSynthesizer, _between, _used, best_on_mesh
+from hap.synthesizer.two_axes import (
+    Between,
+    InsideSynthesizer,
+    _between,
+    _fastest,
+    _used,
+    best_on_mesh,
+)
 from hap.synthesizer.two_axes_ahead import searched_ahead
 from tests.random_plans import (
     Case,
@@ -248,6 +257,31 @@ def test_the_search_in_another_process_finds_the_same_pair() -> None:
     assert found.between.program == expected.between.program
     with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
         assert ahead.best(expected.pair.merit, reports.append) is None, "no better than that"
+
+
+def test_the_fastest_pair_is_found_by_few_schedules() -> None:
+    rng, made = random.Random(1), 0
+
+    class Pair:
+        def __init__(self) -> None:
+            self.least_merit = float(rng.randrange(2)), rng.random()
+            self._merit = self.least_merit[0], self.least_merit[1] + rng.random()
+
+        @property
+        def merit(self) -> tuple[float, float]:
+            nonlocal made
+            made += 1
+            return self._merit
+
+    for _ in range(200):
+        found: list[Any] = [SimpleNamespace(pair=Pair()) for _ in range(4)]
+        limit = rng.choice([None, (0.0, 0.5), (0.0, 1.5)])
+        best, least = _fastest(found, limit), min(c.pair._merit for c in found)
+        if limit and least >= limit:
+            assert best is None or best.pair._merit >= limit
+        else:
+            assert best is not None and best.pair._merit == least
+    assert made < 4 * 200 * 3 // 4
 
 
 def test_a_cluster_that_is_no_mesh_is_refused() -> None:

@@ -195,13 +195,24 @@ class _Flow:
 
     def listed(self, program: Program, steps: Sequence[_Step], *, hold: bool) -> Order:
         """Return the program in an order found by list scheduling of its steps."""
-        order = _Run(self, steps).listed(program, hold=hold)
+        run = _Run(self, steps)
+        order = run.listed(program, hold=hold)
         if not any(step.lane and isinstance(step.what[0], Compute) for step in self.steps):
             return order
         # Collectives between machines have no buckets: neighbours run as one.
         listed = order.made()
-        again = _Flow(self._graph, listed, self._cost)
-        return _Run(again, again.steps).in_place(listed)
+        return _Run(self, self._joined(listed, run.order)).in_place(listed)
+
+    def _joined(self, program: Program, steps: Sequence[_Step]) -> list[_Step]:
+        """Return a program's steps, those that run as one in it joined."""
+        found, left = [], iter(steps)
+        for first, end in program.bounds(self._graph):
+            step = next(left)
+            what = [*step.what]
+            while len(what) < end - first:
+                what += next(left).what
+            found.append(step if len(step.what) == len(what) else self._bucket(step, what))
+        return found
 
     def cut(self, buckets: int) -> tuple[list[_Step], int]:
         """Return the steps with loose ones in buckets, and the most instructions of one of them."""
@@ -278,7 +289,7 @@ class _Run:
         self._updates_s = flow.updates_s
         self._streams = Streams(flow.machine)
         self._numbers: dict[int, int] = {}  # value -> the collective that makes it
-        self._order: list[_Step] = []
+        self.order: list[_Step] = []
         self._begin: list[float] = []  # start of each step on the last rank
         self._issued: list[int] = []  # the communicating steps
         self._middle = 0  # the first step of the backward
@@ -315,7 +326,7 @@ class _Run:
                     if not missing[id(reader)] and reader.backward is backward:
                         new.append(reader)
             self._end_half(backward)
-        return self._made(lambda: replace(program, instructions=_in_buckets(self._order)))
+        return self._made(lambda: replace(program, instructions=_in_buckets(self.order)))
 
     def _after(self, step: _Step) -> int:
         """Return the last collective whose result a step reads."""
@@ -326,14 +337,14 @@ class _Run:
         return last
 
     def _compute(self, step: _Step) -> None:
-        self._order.append(step)
+        self.order.append(step)
         self._streams.wait(self._after(step))
         self._begin.append(self._streams.now_s)
         if step.takes_time or not self._streams.idle:
             self._streams.compute(np.asarray(step.seconds))
 
     def _issue(self, step: _Step) -> None:
-        self._order.append(step)
+        self.order.append(step)
         self._issued.append(len(self._begin))
         self._begin.append(self._streams.now_s)
         number = self._streams.issue(float(np.max(step.seconds)), step.messages)
