@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -115,11 +114,15 @@ def choose_in_space(
     except TooEntangledError:
         by_a_star = _synthesizer(whole, cluster, states, options, bound)
         beaten = _first(by_a_star)
-    for narrow, (left, now) in enumerate(pairwise(NARROW), 1):
+    space, left = whole, NARROW[0]
+    for narrow, now in enumerate(NARROW[1:], 1):
         if not by_a_star.gap:
             break
+        wider, space = space, build_space(graph, narrow=narrow)
+        if space == wider:
+            continue
         progress(f"the graph is too entangled to search with {left}; now with {now}")
-        space = build_space(graph, narrow=narrow)
+        left = now
         with contextlib.suppress(TooEntangledError):
             if _first(_synthesizer(space, cluster, states, options, None)) > beaten:
                 break  # even narrower ones are no better

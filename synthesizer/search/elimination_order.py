@@ -37,8 +37,8 @@ RANDOM = 1 << 17
 MOST_ENTRIES = 1 << 30
 """Limit of computed entries of a search: some five seconds."""
 
-HOPELESS = 1 << 36
-"""Computed entries from which on random orders are not tried."""
+HOPELESS = 8
+"""Ratio to a limit of entries above which random orders are not tried: these have some 5 times fewer."""
 
 TRIES = 8
 """Number of random orders; four times as many are hardly better."""
@@ -82,7 +82,8 @@ def best_order(
     attempt(table_size, EASY)
     attempt(fill, EASY)
     enough = min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
-    for seed in range(TRIES if best.computed < HOPELESS else 0):
+    large, long = best.largest / largest_table, best.computed / MOST_ENTRIES
+    for seed in range(TRIES if (large if large > 1 else long) <= HOPELESS else 0):
         attempt(_noisy_fill(seed, len(sizes)), enough)
     return best
 
