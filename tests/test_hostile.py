@@ -18,7 +18,7 @@ from benchmarks.time_limit import TooLongError, limited
 from hap.errors import InputError
 from hap.files import check_output, read_whole, write_whole
 
-CASES, MUTANTS = 50, 24
+CASES, MUTANTS = 50, 18
 
 
 @pytest.mark.slow
