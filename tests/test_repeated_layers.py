@@ -151,6 +151,11 @@ def reading_one_mask(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
     return found
 
 
+def called_twice(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
+    found, _, mask = layer(x)
+    return layer(found, mask=mask)[0]
+
+
 def some_unused(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
     y, z, _ = layer(x)
     return y + z if k < 3 else y
@@ -192,6 +197,7 @@ ONCE: dict[str, Case] = {
 }  # fmt: skip
 WHOLE: dict[str, Case] = {
     "a buffer that is written": (Counting, None, ""),
+    "an argument that some calls return": (Returning, called_twice, ""),
     "a view of an input": (Viewing, lambda net, k, layer, x: layer(x)[0], ""),
 }
 """Layers that are not traced once, as torch can't."""

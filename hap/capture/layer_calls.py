@@ -99,8 +99,8 @@ def as_regions(
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             mine = {(c.layer, c.origins) for c in calls if isinstance(c.layer, kind)}
-            known = None not in dict(mine).values() and len(dict(mine)) == len(mine)
-            if known and any(name for _, origins in mine for name in origins or ()):
+            known = len(dict(mine)) == len(mine) and None not in dict(mine).values()
+            if known and any(origin for _, origins in mine for origin in origins or ()):
                 for layer, origins in mine:
                     stack.enter_context(mock.patch.dict(layer.__dict__, {_ATTRIBUTE: origins}))
                 forward = _with_other_results(kind, mark)

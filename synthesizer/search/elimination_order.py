@@ -82,8 +82,9 @@ def best_order(
     attempt(table_size, EASY)
     attempt(fill, EASY)
     enough = min(max(EASY, RANDOM * len(sizes)), MOST_ENTRIES)
-    large, long = best.largest / largest_table, best.computed / MOST_ENTRIES
-    for seed in range(TRIES if (large if large > 1 else long) <= HOPELESS else 0):
+    fits = best.largest <= largest_table
+    beyond = best.computed / MOST_ENTRIES if fits else best.largest / largest_table
+    for seed in range(TRIES if beyond <= HOPELESS else 0):
         attempt(_noisy_fill(seed, len(sizes)), enough)
     return best
 
