@@ -175,7 +175,7 @@ class Synthesizer:
         whole_fits = self.space.graph.least_bytes(self._states) <= self._memory.min()
         if self._allowed is None and whole_fits:
             found.append(self._undivided(found[0].shares))
-        # The programs of this bound need even more memory.
+        # Bounds have no price of memory: where nothing fits, their programs do not fit either.
         brief = self._slow or behind or self._lacking(fastest(found)).any()
         for _ in range(0 if brief else ROUNDS):
             best = fastest(found)

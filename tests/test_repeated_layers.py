@@ -112,6 +112,11 @@ class Returning(Layer):
         return super().forward(x) * mask * scale, None, mask
 
 
+class Writing(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return x.add_(self.a.bias * self.b.bias), None
+
+
 class Viewing(Layer):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x.view(-1)
@@ -149,6 +154,12 @@ def reading_one_mask(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
     assert nothing is None
     net.kept.append(mask)
     return found
+
+
+def written(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
+    x = x * 2
+    found, _ = layer(x)
+    return found + x
 
 
 def called_twice(net: Net, k: int, layer: nn.Module, x: Tensor) -> Any:
@@ -197,6 +208,7 @@ ONCE: dict[str, Case] = {
 }  # fmt: skip
 WHOLE: dict[str, Case] = {
     "a buffer that is written": (Counting, None, ""),
+    "an input that is written and returned": (Writing, written, ""),
     "an argument that some calls return": (Returning, called_twice, ""),
     "a view of an input": (Viewing, lambda net, k, layer, x: layer(x)[0], ""),
 }

@@ -83,9 +83,7 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
 
 
 def _origins(results: Any, given: Mapping[str, Any]) -> Origins | None:
-    if not isinstance(results, tuple) or not all(
-        r is None or isinstance(r, Tensor) for r in results
-    ):
+    if type(results) is not tuple or not all(r is None or isinstance(r, Tensor) for r in results):
         return None
     names = {id(value): name for name, value in given.items()} | {id(None): _NOTHING}
     return tuple([names.get(id(result), "") for result in results])
