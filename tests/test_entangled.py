@@ -73,7 +73,9 @@ def test_a_dense_network_is_planned_with_its_gap(
     plan = hap.plan(Dense(5), BATCH, two_machines(2), progress=lines.append)
     said = "\n".join(lines)
     assert whole or "now with the axes of the batch alone" in said
-    assert "weights that many layers share" not in said, "there are none: that space is the whole one"
+    assert "weights that many layers share" not in said, (
+        "there are none: that space is the whole one"
+    )
     assert ("now with everything free, by A*" in said) == whole
     assert plan.prediction.step_s <= exact.prediction.step_s * (1.001 if whole else 1.05)
     for bound in plan.prediction.bounds:
