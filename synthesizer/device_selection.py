@@ -79,7 +79,7 @@ def fastest_kind_ahead(whole: Synthesizer, keep: frozenset[int]) -> Iterator[Par
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched(), nice=10) as process:
+        with ahead(lambda told: part.searched()) as process:
             yield PartAhead(part, _others(whole, kept), process)
     else:
         yield None

@@ -158,19 +158,19 @@ class Synthesizer:
                 if self._slow or fastest(found) not in found[-2:] or not _moved(pair, found[-1]):
                     break
 
-        with ahead(lambda told: self.relaxed, apart=self.is_long) as bounding:
-            for number, shares in enumerate(self.starts()):
-                if number == 2 and fastest(found).fits:
-                    break  # the start by memory is needed only if memory is short
-                alternate(shares, f"start {number + 1}")
-                if number == 0 and rival and (beaten := rival()):
-                    behind = not beaten[0] and (fastest(found).estimated_merit[1] > beaten[1] * FAR)
-                if behind:
-                    break
-            if not behind:
+        starts = self.starts()
+        if rival:  # a bound that may be useless would take the core of the rival's search
+            alternate(next(starts), "start 1")
+            if (beaten := rival()) and not beaten[0]:
+                behind = fastest(found).estimated_merit[1] > beaten[1] * FAR
+        if not behind:
+            with ahead(lambda told: self.relaxed, apart=self.is_long) as bounding:
+                for number, shares in enumerate(starts, 2 if rival else 1):
+                    if number == 3 and fastest(found).fits:
+                        break  # the start by memory is needed only if memory is short
+                    alternate(shares, f"start {number}")
                 progress("bounding the step from below")
                 self.relaxed = bounding.result()
-        if not behind:
             self._search_from_bound(alternate)
         whole_fits = self.space.graph.least_bytes(self._states) <= self._memory.min()
         if self._allowed is None and whole_fits:

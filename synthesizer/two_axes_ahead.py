@@ -71,5 +71,5 @@ def searched_ahead(
         merit = best.pair.merit if best else None
         return [(c.program, dict(c.shares)) for c in pairs], merit, reports
 
-    with ahead(search, nice=5) as process:
+    with ahead(search, nice=10) as process:
         yield TwoAxesAhead(space, cluster, optimizer_states, engine, process)
