@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
@@ -21,8 +22,34 @@ from hap.errors import HapError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-Told = Callable[[], Any]
-"""Returns what the first process has told last; ``None`` before it has."""
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What a computation says, or its result; ``failed``: it raised a ``HapError`` in place of one."""
+
+    value: Any = None
+    last: bool = False
+    failed: bool = False
+
+
+class Told:
+    """The way from a computation to the first process; without effect if this is the first one.
+
+    A call returns what the first process has told last; ``None`` before it has.
+    """
+
+    def __init__(self, pipe: Connection | None = None, known: Any = None) -> None:
+        self._pipe, self._known = pipe, known
+
+    def __call__(self) -> Any:
+        while self._pipe and self._pipe.poll():
+            self._known = self._pipe.recv()
+        return self._known
+
+    def say(self, what: Any) -> None:
+        """Let the first process know something before the result."""
+        if self._pipe:
+            self._pipe.send(_Message(what))
 
 
 class Ahead(Generic[Result]):
@@ -40,6 +67,7 @@ class Ahead(Generic[Result]):
     ) -> None:  # fmt: skip
         self._work, self._pipe, self.stop = work, pipe, stop
         self._told: Any = None
+        self._first: _Message | None = None
 
     def tell(self, what: Any) -> None:
         """Give a value to the computation; without effect if that has ended."""
@@ -48,22 +76,32 @@ class Ahead(Generic[Result]):
             with contextlib.suppress(ConnectionError):
                 self._pipe.send(what)
 
+    def said(self) -> Any:
+        """Wait for what the computation says first, and return it; ``None`` if it says nothing."""
+        if self._pipe and not self._first:
+            with contextlib.suppress(EOFError, ConnectionError):  # result() warns of it
+                self._first = self._pipe.recv()
+        return self._first.value if self._first and not self._first.last else None
+
     def result(self) -> Result:
         """Wait for the result. If the other process ended without one, warn, and compute it here.
 
         Raises:
             HapError: as of the computation, which is then repeated here.
         """
-        found: tuple[Result] | None = None
-        if self._pipe:
-            try:
-                found = self._pipe.recv()
-            except (EOFError, ConnectionError):
-                warnings.warn(
-                    "a process of the planner ended without a result; its search is repeated",
-                    stacklevel=2,
-                )
-        return found[0] if found else self._work(lambda: self._told)
+        message = self._first
+        try:
+            while self._pipe and not (message and message.last):
+                message = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            message = None
+            warnings.warn(
+                "a process of the planner ended without a result; its search is repeated",
+                stacklevel=2,
+            )
+        if message and not message.failed:
+            return message.value  # type: ignore[no-any-return]
+        return self._work(Told(known=self._told))
 
 
 @contextlib.contextmanager
@@ -106,18 +144,11 @@ def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: C
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.nice(nice)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    known: list[Any] = []
-
-    def told() -> Any:
-        while pipe.poll():
-            known[:] = [pipe.recv()]
-        return known[0] if known else None
-
     try:
-        found = (work(told),)
-    except HapError:
-        found = None  # the parent computes again, and raises the error
-    pipe.send(found)
+        message = _Message(work(Told(pipe)), last=True)
+    except HapError:  # the parent computes again, and raises the error
+        message = _Message(last=True, failed=True)
+    pipe.send(message)
 
 
 def _end_with_parent() -> None:

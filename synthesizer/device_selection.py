@@ -58,7 +58,8 @@ class PartAhead:
     def rival(self) -> Merit | None:
         """Return the estimated merit of the search's first pair, without waiting for its end."""
         with contextlib.suppress(HapError):  # no program there is no rival
-            pair = self._synthesizer.cheapest(next(self._synthesizer.starts()))
+            said = self._process.said()
+            pair = self._synthesizer.judge(*said) if said else self._synthesizer.first
             self.first = Selection(synthesizer=self._synthesizer, pair=pair, left=self.left)
         return self.first.pair.estimated_merit if self.first else None
 
@@ -79,7 +80,7 @@ def fastest_kind_ahead(whole: Synthesizer, keep: frozenset[int]) -> Iterator[Par
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(lambda told: part.searched()) as process:
+        with ahead(part.searched) as process:
             yield PartAhead(part, _others(whole, kept), process)
     else:
         yield None
@@ -212,8 +213,7 @@ def on_one_device(whole: Synthesizer) -> Selection:
     """The fastest device alone."""
     rank = int(np.argmax(whole.machine.speed))
     part = whole.on(whole.cluster.only(rank))
-    pair = part.cheapest(next(part.starts()))
-    return Selection(synthesizer=part, pair=pair, left=_others(whole, (rank,)))
+    return Selection(synthesizer=part, pair=part.first, left=_others(whole, (rank,)))
 
 
 def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:

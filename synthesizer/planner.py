@@ -113,7 +113,7 @@ def choose_in_space(
         return choose(whole, cluster, states, options, progress)
     except TooEntangledError:
         by_a_star = _synthesizer(whole, cluster, states, options, bound)
-        beaten = _first(by_a_star)
+        beaten = by_a_star.first.estimated_merit
     space, left = whole, NARROW[0]
     for narrow, now in enumerate(NARROW[1:], 1):
         if not by_a_star.gap:
@@ -124,16 +124,12 @@ def choose_in_space(
         progress(f"the graph is too entangled to search with {left}; now with {now}")
         left = now
         with contextlib.suppress(TooEntangledError):
-            if _first(_synthesizer(space, cluster, states, options, None)) > beaten:
+            narrower = _synthesizer(space, cluster, states, options, None)
+            if narrower.first.estimated_merit > beaten:
                 break  # even narrower ones are no better
-            return choose(space, cluster, states, options, progress)
+            return choose(space, cluster, states, options, progress, narrower)
     progress("the graph is too entangled for the exact search; now with everything free, by A*")
-    return choose(whole, cluster, states, options, progress, bound)
-
-
-def _first(synthesizer: Synthesizer) -> Merit:
-    """The merit of the cheapest program under the first shares."""
-    return synthesizer.cheapest(next(synthesizer.starts())).estimated_merit
+    return choose(whole, cluster, states, options, progress, by_a_star)
 
 
 def _synthesizer(
@@ -152,12 +148,12 @@ def _synthesizer(
 
 def choose(
     space: Space, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    progress: Progress = lambda text: None, engine: Engine | None = None,
+    progress: Progress = lambda text: None, synthesizer: Synthesizer | None = None,
 ) -> PlannedPair:  # fmt: skip
     """The fastest pair found that fits, as predicted.
 
     Args:
-        engine: of all searches; default: the one that ``options`` names.
+        synthesizer: the search to go on with; default: a new one with the engine of ``options``.
 
     Raises:
         InputError: two mesh axes are asked for where there can't be.
@@ -172,7 +168,7 @@ def choose(
     if options.pins and (options.stages or options.mesh):
         other = "--stages" if options.stages else "--mesh"
         raise InputError(f"pins are for plans without {other}", hint=f"leave out {other} or --pin")
-    synthesizer = _synthesizer(space, cluster, optimizer_states, options, engine)
+    synthesizer = synthesizer or _synthesizer(space, cluster, optimizer_states, options, None)
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:

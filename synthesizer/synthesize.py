@@ -7,7 +7,7 @@ out of memory, their bytes get the lowest price at which the program fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,10 +15,9 @@ import numpy as np
 from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError, TooEntangledError
 from hap.ir.axes import Axes, Shares
-from hap.ir.graph import Graph
 from hap.ir.placement import Placement, R
-from hap.ir.program import Convert, Program
-from hap.other_process import ahead, each
+from hap.ir.program import Program
+from hap.other_process import Told, ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import (
     AnyShares,
@@ -29,9 +28,8 @@ from hap.synthesizer.bounds.lower_bound import (
 )
 from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.cost.cost_model import CostModel, Crossing
-from hap.synthesizer.cost.cost_structure import unimplemented_structure_of
 from hap.synthesizer.cost.machine import Machine, PerRank
-from hap.synthesizer.cost.serial_cost import simulate
+from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
 from hap.synthesizer.search.bucket_elimination import TooWide
 from hap.synthesizer.search.cost_tables import Allowed, Problem
@@ -208,8 +206,9 @@ class Synthesizer:
             if fastest(found) in found[-2:]:
                 alternate(found[-1].shares, "a part of the cluster")
 
-    def searched(self) -> Searched:
-        """Return the best pair in a form for another process."""
+    def searched(self, told: Told) -> Searched:
+        """Return the best pair in a form for another process; say the first one before."""
+        told.say((self.first.program, self.first.shares))
         best = self.best()
         return Searched(
             program=best.program, shares=best.shares, gap=self.gap, exponent=self.exponent,
@@ -290,7 +289,8 @@ class Synthesizer:
         lacked memory, the next one starts from its ranks and its price.
         """
         if self._short is None:
-            best = self.cheapest(shares)
+            first = shares == next(self.starts())
+            best = self.first if first else self.cheapest(shares)
             if not (lacking := self._lacking(best)).any():
                 return best
             self._short = MemoryPrice.of(best, lacking, self._memory)
@@ -309,6 +309,11 @@ class Synthesizer:
 
     def _lacking(self, pair: Candidate) -> PerRank:
         return pair.serial_lacking_bytes
+
+    @cached_property
+    def first(self) -> Candidate:
+        """The cheapest program under the first shares, whatever memory it needs."""
+        return self.cheapest(next(self.starts()))
 
     def probe(self, shares: Shares) -> Candidate:
         """The cheapest program under fixed shares and the price of memory that was found last."""
@@ -404,27 +409,6 @@ class Synthesizer:
     def cost(self, candidate: Candidate) -> CostModel:
         """Return the cost model under a candidate's shares."""
         return self._cost(candidate.program, candidate.shares)
-
-
-def choose_implementations(graph: Graph, program: Program, cost: CostModel) -> Program:
-    """Return the program with the fastest implementation of each collective."""
-    # Earlier implementations must not decide which instructions are fused.
-    structure = unimplemented_structure_of(graph, program, cost)
-    steps = list(program.instructions)
-    fastest: dict[int, str] = {}
-    for (first, end), moved in zip(structure.bounds, structure.moved, strict=True):
-        if moved < 0:
-            continue
-        converts = [s for s in steps[first:end] if isinstance(s, Convert)]
-        if moved not in fastest:
-            fastest[moved] = cost.convert_group(converts)[0].implementation
-        steps[first:end] = [replace(s, implementation=fastest[moved]) for s in converts]
-    instructions = tuple(steps)
-    if instructions == program.instructions:
-        return program
-    chosen = replace(program, instructions=instructions)
-    chosen.memo.update(program.memo, structure=program.memo["unimplemented structure"])
-    return chosen
 
 
 def proportional_shares(axes: Axes, weights: PerRank) -> Shares:

@@ -34,13 +34,12 @@ from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.prices import Prices
-from hap.synthesizer.cost.serial_cost import simulate
+from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.list_scheduler import orders
 from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.storage_sharding import with_storage_axes
-from hap.synthesizer.synthesize import choose_implementations
 
 WEIGHTS = (0, 0, 1, 2, 3, 5)
 

@@ -256,6 +256,23 @@ def test_a_buffer_that_the_forward_updates_is_an_output() -> None:
     assert [i.target for i in graph.role("buffer")] == ["running"]
 
 
+def test_the_gradient_of_a_bias_is_one_sum() -> None:
+    graph = capture(nn.Linear(4, 3), (torch.zeros(2, 5, 4),), lambda out, batch: out.square().sum())
+    (bias,) = (o.tensor for o in graph.outputs if o.target == "bias")
+    (node,) = (n for n in graph.nodes if bias in n.outputs)
+    assert (node.op, node.args[1:]) == ("aten.sum.dim_IntList", ((0,),))
+
+
+def test_a_sum_whose_kept_dims_are_read_stays() -> None:
+    def loss(x: Tensor, batch: object) -> Tensor:
+        total = x.sum(0, keepdim=True)
+        return (x * total).sum() + total.squeeze(0).sum()
+
+    graph = capture(nn.Linear(4, 3), (torch.zeros(2, 4),), loss)
+    kept = [n for n in graph.nodes if n.op == "aten.sum.dim_IntList" and n.args[2:] == (True,)]
+    assert kept
+
+
 def test_a_tensor_kept_as_an_attribute_is_an_input() -> None:
     net = Net(lambda net, x: (net.linear(x) * net.scales).square().mean())
     net.scales = torch.arange(8.0)

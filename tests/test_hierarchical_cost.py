@@ -23,7 +23,7 @@ from hap.runtime.two_level_comm import NAME, Levels, TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
-from hap.synthesizer.synthesize import choose_implementations
+from hap.synthesizer.cost.serial_cost import choose_implementations
 from tests.small_plan import small_graph, small_program
 
 FAST, SLOW = Link(1e10, 1e-6), Link(1e9, 1e-5)

@@ -54,6 +54,27 @@ def test_what_is_told_last_counts(cores: int) -> None:
         assert process.result() == "done"
 
 
+def test_the_first_process_hears_what_the_work_says_before_its_result(cores: int) -> None:
+    def work(told: Told) -> str:
+        told.say("early")
+        told.say("later")
+        while cores > 1 and told() != "enough":
+            time.sleep(0.01)
+        return "done"
+
+    with ahead(work) as process:
+        assert process.said() == process.said() == ("early" if cores > 1 else None)
+        process.tell("enough")
+        assert process.result() == "done"
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_work_that_says_nothing_has_its_result(cores: int, said: bool) -> None:
+    with ahead(lambda told: 3) as process:
+        assert not said or process.said() is None
+        assert process.result() == 3
+
+
 @pytest.mark.parametrize("end", [lambda: os._exit(1), lambda: time.sleep(600)])
 def test_work_that_nobody_waits_for_ends_with_the_context(end: Callable[[], None]) -> None:
     begun = time.monotonic()

@@ -193,10 +193,9 @@ def batch_norm(
 ) -> Tensor:  # fmt: skip
     """Replace the function of the same name in a captured graph."""
     acc = wide_dtype(input)
-    given = running_mean if running_mean is not None else input
-    ones = torch.ones(input.shape[1], dtype=acc, device=given.device)
-    scale = ones if weight is None else weight
-    shift = torch.zeros_like(ones) if bias is None else bias
+    channels, device = input.shape[1], (input if running_mean is None else running_mean).device
+    scale = torch.ones(channels, dtype=acc, device=device) if weight is None else weight
+    shift = torch.zeros(channels, dtype=acc, device=device) if bias is None else bias
     if not training:
         assert running_mean is not None
         assert running_var is not None
@@ -214,12 +213,12 @@ def batch_norm(
         var = torch.ops.hap.channel_variance(input, mean, count)
         if running_mean is not None and running_var is not None:
             unbiased = momentum * count / (count - 1)
-            new_mean = torch.add(running_mean * (1 - momentum), mean, alpha=momentum)
-            new_var = torch.add(running_var * (1 - momentum), var, alpha=unbiased)
+            of_batch = mean, var
             mean = torch.ops.hap.by_mode(mean, running_mean.to(mean.dtype))
             var = torch.ops.hap.by_mode(var, running_var.to(var.dtype))
-            running_mean.copy_(new_mean)
-            running_var.copy_(new_var)
+            # Traced, a copy_ is three operators, of which the graph needs none.
+            running_mean.mul_(1 - momentum).add_(of_batch[0], alpha=momentum)
+            running_var.mul_(1 - momentum).add_(of_batch[1], alpha=unbiased)
         invstd = (var + eps).rsqrt()
     return _Normalized.apply(  # type: ignore[no-untyped-call, no-any-return]
         input, mean, invstd, scale, shift, count

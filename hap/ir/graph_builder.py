@@ -6,7 +6,9 @@ again in the backward. Removing them changes no result and speeds up planning.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hap.ir.graph import FREE, Arg, Graph, Input, Node, Output, Ref, Tensor
 
@@ -21,6 +23,7 @@ VIEWS = {
     "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
     "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
 }  # fmt: skip
+SUM = "aten.sum.dim_IntList"
 RANDOM = {
     "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand.default",
     "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",
@@ -116,6 +119,7 @@ class Builder:
             if needed.intersection(node.outputs):
                 needed.update(node.inputs)
                 kept.append(node)
+        kept = _without_kept_dims(kept, self._tensors, {o.tensor for o in outputs})
         # A tied parameter's second name and inputs that the forward ignores are no inputs.
         inputs = tuple(i for i in inputs if i.tensor in needed or i.role in ("input", "tangent"))
         used = needed | {i.tensor for i in inputs}
@@ -126,3 +130,31 @@ class Builder:
         )  # fmt: skip
         tensors = {name: t for name, t in self._tensors.items() if name in used}
         return Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=tensors)
+
+
+def _without_kept_dims(
+    nodes: Sequence[Node], tensors: Mapping[str, Tensor], ends: Collection[str]
+) -> list[Node]:
+    """Return nodes without views that drop the dims which a sum keeps, as of a bias's gradient."""
+    readers = Counter(name for node in nodes for name in node.inputs)
+    made = {name: node for node in nodes for name in node.outputs}
+    dropped: dict[str, Node] = {}  # the sum's name -> the view of it
+    for view in nodes:
+        of = made.get(view.inputs[0]) if view.op == "aten.view.default" else None
+        if (
+            of is None
+            or of.op != SUM
+            or of.kwargs
+            or len(of.args) != 3
+            or readers[view.inputs[0]] > 1
+        ):
+            continue
+        shape, dims = tensors[of.inputs[0]].shape, of.args[1]
+        without = tuple(n for d, n in enumerate(shape) if d not in {k % len(shape) for k in dims})
+        if view.inputs[0] not in ends and view.args[1] == without:
+            dropped[of.name] = view
+    views = {view.name for view in dropped.values()}
+    return [
+        replace(n, args=n.args[:2], outputs=dropped[n.name].outputs) if n.name in dropped else n
+        for n in nodes if n.name not in views
+    ]  # fmt: skip

@@ -7,14 +7,14 @@ Each rank has one stream, which waits at every collective for the last rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hap.ir.graph import Graph
 from hap.ir.program import Convert, Program
-from hap.synthesizer.cost.cost_structure import structure_of
+from hap.synthesizer.cost.cost_structure import structure_of, unimplemented_structure_of
 from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
@@ -124,3 +124,24 @@ def simulate(graph: Graph, program: Program, cost: Prices) -> Timeline:
         program=program, step_s=slowest_s + communicate, compute_s=computing.sum(axis=0),
         communicate_s=communicate, stored_bytes=stored, peak_bytes=peak,
     )  # fmt: skip
+
+
+def choose_implementations(graph: Graph, program: Program, cost: Prices) -> Program:
+    """Return the program with the fastest implementation of each collective."""
+    # Earlier implementations must not decide which instructions are fused.
+    structure = unimplemented_structure_of(graph, program, cost)
+    steps = list(program.instructions)
+    fastest: dict[int, str] = {}
+    for (first, end), moved in zip(structure.bounds, structure.moved, strict=True):
+        if moved < 0:
+            continue
+        converts = [s for s in steps[first:end] if isinstance(s, Convert)]
+        if moved not in fastest:
+            fastest[moved] = cost.convert_group(converts)[0].implementation
+        steps[first:end] = [replace(s, implementation=fastest[moved]) for s in converts]
+    instructions = tuple(steps)
+    if instructions == program.instructions:
+        return program
+    chosen = replace(program, instructions=instructions)
+    chosen.memo.update(program.memo, structure=program.memo["unimplemented structure"])
+    return chosen
