@@ -44,44 +44,43 @@ class Selection:
         return self.synthesizer.cluster.world_size
 
 
+@dataclass(slots=True)
 class PartAhead:
-    """The whole search on a part of the cluster, without the ranks ``left``, in another process."""
+    """The search on a part of the cluster in another process; ``tell`` hears of its ``first`` pair."""
 
-    def __init__(
-        self, synthesizer: Synthesizer, left: Ranks, process: Ahead[Searched]
-    ) -> None:  # fmt: skip
-        self._synthesizer, self.left, self.stop = synthesizer, left, process.stop
-        self._process = process
-        self.first: Selection | None = None
-        """The search's first pair, once :meth:`rival` has judged it."""
+    synthesizer: Synthesizer
+    left: Ranks
+    process: Ahead[Searched]
+    tell: Callable[[Merit], None]
+    first: Selection | None = None
 
     def rival(self) -> Merit | None:
         """Return the estimated merit of the search's first pair, without waiting for its end."""
         with contextlib.suppress(HapError):  # no program there is no rival
-            said = self._process.said()
-            pair = self._synthesizer.judge(*said) if said else self._synthesizer.first
-            self.first = Selection(synthesizer=self._synthesizer, pair=pair, left=self.left)
+            said = self.process.said()
+            pair = self.synthesizer.judge(*said) if said else self.synthesizer.first
+            self.first = Selection(synthesizer=self.synthesizer, pair=pair, left=self.left)
+            self.tell(pair.merit)
         return self.first.pair.estimated_merit if self.first else None
 
     @property
     def selection(self) -> Selection:
         """Wait for the best pair."""
-        pair = self._synthesizer.take(self._process.result())
-        return Selection(synthesizer=self._synthesizer, pair=pair, left=self.left)
+        pair = self.synthesizer.take(self.process.result())
+        return Selection(synthesizer=self.synthesizer, pair=pair, left=self.left)
 
 
 @contextlib.contextmanager
-def fastest_kind_ahead(whole: Synthesizer, keep: frozenset[int]) -> Iterator[PartAhead | None]:
-    """Search on the fastest kind of devices, often the best part, inside the context.
-
-    ``keep``: ranks that must not be left out; without them there is no search.
-    """
+def fastest_kind_ahead(
+    whole: Synthesizer, keep: frozenset[int], tell: Callable[[Merit], None]
+) -> Iterator[PartAhead | None]:
+    """Search on the fastest kind of devices, often the best part, unless that leaves out ``keep``."""
     speed = np.round(whole.machine.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
         with ahead(part.searched) as process:
-            yield PartAhead(part, _others(whole, kept), process)
+            yield PartAhead(part, _others(whole, kept), process, tell)
     else:
         yield None
 
@@ -127,7 +126,7 @@ def select_devices(
         pair = fastest([searched.pair, promising.pair])
         found.append(replace(searched, pair=pair))
     if part:
-        part.stop()
+        part.process.stop()
     return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
 
 

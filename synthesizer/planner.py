@@ -192,7 +192,7 @@ class _Begun:
         self.part: PartAhead | None = None
         if not options.all_devices and not options.mesh:
             keep = _ranks(synthesizer.cluster, options.keep)
-            self.part = stack.enter_context(fastest_kind_ahead(synthesizer, keep))
+            self.part = stack.enter_context(fastest_kind_ahead(synthesizer, keep, self.tell))
         self.two_axes: dict[Cluster, TwoAxesAhead] = {}
         self._merit: Merit | None = None
         self.begin_two_axes(synthesizer.cluster)
@@ -207,10 +207,10 @@ class _Begun:
                 self.two_axes[on].tell(self._merit)
 
     def tell(self, merit: Merit) -> None:
-        """Tell all searches over two axes of a plan on the whole cluster."""
-        self._merit = merit
+        """Tell all searches over two axes of a plan."""
+        self._merit = min(self._merit or merit, merit)
         for search in self.two_axes.values():
-            search.tell(merit)
+            search.tell(self._merit)
 
 
 def _so_far(

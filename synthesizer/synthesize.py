@@ -289,8 +289,7 @@ class Synthesizer:
         lacked memory, the next one starts from its ranks and its price.
         """
         if self._short is None:
-            first = shares == next(self.starts())
-            best = self.first if first else self.cheapest(shares)
+            best = self.first if shares == next(self.starts()) else self.cheapest(shares)
             if not (lacking := self._lacking(best)).any():
                 return best
             self._short = MemoryPrice.of(best, lacking, self._memory)
