@@ -203,7 +203,7 @@ class AnyShares(Floors):
         types = machine.types
         self._ranks = [ranks[0] for ranks in types]
         self._sizes: Floats = np.array([len(ranks) for ranks in types], dtype=np.float64)
-        self._made: dict[tuple[int, bool], Floats] = {}
+        self._made: dict[tuple[int, bool], tuple[Floats, PerRank]] = {}
 
     @property
     def proportional(self) -> Weights:
@@ -222,10 +222,10 @@ class AnyShares(Floors):
     def _ways(self, whole_s: PerRank, split: bool) -> Floats:
         """Return the whole on every rank, or all of it on one class, shared evenly inside."""
         key = (id(whole_s), split)
-        if key not in self._made:
+        if key not in self._made:  # with the array of the key, whose identity must stay its own
             each = whole_s[self._ranks]
-            self._made[key] = np.diag(each / self._sizes) if split else each
-        return self._made[key]
+            self._made[key] = np.diag(each / self._sizes) if split else each, whole_s
+        return self._made[key][0]
 
     def _collective(self, kind: str, tensor: Tensor, src: Placement, dst: Placement) -> float:
         start = self._starts[tensor.name] if kind in FUSIBLE else 1.0
