@@ -23,8 +23,10 @@ from tests.random_plans import Case, benchmark_case, make_case, two_machines, ve
 from tests.random_stages import random_staged_plan
 from tests.test_verify import on_gloo, story
 
-BOTH = (("bert", (2, 3), 3), ("gpt2", (2, 3), 2))
-"""Random plans whose last stage gathers the table and reduces its gradient."""
+SMALL = 256
+"""Bytes of a piece of these tests' tensors."""
+
+GROUPS = (2, 3)
 
 
 def kinds(plan: Plan) -> set[str]:
@@ -40,6 +42,16 @@ def kinds(plan: Plan) -> set[str]:
     return found
 
 
+@cache
+def of_both_kinds(family: str) -> Plan:
+    """Return the first random plan whose last stage gathers the table and reduces its gradient."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
+        case = benchmark_case(family, "tiny")
+        plans = (random_staged_plan(case, GROUPS, seed) for seed in range(80))
+        return next(plan for plan in plans if len(kinds(plan)) == 2)
+
+
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 100])
 def test_pieces_are_all_rows_once(start: int, rows: int) -> None:
@@ -53,14 +65,11 @@ def test_pieces_are_all_rows_once(start: int, rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "groups", "seed"), BOTH)
-def test_pieces_compute_what_one_device_does(
-    family: str, groups: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = benchmark_case(family, "tiny")
-    plan = random_staged_plan(case, groups, seed)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_pieces_compute_what_one_device_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, plan = benchmark_case(family, "tiny"), of_both_kinds(family)
     assert not kinds(plan)  # its tensors are small
-    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
     assert kinds(plan) == {"all_gather", "reduce_scatter"}
     calls = Counter[str]()
     for name in ("_placed", "_reduce"):
@@ -73,7 +82,7 @@ def test_pieces_compute_what_one_device_does(
         monkeypatch.setattr(Pieces, name, noted)
     found = verdict(case, plan)
     assert found.ok, story(found)
-    assert calls["_placed"] == calls["_reduce"] > 2 * groups[-1]
+    assert calls["_placed"] == calls["_reduce"] > 2 * GROUPS[-1]
 
 
 @pytest.mark.slow
@@ -81,7 +90,7 @@ def test_pieces_compute_what_one_device_does(
 def test_pieces_of_random_pipelines(
     groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
     monkeypatch.setattr(shared_pieces, "MOST_PIECES", 3)
     case = benchmark_case("bert", "tiny")
     plans = (random_staged_plan(case, groups, seed) for seed in range(40))
@@ -109,11 +118,9 @@ def test_pieces_among_real_processes() -> None:
     assert found.ok, story(found)
 
 
-@pytest.mark.parametrize(("family", "groups", "seed"), BOTH)
-def test_pieces_hide_what_is_shorter(
-    family: str, groups: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = random_staged_plan(benchmark_case(family, "tiny"), groups, seed)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_pieces_hide_what_is_shorter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = of_both_kinds(family)
     assert plan.stages is not None
     graphs, transfers = plan.cut
     cluster = two_machines(plan.world_size)
@@ -130,7 +137,7 @@ def test_pieces_hide_what_is_shorter(
 
     whole, once = seconds()
     assert not any(f.pieces for f in whole)
-    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(shared_pieces, "PIECE_BYTES", SMALL)
     parts, faster = seconds()
     shared = [f.pieces for f in parts if f.pieces]
     assert sum(map(len, shared)) >= 2
