@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What a computation says, or its result; ``failed``: it raised a ``HapError`` in place of one."""
+    """A message of a computation: its result if ``last``; ``failed``: it raised a ``HapError``."""
 
     value: Any = None
     last: bool = False
@@ -100,7 +100,8 @@ class Ahead(Generic[Result]):
                 stacklevel=2,
             )
         if message and not message.failed:
-            return message.value  # type: ignore[no-any-return]
+            found: Result = message.value
+            return found
         return self._work(Told(known=self._told))
 
 

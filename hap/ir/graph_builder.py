@@ -135,7 +135,7 @@ class Builder:
 def _without_kept_dims(
     nodes: Sequence[Node], tensors: Mapping[str, Tensor], ends: Collection[str]
 ) -> list[Node]:
-    """Return nodes without views that drop the dims which a sum keeps, as of a bias's gradient."""
+    """Merge a view that drops the kept dims of a sum into that sum, as in the gradient of a bias."""
     readers = Counter(name for node in nodes for name in node.inputs)
     made = {name: node for node in nodes for name in node.outputs}
     dropped: dict[str, Node] = {}  # the sum's name -> the view of it
