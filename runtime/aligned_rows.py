@@ -60,6 +60,28 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return _product(bias, a, b)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.t() + bias`` of ``[..., k]``, ``[n, k]`` and ``[n]``."""
+    return with_dims_of(x, _product(bias, x.flatten(0, -2), weight.t()))
+
+
+def matmul(x: Tensor, b: Tensor) -> Tensor:
+    """Return ``x @ b`` of ``[..., k]`` and ``[k, n]``."""
+    return with_dims_of(x, mm(x.flatten(0, -2), b))
+
+
+def tensordot(x: Tensor, y: Tensor, dims: Sequence[int], others: Sequence[int]) -> Tensor:
+    """Return the sum of products over the leading dims, which are all but the last, of both."""
+    assert list(dims) == list(others) == [*range(x.dim() - 1)] == [*range(y.dim() - 1)]
+    return mm(x.flatten(0, -2).t(), y.flatten(0, -2))
+
+
+def with_dims_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Return a matrix with the leading dims of ``x`` in place of its rows."""
+    made: Tensor = rows.unflatten(0, x.shape[:-1])
+    return made
+
+
 def to(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy, by default in the same dtype."""
     return empty(x.shape, dtype=dtype or x.dtype, device=x.device).copy_(x)

@@ -186,7 +186,7 @@ class Emitter:
             bias = [v for v in self._used(step) if v.placement == P]
             for value in self._made(step):
                 empty = self._zeros(out, value)
-                made = self._add_bias(out, env, value, empty, bias[0]) if bias else empty
+                made = self._add_bias(out, env, value, empty, bias[0], node) if bias else empty
                 env[value] = named(made, value)
             return
         placed = iter(step.ins)
@@ -237,7 +237,7 @@ class Emitter:
         sizes = shapes[0][-1:]
         if node.op != "aten._to_copy.default":  # each dim of a product may be that of rows
             shapes += [self._shape(value) for value in self._used(step)]
-            sizes = tuple(size for shape in shapes for size in shape)
+            sizes = tuple(n for *rows, size in shapes for n in (math.prod(rows), size))
         large = max(map(math.prod, shapes)) >= FEWEST
         return lowered and large and any(is_odd(size, dtype) for size in sizes)
 
@@ -297,10 +297,10 @@ class Emitter:
         return not replicated and any(0 in self._shape(v) for v in values)
 
     def _add_bias(
-        self, out: fx.Graph, env: Values, result: Value, zeros: fx.Node, bias: Value
+        self, out: fx.Graph, env: Values, result: Value, zeros: fx.Node, bias: Value, node: Node
     ) -> fx.Node:
         shape, rank = self._shape(bias), len(self._shape(result))
-        if rank > 2 and len(shape) == 1:  # the bias of a convolution is along the channels
+        if node.op == "aten.convolution.default":  # the bias is along the channels
             shape = (*shape, *(1 for _ in range(rank - 2)))
         term = out.call_function(torch.ops.aten.reshape.default, (env[bias], list(shape)))
         return out.call_function(torch.add, (zeros, term))

@@ -14,13 +14,14 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from hap.capture import batch_norm, fourier, group_norm
 from hap.capture.attention import attention, attention_backward
 from hap.capture.cross_entropy import cross_entropy_backward, cross_entropy_terms
 from hap.capture.experts import expert_mm, expert_mm_backward
 from hap.runtime import aligned_rows
+from hap.runtime.aligned_rows import with_dims_of
 
 aten = torch.ops.aten
 
@@ -45,12 +46,38 @@ _SAME_NAME: Final = (
 )
 """Operators that are functions of ``torch`` with the same name and arguments."""
 
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.t() + bias`` as one product of matrices, even if ``x`` is not contiguous."""
+    if x.is_contiguous():
+        return F.linear(x, weight, bias)
+    return with_dims_of(x, F.linear(x.flatten(0, -2), weight, bias))
+
+
+def matmul(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``x @ matrix``, likewise."""
+    if x.is_contiguous():
+        return torch.matmul(x, matrix)
+    return with_dims_of(x, x.flatten(0, -2) @ matrix)
+
+
+def tensordot(x: Tensor, y: Tensor, dims: list[int], others: list[int]) -> Tensor:
+    """Return the product summed over pairs of dims: one of matrices if these are all but the last ones."""
+    if dims == others == [*range(x.dim() - 1)] and x.dim() == y.dim():
+        return x.flatten(0, -2).t() @ y.flatten(0, -2)
+    made: Tensor = torch.tensordot(x, y, (dims, others))
+    return made
+
+
 NATIVE: Final[Mapping[Any, Callable[..., Any]]] = {
     **{
         getattr(getattr(aten, packet), overload): getattr(torch, packet)
         for packet, overload in (name.split(".") for name in _SAME_NAME)
     },
     aten.gelu.default: F.gelu,
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
+    aten.tensordot.default: tensordot,
     torch.ops.hap.sdpa.default: attention,
     torch.ops.hap.sdpa_backward.default: attention_backward,
     torch.ops.hap.expert_mm.default: expert_mm,
@@ -93,6 +120,9 @@ ODD_ROWS: Final = "odd_rows"
 ALIGNED: Final[Mapping[Any, Callable[..., Any]]] = {
     aten.mm.default: aligned_rows.mm,
     aten.addmm.default: aligned_rows.addmm,
+    aten.linear.default: aligned_rows.linear,
+    aten.matmul.default: aligned_rows.matmul,
+    aten.tensordot.default: aligned_rows.tensordot,
     aten._to_copy.default: aligned_rows.to,
 }
 """Operator -> a function whose result has aligned rows."""

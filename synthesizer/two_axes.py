@@ -30,6 +30,17 @@ from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
 
+RESTRICTIONS = {
+    "data parallel": data_parallel,
+    "ZeRO": sharded_storage,
+    "expert parallel": expert_parallel,
+}
+"""Restricted programs between machines, tried besides the best one."""
+
+WAYS = ("the best", *RESTRICTIONS)
+"""Programs between machines, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCandidate:
     """A pair of programs; ``pair`` is the one inside, with the timeline of the whole step."""
@@ -102,7 +113,7 @@ def best_on_mesh(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None,
     beat: Callable[[], Merit | None] = lambda: None,
-    exponent: int | None = None, allowed: Allowed | None = None,
+    exponent: int | None = None, allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
 ) -> MeshCandidate | None:  # fmt: skip
     """Return the best pair of programs over the two axes; ``None`` if there is none.
 
@@ -111,10 +122,11 @@ def best_on_mesh(
             optimistic time, with each machine as one device, is not below it.
         exponent: first guess of the price of memory.
         allowed: restricts the placements between machines.
+        ways: some of :data:`WAYS`.
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    pairs = list(_between(space, mesh, optimizer_states, engine, exponent, allowed))
+    pairs = list(_between(space, mesh, optimizer_states, engine, exponent, allowed, ways))
     for name, pair in sorted(pairs, key=lambda named: named[1].least_merit[0] > 0):
         limit = beat()
         if limit and pair.least_merit >= limit:
@@ -145,14 +157,6 @@ def _fastest(found: Sequence[MeshCandidate], limit: Merit | None) -> MeshCandida
     return best
 
 
-RESTRICTIONS = {
-    "data parallel": data_parallel,
-    "ZeRO": sharded_storage,
-    "expert parallel": expert_parallel,
-}
-"""Restricted programs between machines, tried besides the best one."""
-
-
 def _both(first: Allowed, second: Allowed | None) -> Allowed:
     """Allow what both restrictions allow."""
     if second is None:
@@ -166,15 +170,16 @@ def _used(pair: Candidate) -> Shares:
 
 def _between(
     space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None,
-    allowed: Allowed | None = None,
+    allowed: Allowed | None, ways: Sequence[str],
 ) -> Iterator[tuple[str, Candidate]]:  # fmt: skip
     """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
-    ways: dict[str, Allowed | None] = {"the best": allowed}
+    restricted: dict[str, Allowed | None] = {"the best": allowed}
     for name, restriction in RESTRICTIONS.items():
         with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
-            ways[name] = _both(restriction(space), allowed)
-    for name, way in ways.items():
+            restricted[name] = _both(restriction(space), allowed)
+    for name in filter(restricted.__contains__, ways):
+        way = restricted[name]
         # A restricted space is small, even where the whole one is too entangled.
         own = eliminate_or_bound if way and engine is bound else engine
         synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, own, exponent)

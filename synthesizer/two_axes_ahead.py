@@ -1,13 +1,15 @@
-"""Search two mesh axes in another process, while the planner searches one.
+"""Search two mesh axes in other processes, while the planner searches one.
 
-The result is that of the same search afterwards: whatever it knows of the plan over one axis, it
+One process begins with the best program between the machines, another one with the restricted programs. The
+result is that of the same search afterwards: whatever it knows of the plan over one axis, it
 skips only programs that cannot beat that plan.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
@@ -20,7 +22,7 @@ from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
-from hap.synthesizer.two_axes import InsideSynthesizer, MeshCandidate, best_on_mesh
+from hap.synthesizer.two_axes import WAYS, InsideSynthesizer, MeshCandidate, best_on_mesh
 
 Pair = tuple[Program, Shares]
 
@@ -36,21 +38,29 @@ class TwoAxesAhead:
     cluster: Cluster
     states: int
     engine: Engine
-    process: Ahead[Found]
+    processes: tuple[Ahead[Found], ...]
 
     def tell(self, merit: Merit) -> None:
         """Tell the search of a plan; the one that it has to beat is at most :data:`CLOSE` slower."""
-        self.process.tell((merit[0], merit[1] * CLOSE))
+        self._tell((merit[0], merit[1] * CLOSE))
+
+    def _tell(self, merit: Merit) -> None:
+        for process in self.processes:
+            process.tell(merit)
 
     def best(self, beat: Merit, progress: Callable[[str], None]) -> MeshCandidate | None:
         """Return the best pair of programs if it beats ``beat``; wait for the search."""
-        self.process.tell(beat)
-        pairs, merit, reports = self.process.result()
-        for text in reports:
-            progress(text)
-        if merit is None or merit >= beat:
+        best: list[Pair] = []
+        for process in self.processes:
+            self._tell(beat)
+            pairs, merit, reports = process.result()
+            for text in reports:
+                progress(text)
+            if merit is not None and merit < beat:
+                best, beat = pairs, merit
+        if not best:
             return None
-        (program, shares), (inner, inner_shares) = pairs
+        (program, shares), (inner, inner_shares) = best
         mesh = Mesh(self.cluster)
         between = Between(mesh=mesh, graph=self.space.graph, program=program, shares=shares)
         inside = InsideSynthesizer(between, self.cluster, self.states, self.engine)
@@ -64,12 +74,18 @@ def searched_ahead(
 ) -> Iterator[TwoAxesAhead]:
     """Search in another process inside the context."""
 
-    def search(told: Told) -> Found:
+    def search(ways: Sequence[str], told: Told) -> Found:
         reports: list[str] = []
-        best = best_on_mesh(space, cluster, optimizer_states, engine, reports.append, told)
+        best = best_on_mesh(
+            space, cluster, optimizer_states, engine, reports.append, told, ways=ways
+        )
         pairs = (best.between, best.pair) if best else ()
         merit = best.pair.merit if best else None
         return [(c.program, dict(c.shares)) for c in pairs], merit, reports
 
-    with ahead(search, nice=10) as process:
-        yield TwoAxesAhead(space, cluster, optimizer_states, engine, process)
+    with contextlib.ExitStack() as stack:
+        processes = tuple(
+            stack.enter_context(ahead(functools.partial(search, ways), nice=10))
+            for ways in (WAYS[:1], WAYS[1:])
+        )
+        yield TwoAxesAhead(space, cluster, optimizer_states, engine, processes)

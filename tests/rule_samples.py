@@ -164,6 +164,17 @@ add("addmm.default", f(5, 7), f(5, 3), f(3, 7))
 add("addmm.default", f(5, 1), f(5, 3), f(3, 7))
 add("addmm.default", f(1), f(5, 3), f(3, 7))
 add("addmm.default", f(7), f(5, 3), f(3, 7), beta=0.5, alpha=1.5)
+add("linear.default", f(2, 5, 3), f(7, 3))
+add("linear.default", f(2, 5, 3), f(7, 3), f(7))
+add("linear.default", f(1, 5, 3), f(1, 3), f(1))
+add("linear.default", _square, _square)
+add("matmul.default", f(2, 5, 3), f(3, 7))
+add("matmul.default", f(2, 5, 1, 3), f(3, 7))
+add("tensordot.default", f(2, 5, 3), f(2, 5, 7), [0, 1], [0, 1])
+add("tensordot.default", f(2, 1, 5, 3), f(2, 1, 5, 7), [0, 1, 2], [0, 1, 2])
+add("tensordot.default", f(2, 5, 3), f(3, 7, 2), [-1, 0], [0, 2])
+_cube = f(5, 5, 5)
+add("tensordot.default", _cube, _cube, [0, 1], [0, 1])
 
 
 def _conv(

@@ -42,9 +42,23 @@ def test_products_have_the_values_of_torch(dtype: torch.dtype, turned: bool) -> 
     for found, want in (
         (aligned_rows.mm(a, b), torch.mm(a, b)),
         (aligned_rows.addmm(bias, a, b), torch.addmm(bias, a, b)),
+        (aligned_rows.linear(a, b.t(), bias), torch.addmm(bias, a, b)),
+        (aligned_rows.matmul(a, b), torch.mm(a, b)),
+        (aligned_rows.tensordot(a.t(), b, [0], [0]), torch.mm(a, b)),
     ):
         assert step(found) == 0
         torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-1)
+
+
+def test_products_with_leading_dims_have_the_values_of_torch() -> None:
+    a, weight = x(3, 86, 301, dtype=torch.bfloat16), x(403, 301, dtype=torch.bfloat16, seed=1)
+    made = aligned_rows.linear(a, weight, weight[:, 0])
+    torch.testing.assert_close(made, F.linear(a, weight, weight[:, 0]), rtol=1e-2, atol=1e-1)
+    assert made.stride(1) * 2 % STEP == 0
+    assert torch.equal(aligned_rows.matmul(a, weight.t()), aligned_rows.linear(a, weight))
+    over = torch.tensordot(made, a, ([0, 1], [0, 1]))
+    found = aligned_rows.tensordot(made, a, [0, 1], [0, 1])
+    torch.testing.assert_close(found, over, rtol=1e-2, atol=1e-1)
 
 
 def test_only_odd_and_large_matrices_are_copied() -> None:

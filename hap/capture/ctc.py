@@ -18,6 +18,14 @@ from hap.capture import tensor_constants
 aten = torch.ops.aten
 
 
+def _check_labels(x: Tensor, targets: Tensor, labels: Tensor) -> None:
+    """Raise ``IndexError`` for a label that is no class: torch's kernel for CPUs would end the process."""
+    if x.is_cpu and targets.dim() == 2 and targets.numel():
+        read = torch.arange(targets.shape[1]) < labels.unsqueeze(1)
+        if bool((((targets < 0) | (targets >= x.shape[2])) & read).any()):
+            raise IndexError(f"a label of CTC is none of the {x.shape[2]} classes")
+
+
 @torch.library.custom_op("hap::ctc_loss", mutates_args=())
 def _ctc_loss(
     x: Tensor, targets: Tensor, steps: Tensor, labels: Tensor, blank: int, zero_infinity: bool
@@ -26,6 +34,7 @@ def _ctc_loss(
 
     Shapes: log-probabilities ``x`` (T, N, C), ``targets`` (N, S), their lengths ``steps`` and ``labels`` (N).
     """
+    _check_labels(x, targets, labels)
     loss, _ = aten._ctc_loss.Tensor(x, targets, steps, labels, blank, zero_infinity)
     return torch.where(loss.isinf(), 0.0, loss) if zero_infinity else loss.clone()
 
@@ -41,6 +50,7 @@ def _ctc_loss_backward(
     zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of ``x``, of shape (T, N, C); ``grad``: (N)."""
+    _check_labels(x, targets, labels)
     given = (x, targets, steps, labels)
     loss, table = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     made: Tensor = aten._ctc_loss_backward.Tensor(

@@ -18,7 +18,8 @@ from hap.ir.graph_builder import RANDOM
 DROPOUT = "aten.native_dropout.default"
 
 PRODUCTS = frozenset({
-    "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default",
+    "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.linear.default",
+    "aten.matmul.default", "aten.tensordot.default", "aten.convolution.default",
     "hap.expert_mm.default", "hap.sdpa.default", "hap.recurrence.default",
 })  # fmt: skip
 """Operators of the forward whose arithmetic takes longer than reading their results."""

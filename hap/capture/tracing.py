@@ -63,6 +63,7 @@ from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.ir.graph_builder import Builder
+from hap.ir.linear_layers import NEW
 
 Loss = Callable[[Any, Any], TorchTensor]
 
@@ -352,6 +353,8 @@ def _convert(
         for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
+    # Views beside a node belong to its checkpoint, too.
+    regions.update({f"{name}{end}": region for name, region in [*regions.items()] for end in NEW})
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
 
 

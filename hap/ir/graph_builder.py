@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hap.ir.graph import FREE, Arg, Graph, Input, Node, Output, Ref, Tensor
+from hap.ir.linear_layers import linear_layers
 
 # The graph mutates nothing and makes its views by reshape, so a copy equals its original. Only the
 # buffers that a step writes get their new values before the backward reads copies of the old ones.
@@ -113,23 +114,28 @@ class Builder:
 
     def graph(self, *, inputs: tuple[Input, ...], outputs: tuple[Output, ...]) -> Graph:
         """Return the finished graph without unused nodes and inputs."""
-        needed = {o.tensor for o in outputs}
-        kept: list[Node] = []
-        for node in reversed(self._nodes):
-            if needed.intersection(node.outputs):
-                needed.update(node.inputs)
-                kept.append(node)
-        kept = _without_kept_dims(kept, self._tensors, {o.tensor for o in outputs})
+        ends, tensors = {o.tensor for o in outputs}, self._tensors
+        nodes = _without_kept_dims(_needed(self._nodes, ends), tensors, ends)
+        nodes = _needed(linear_layers(nodes, tensors), ends)
+        needed = ends.union(*(node.inputs for node in nodes))
         # A tied parameter's second name and inputs that the forward ignores are no inputs.
         inputs = tuple(i for i in inputs if i.tensor in needed or i.role in ("input", "tangent"))
         used = needed | {i.tensor for i in inputs}
-        nodes = tuple(
-            Node(name=n.name, op=n.op, args=n.args, kwargs=n.kwargs, source=n.source,
-                 module=n.module, outputs=tuple(o if o in used else None for o in n.outputs))
-            for n in reversed(kept)
-        )  # fmt: skip
-        tensors = {name: t for name, t in self._tensors.items() if name in used}
-        return Graph(inputs=inputs, nodes=nodes, outputs=outputs, tensors=tensors)
+        kept = tuple(
+            replace(n, outputs=tuple(o if o in used else None for o in n.outputs)) for n in nodes
+        )
+        tensors = {name: t for name, t in tensors.items() if name in used}
+        return Graph(inputs=inputs, nodes=kept, outputs=outputs, tensors=tensors)
+
+
+def _needed(nodes: Sequence[Node], ends: Collection[str]) -> list[Node]:
+    """Return the nodes that the step's results depend on."""
+    needed, kept = set(ends), []
+    for node in reversed(nodes):
+        if needed.intersection(node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
 
 
 def _without_kept_dims(

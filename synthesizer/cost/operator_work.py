@@ -19,6 +19,11 @@ def _product(rows: int) -> Callable[[Call], float]:
     return lambda call: 2.0 * call.ins[rows].numel * call.out.shape[-1]
 
 
+def _tensordot(call: Call) -> float:
+    summed = numel(call.ins[1].shape[dim] for dim in call.arg(3))
+    return 2.0 * call.ins[0].numel * call.ins[1].numel / summed
+
+
 def _convolution(call: Call) -> float:
     weight = call.ins[1]
     return 2.0 * call.out.numel * numel(weight.shape[1:])
@@ -56,6 +61,9 @@ FLOPS: dict[str, tuple[str, Callable[[Call], float]]] = {
     "aten.mm.default": ("matmul", _product(0)),
     "aten.bmm.default": ("matmul", _product(0)),
     "aten.addmm.default": ("matmul", _product(1)),
+    "aten.linear.default": ("matmul", _product(0)),
+    "aten.matmul.default": ("matmul", _product(0)),
+    "aten.tensordot.default": ("matmul", _tensordot),
     "hap.expert_mm.default": ("matmul", _product(0)),
     "hap.expert_mm_backward.default": ("matmul", _product(0)),
     "aten.convolution.default": ("conv", _convolution),

@@ -8,10 +8,21 @@ from __future__ import annotations
 from hap.synthesizer.rules.rule_table import Call, Row, equation, rule
 
 
-@rule("aten.mm.default", "aten.bmm.default")
-def _mm(call: Call) -> list[Row]:
-    b = "b" * (len(call.out.shape) - 2)
-    return equation(call, [f"{b}mk", f"{b}kn"], [f"{b}mn"], linear=[{0}, {1}])
+@rule("aten.mm.default", "aten.matmul.default", "aten.linear.default")
+def _of_rows(call: Call) -> list[Row]:
+    """A tensor times a matrix; the weight of a linear layer has its outputs first."""
+    x, _matrix, *bias = call.ins
+    lead = [f"b{dim}" for dim in range(len(x.shape) - 1)]
+    matrix = "nk" if call.node.op == "aten.linear.default" else "kn"
+    return equation(
+        call, [[*lead, "k"], matrix, *("n" for _ in bias)], [[*lead, "n"]],
+        linear=[{0, 2}, {1, 2}] if bias else [{0}, {1}], additive={2},
+    )  # fmt: skip
+
+
+@rule("aten.bmm.default")
+def _bmm(call: Call) -> list[Row]:
+    return equation(call, ["bmk", "bkn"], ["bmn"], linear=[{0}, {1}])
 
 
 @rule("aten.addmm.default")
@@ -23,6 +34,19 @@ def _addmm(call: Call) -> list[Row]:
     return equation(
         call, [added, ["m", k], [k, "n"]], ["mn"], linear=[{0, 1}, {0, 2}], additive={0}
     )
+
+
+@rule("aten.tensordot.default")
+def _tensordot(call: Call) -> list[Row]:
+    """A product summed over pairs of dims; the remaining dims keep their order."""
+    (x, y), sums = call.ins, (call.arg(2), call.arg(3))
+    a, b = ([f"{name}{dim}" for dim in range(len(t.shape))] for name, t in (("x", x), ("y", y)))
+    pairs = [(dim % len(a), other % len(b)) for dim, other in zip(*sums, strict=True)]
+    for dim, other in pairs:
+        b[other] = a[dim]
+    summed = {a[dim] for dim, _ in pairs}
+    left = [letter for letter in (*a, *b) if letter not in summed]
+    return equation(call, [a, b], [left], linear=[{0}, {1}])
 
 
 @rule("aten.convolution.default")
