@@ -26,7 +26,7 @@ from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
 from hap.synthesizer.search import bucket_elimination, engines
 from hap.synthesizer.search.program_space import NARROW, SHARED, build_space
-from tests.random_plans import make_case, random_plan, two_machines, verdict
+from tests.random_plans import benchmark_case, make_case, random_plan, two_machines, verdict
 
 PACKAGES = ("torchvision", "timm")
 """Families of the zoo whose package is optional."""
@@ -161,8 +161,11 @@ def test_a_graph_that_is_too_entangled_is_searched_in_a_narrower_space(
     whole, shared, inner, batch = (
         set(build_space(case.graph, narrow=k).axes.axes) for k in range(len(NARROW))
     )
-    assert whole == shared > inner > batch
+    assert whole == shared >= inner > batch
     assert {axis.units for axis in build_space(case.graph, narrow=3).axes.axes.values()} == {6}
+    t5 = benchmark_case("t5", "tiny").space.graph
+    shared, inner = (build_space(t5, narrow=k).axes.axes.keys() for k in (1, 2))
+    assert shared > inner
     monkeypatch.setattr(bucket_elimination, "LARGEST_TABLE", 2_000)
     monkeypatch.setattr(engines, "SMALL", 0)  # no A* before the narrower spaces
     said: list[str] = []

@@ -235,7 +235,11 @@ def test_work_is_split_once_it_takes_longer_than_reducing_the_gradient(
     split = alone / WORLD + 6 * k * n + LOSS
     assert (alone < split) == (size == 100)
     everywhere = [((R, R), R), ((R, R), R)]
-    assert rows(graph, found, "aten.mm.default") == (everywhere if size == 100 else DATA_PARALLEL)
+    along = len(lead)
+    parallel = [((S(along), R), S(along)), ((S(1), S(along)), P)]
+    ops = [f"aten.{op}.default" for op in ("mm", "matmul", "tensordot")]
+    made = [row for op in ops for row in rows(graph, found, op)]
+    assert made == (everywhere if size == 100 else parallel)
     # The formulas have no overlap; a program with overlap may be faster.
     assert found.timeline.step_s <= min(alone, split) * NANO * (1 + 1e-9)
 

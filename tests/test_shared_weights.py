@@ -56,17 +56,31 @@ def test_a_late_sum_before_an_early_one(groups: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_a_late_sum_before_an_early_one_in_t5() -> None:
     case = benchmark_case("t5", "tiny")
-    plan = random_staged_plan(case, (1, 1, 1), 0, 2, ("t_4", "view_36"))
+    plan = random_staged_plan(case, (1, 1, 1), 0, 2, ("bmm", "view_68"))
     assert sums(plan, 1, 0) == [True, False]
     found = verdict(case, plan)
     assert found.ok, story(found)
 
 
-@pytest.mark.slow
-def test_a_stage_passes_on_what_it_makes_of_a_received_weight() -> None:
-    """The middle stage transposes the embedding's weight for the head."""
-    case = benchmark_case("gpt2", "tiny")
-    plan = random_staged_plan(case, (1, 2, 1), 3)
+class Made(nn.Module):
+    """The stage between the sigmoids makes a weight of another one, which the last stage uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.w).sigmoid()
+        made = self.w.tanh()
+        y = (y @ made).sigmoid()
+        return (y @ made).square().mean()
+
+
+@pytest.mark.parametrize("groups", [(1, 1, 1), (1, 2, 1)])
+def test_a_stage_passes_on_what_it_makes_of_a_received_weight(groups: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    case = make_case(Made(), (torch.randn(8, 8),))
+    plan = random_staged_plan(case, groups, 3, 4, ("sigmoid", "sigmoid_1"))
     graphs, transfers = plan.cut
     weights = {(t.src, t.dst): t.tensor for t in transfers if t.once and not t.backward}
     assert graphs[1].producer[weights[1, 2]].inputs == (weights[0, 1],)

@@ -53,7 +53,7 @@ def run_with(**changes: Any) -> Callable[[int, Callable[[Comm], Any]], list[Any]
     return run
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_errors_are_those_of_rounding(seed: int) -> None:
     case = normalized()
     plan = random_plan(case, 3, seed)
