@@ -29,7 +29,6 @@ from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 
-
 RESTRICTIONS = {
     "data parallel": data_parallel,
     "ZeRO": sharded_storage,

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_proof import recorded, verification
+from benchmarks.gpu_proof import kernels, recorded, verification
 from benchmarks.gpu_proof.__main__ import PARTS, main
 from benchmarks.gpu_proof.collectives import shards
 from benchmarks.gpu_proof.models import Prepared
 from benchmarks.gpu_proof.report import MET, MISSED, SKIPPED, Line, page
 from benchmarks.gpu_proof.settings import Settings
 from hap.cluster.cluster_file import load_cluster
+from hap.ir.linear_layers import LINEAR, MATMUL, TENSORDOT
 from hap.ir.plan import Plan
 from hap.plan_simulation import simulate_plan, without_hosts
 from tests.random_plans import benchmark_case, random_plan
@@ -135,3 +136,17 @@ def test_the_page_counts_outcomes_and_keeps_a_row_on_one_line() -> None:
     assert "1 met, 1 missed, 0 skipped." in text
     assert "| y | missed |  |  | two lines / here |" in text
     assert "## More" in text
+
+
+def test_linear_layers_are_compared_with_the_products_that_were_recorded() -> None:
+    recorded = json.loads(
+        (Path(kernels.__file__).parents[1] / "data/h200_kernels.json").read_text()
+    )["gpt2-float32"]
+    rows, weight, bias = (32, 128, 768), (3072, 768), (3072,)
+    made = (32, 128, 3072)
+    for op, *shapes in (
+        (LINEAR, rows, weight, bias), (MATMUL, made, weight), (LINEAR, made, (768, 3072)),
+        (TENSORDOT, made, rows),
+    ):  # fmt: skip
+        kind, matrices = kernels.product_of(op, *shapes)
+        assert " ".join([kind, *("x".join(map(str, s)) for s in matrices)]) in recorded

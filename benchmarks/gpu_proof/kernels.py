@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from hap.cli.terminal import emit, table
 from hap.cluster.cluster_file import load_cluster
 from hap.ir.batch import call, each
 from hap.ir.graph import Node
+from hap.ir.linear_layers import LINEAR, MATMUL, TENSORDOT
 from hap.ir.plan import Plan
 from hap.ir.program import Compute
 from hap.plan_simulation import plan_costs
@@ -163,10 +165,22 @@ def by_call(plan: Plan, seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _call(plan: Plan, node: Node) -> str:
-    shapes = (plan.graph.tensors[t].shape for t in node.inputs)
-    return " ".join(
-        [node.op.removeprefix("aten."), *("x".join(map(str, s)) or "1" for s in shapes)]
-    )
+    shapes = [plan.graph.tensors[t].shape for t in node.inputs]
+    op = node.op.removeprefix("aten.")
+    if node.op in (LINEAR, MATMUL, TENSORDOT):
+        op, shapes = product_of(node.op, *shapes)
+    return " ".join([op, *("x".join(map(str, s)) or "1" for s in shapes)])
+
+
+def product_of(
+    op: str, x: tuple[int, ...], other: tuple[int, ...], *bias: tuple[int, ...]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """Return the product of matrices that a linear layer runs, by which kernels were recorded."""
+    rows, size = math.prod(x[:-1]), x[-1]
+    if op == TENSORDOT:
+        return "mm.default", [(size, rows), (rows, other[-1])]
+    matrix = other[::-1] if op == LINEAR else other
+    return "addmm.default" if bias else "mm.default", [*bias, (rows, size), matrix]
 
 
 def main() -> None:
