@@ -84,8 +84,9 @@ def searched_ahead(
         return [(c.program, dict(c.shares)) for c in pairs], merit, reports
 
     with contextlib.ExitStack() as stack:
+        # The second one has a core once the planner waits for both.
         processes = tuple(
-            stack.enter_context(ahead(functools.partial(search, ways), nice=10))
-            for ways in (WAYS[:1], WAYS[1:])
+            stack.enter_context(ahead(functools.partial(search, ways), nice=nice))
+            for ways, nice in ((WAYS[:1], 10), (WAYS[1:], 19))
         )
         yield TwoAxesAhead(space, cluster, optimizer_states, engine, processes)
