@@ -169,7 +169,7 @@ def _used(pair: Candidate) -> Shares:
 
 def _between(
     space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None,
-    allowed: Allowed | None, ways: Sequence[str],
+    allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
 ) -> Iterator[tuple[str, Candidate]]:  # fmt: skip
     """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
