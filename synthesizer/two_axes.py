@@ -177,7 +177,7 @@ def _between(
     for name, restriction in RESTRICTIONS.items():
         with contextlib.suppress(HapError):  # the model has no batch dim, or no experts
             restricted[name] = _both(restriction(space), allowed)
-    for name in filter(restricted.__contains__, ways):
+    for name in (name for name in ways if name in restricted):
         way = restricted[name]
         # A restricted space is small, even where the whole one is too entangled.
         own = eliminate_or_bound if way and engine is bound else engine

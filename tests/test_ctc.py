@@ -117,3 +117,13 @@ def test_others_may_read_selected_elements(form: str) -> None:
     torch.manual_seed(0)
     case = make_case(Speech(form), batch())
     assert verdict(case, random_plan(case, 3, 0)).ok
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+def test_a_label_that_is_no_class_is_an_error(label: int) -> None:
+    wrong, padding = TARGETS.clone(), TARGETS.clone()
+    wrong[0, 2], padding[2, 3] = label, label  # the third row has one label
+    x = X.clone().requires_grad_(True)
+    with pytest.raises(IndexError, match="none of the 20 classes"):
+        ctc.ctc_loss(x, wrong, LENGTHS, LABELS)
+    assert ctc.ctc_loss(x, padding, LENGTHS, LABELS, zero_infinity=True).isfinite()

@@ -26,6 +26,7 @@ from hap.ir.plan import Plan
 from hap.ir.program import Compute, Value
 from hap.runtime.verify import verify
 from hap.synthesizer.baselines import data_parallel
+from hap.synthesizer.candidate import Merit
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.serial_cost import simulate
@@ -36,6 +37,7 @@ from hap.synthesizer.search.engines import eliminate
 from hap.synthesizer.shares.share_solver import proportional
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import (
+    WAYS,
     Between,
     InsideSynthesizer,
     _between,
@@ -257,6 +259,23 @@ def test_the_search_in_another_process_finds_the_same_pair() -> None:
     assert found.between.program == expected.between.program
     with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
         assert ahead.best(expected.pair.merit, reports.append) is None, "no better than that"
+
+
+def test_the_programs_between_machines_can_be_searched_apart() -> None:
+    case, cluster = benchmark_case("mlp", "tiny"), machines((3.0, 1.0), (2.0, 1.0))
+
+    def searched(*ways: str) -> tuple[list[str], Merit]:
+        reports: list[str] = []
+        found = best_on_mesh(case.space, cluster, 2, progress=reports.append, ways=ways)
+        assert found is not None
+        return reports, found.pair.merit
+
+    (first, one), (second, other), (both, best) = (
+        searched(*ways) for ways in (WAYS[:1], WAYS[1:], WAYS)
+    )
+    assert first and second
+    assert {*both} <= {*first, *second}, "an equal program is searched once"
+    assert best == min(one, other)
 
 
 def test_the_fastest_pair_is_found_by_few_schedules() -> None:

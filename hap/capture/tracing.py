@@ -63,7 +63,7 @@ from hap.gc_pause import gc_paused
 from hap.ir.batch import Batch, call, flatten, form_of, rebuild
 from hap.ir.graph import ITEM_BYTES, Arg, Dtype, Graph, Input, Output, Ref, Tensor
 from hap.ir.graph_builder import Builder
-from hap.ir.linear_layers import NEW
+from hap.ir.linear_layers import VIEW_ENDS
 
 Loss = Callable[[Any, Any], TorchTensor]
 
@@ -353,8 +353,9 @@ def _convert(
         for n, (role, target) in zip(ends, joint.outputs, strict=True)
         if n is not None and role != "unused"
     ]
-    # Views beside a node belong to its checkpoint, too.
-    regions.update({f"{name}{end}": region for name, region in [*regions.items()] for end in NEW})
+    # A new view of a linear layer belongs to the checkpoint of its node.
+    named = [(f"{name}{end}", region) for name, region in regions.items() for end in VIEW_ENDS]
+    regions.update(named)
     return build.graph(inputs=tuple(inputs), outputs=tuple(outputs)), regions
 
 

@@ -1,7 +1,7 @@
 """Linear layers, traced as views and products of matrices, as one operator each.
 
-Autograd flattens the leading dims of a layer's input, turns the weight, multiplies, and gives the result
-its dims again; the gradients do the same. :func:`linear_layers` makes these one operator each:
+Autograd flattens the leading dims of a layer's input, transposes the weight, multiplies two matrices, and
+unflattens the result. The gradients are computed likewise. :func:`linear_layers` replaces all this by one operator each:
 
 * ``aten.linear``: ``[..., k]`` and a weight ``[n, k]`` give ``[..., n]``, with a bias or without;
 * ``aten.matmul``: ``[..., k]`` and a matrix ``[k, n]`` give ``[..., n]``, as in an input's gradient;
@@ -21,10 +21,10 @@ from operator import mul
 from hap.ir.graph import Node, Ref, Tensor, reading
 
 LINEAR, MATMUL, TENSORDOT = (f"aten.{op}.default" for op in ("linear", "matmul", "tensordot"))
-VIEW, TURN, SUM = "aten.view.default", "aten.t.default", "aten.sum.dim_IntList"
+VIEW, TRANSPOSE, SUM = "aten.view.default", "aten.t.default", "aten.sum.dim_IntList"
 
-NEW = ("_flat", "_whole", "_turned")
-"""Ends of the names of nodes that are views beside a traced node."""
+VIEW_ENDS = ("_flat", "_whole", "_transposed")
+"""Name endings of the new views: the traced node's name and one of these."""
 
 
 def linear_layers(nodes: Iterable[Node], tensors: dict[str, Tensor]) -> list[Node]:
@@ -47,7 +47,7 @@ class _Layers:
         self._tensors = tensors
         self._whole: dict[str, str] = {}  # flattened matrix -> the tensor with leading dims
         self._flattened: dict[str, Node] = {}  # the same before its view is needed
-        self._turned: dict[str, str] = {}  # matrix -> the one that it is the transpose of
+        self._transposed: dict[str, str] = {}  # matrix -> the one that it is the transpose of
         self._same: dict[str, str] = {}  # tensor -> the equal one that is read in its place
 
     def add(self, node: Node) -> None:
@@ -55,8 +55,8 @@ class _Layers:
         node = reading(node, {name: self._same.get(name, name) for name in node.inputs})
         if node.op == VIEW:
             node = self._view(node)
-        elif node.op == TURN:
-            self._turned[str(node.outputs[0])] = node.inputs[0]
+        elif node.op == TRANSPOSE:
+            self._transposed[str(node.outputs[0])] = node.inputs[0]
         elif node.op == SUM and node.args[1:] == ((0,),) and (x := self._whole_of(node.inputs[0])):
             node = replace(node, args=(Ref(x), tuple(range(len(self._shape(x)) - 1))))
         elif node.op in ("aten.mm.default", "aten.addmm.default") and not node.kwargs:
@@ -64,7 +64,7 @@ class _Layers:
             if x := self._whole_of(a) if self._per_column(bias, b) else None:
                 self._rows(node, x, b, bias)
                 return
-            node = node if bias else self._over_rows(node, self._turned.get(a, ""), b)
+            node = node if bias else self._over_rows(node, self._transposed.get(a, ""), b)
         self.nodes.append(node)
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -101,9 +101,9 @@ class _Layers:
         """Add ``x @ matrix + bias``, and the view of it that flattens its leading dims."""
         flat = self._tensors[str(node.outputs[0])]
         shape = (*self._shape(x)[:-1], flat.shape[-1])
-        weight = self._turned.get(matrix)
+        weight = self._transposed.get(matrix)
         if bias and weight is None:
-            weight = self._new(node, TURN, matrix, "_turned", self._shape(matrix)[::-1])
+            weight = self._new(node, TRANSPOSE, matrix, "_transposed", self._shape(matrix)[::-1])
         whole = replace(flat, name=f"{flat.name}_whole", shape=shape)
         self._tensors[whole.name], self._whole[flat.name] = whole, whole.name
         args = tuple(map(Ref, (x, weight or matrix, *bias)))
