@@ -121,7 +121,7 @@ def _parts(size: int, dtype: torch.dtype, *, split: bool) -> list[slice]:
 
 
 def _with_gaps(x: Tensor) -> Tensor:
-    """Return a matrix together with the gaps after its rows."""
+    """Return a matrix together with the gaps after its rows; all of them are in its storage."""
     return x.as_strided((x.shape[0], x.stride(0)), x.stride()) if x.shape[0] > 1 else x
 
 
@@ -129,8 +129,9 @@ def _widened(b: Tensor, columns: int) -> Tensor:
     """Return a matrix with more columns, whose products nobody reads."""
     if b.shape[1] == columns:
         return b
-    if b.stride() == (columns, 1):
-        return _with_gaps(b)
+    stored = b.untyped_storage().nbytes() // b.itemsize - b.storage_offset()
+    if b.stride() == (columns, 1) and len(b) * columns <= stored:  # a slice may end earlier
+        return b.as_strided((len(b), columns), b.stride())
     turned = b.new_zeros((columns, b.shape[0])) if b.stride(0) == 1 else None
     if turned is None:
         return F.pad(b, (0, columns - b.shape[1]))

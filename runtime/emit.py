@@ -237,7 +237,8 @@ class Emitter:
         sizes = shapes[0][-1:]
         if node.op != "aten._to_copy.default":  # each dim of a product may be that of rows
             shapes += [self._shape(value) for value in self._used(step)]
-            sizes = tuple(n for *rows, size in shapes for n in (math.prod(rows), size))
+            matrices = [shape for shape in shapes if len(shape) > 1]  # a bias is none
+            sizes = tuple(n for *rows, size in matrices for n in (math.prod(rows), size))
         large = max(map(math.prod, shapes)) >= FEWEST
         return lowered and large and any(is_odd(size, dtype) for size in sizes)
 

@@ -61,6 +61,29 @@ def test_products_with_leading_dims_have_the_values_of_torch() -> None:
     torch.testing.assert_close(found, over, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 257])
+def test_the_gradient_of_logits_is_a_factor(rows: int) -> None:
+    """The gap after its last row is in its storage, too; one row has none."""
+    logits, target = x(rows, 301, dtype=torch.bfloat16), torch.arange(rows) % 301
+    stored, terms = aligned_rows.to(logits), torch.ones(rows)
+    gradient = cross_entropy_backward(terms, -terms, stored, target, terms, -100)
+    states = x(rows, 304, dtype=torch.bfloat16, seed=1)
+    want = torch.mm(states.t(), gradient.contiguous())
+    for found in (
+        aligned_rows.mm(states.t(), gradient),
+        aligned_rows.tensordot(states, gradient, [0], [0]),
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-1)
+
+
+def test_a_shifted_slice_is_a_factor() -> None:
+    """Its last row ends where its storage does, without a gap."""
+    states = x(257, 304, dtype=torch.bfloat16)
+    a, b = x(257, 64, dtype=torch.bfloat16, seed=1), states[:, 1:]
+    found = aligned_rows.tensordot(a, b, [0], [0])
+    torch.testing.assert_close(found, torch.mm(a.t(), b.contiguous()), rtol=1e-2, atol=1e-1)
+
+
 def test_only_odd_and_large_matrices_are_copied() -> None:
     even, odd = x(257, 304, dtype=torch.bfloat16), x(257, 301, dtype=torch.bfloat16)
     assert aligned_rows.aligned(even) is even
@@ -92,15 +115,16 @@ def test_the_gradient_of_aligned_logits_is_aligned(dtype: torch.dtype) -> None:
 
 
 class Words(nn.Module):
-    """A classifier of many classes, whose number is odd."""
+    """A classifier of many classes, whose number is odd, after a layer of even sizes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(CLASSES, 64)
-        self.head = nn.Linear(64, CLASSES)
+        self.layer = nn.Linear(64, FEWEST // 128)
+        self.head = nn.Linear(FEWEST // 128, CLASSES)
 
     def forward(self, words: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.table(words)), words.roll(1))
+        return F.cross_entropy(self.head(self.layer(self.table(words))), words.roll(1))
 
 
 def words() -> tuple[hap.Plan, nn.Module, Tensor]:

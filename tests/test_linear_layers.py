@@ -123,6 +123,12 @@ def test_a_chain_of_layers_has_no_view() -> None:
     assert not found["aten.view.default"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_tensors_are_in_order_of_definition(model: str) -> None:
+    graph = capture(MODELS[model](), batch(), loss)
+    assert tuple(graph.tensors) == graph.defined
+
+
 def test_layers_can_be_sharded_along_each_leading_dim() -> None:
     graph = capture(MODELS["chain"](), batch(), loss)
     first = next(node for node in graph.nodes if node.op == LINEAR)

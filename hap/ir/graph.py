@@ -204,6 +204,12 @@ class Graph:
         return found
 
     @cached_property
+    def defined(self) -> tuple[str, ...]:
+        """Names of all tensors in order of definition; that of :attr:`tensors` may be another one."""
+        made = (out for node in self.nodes for out in node.outputs if out is not None)
+        return (*(i.tensor for i in self.inputs), *made)
+
+    @cached_property
     def producer(self) -> Mapping[str, Node]:
         return {out: node for node in self.nodes for out in node.outputs if out is not None}
 

@@ -124,8 +124,9 @@ class Builder:
         kept = tuple(
             replace(n, outputs=tuple(o if o in used else None for o in n.outputs)) for n in nodes
         )
-        tensors = {name: t for name, t in tensors.items() if name in used}
-        return Graph(inputs=inputs, nodes=kept, outputs=outputs, tensors=tensors)
+        made = (o for node in kept for o in node.outputs if o)
+        ordered = {name: tensors[name] for name in (*(i.tensor for i in inputs), *made)}
+        return Graph(inputs=inputs, nodes=kept, outputs=outputs, tensors=ordered)
 
 
 def _needed(nodes: Sequence[Node], ends: Collection[str]) -> list[Node]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hap.cluster.topology import Cluster, digest_of
-from hap.errors import ClusterError, PlanError
+from hap.errors import ClusterError, PlanError, reason_of
 from hap.files import read_whole, write_whole
 from hap.ir import plan_json
 from hap.ir.axes import Shares
@@ -351,7 +351,7 @@ class Plan:
         except FileNotFoundError:
             raise PlanError("no such plan file", where=where, hint="hap plan makes one") from None
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
             raise PlanError(
                 f"the plan file cannot be read: {reason}", where=where, hint="give a plan file"
             ) from None

@@ -311,7 +311,7 @@ class _Cutter:
                             once=self._once(name, back),
                         )
                     )  # fmt: skip
-        order = {name: k for k, name in enumerate(self._graph.tensors)}
+        order = {name: k for k, name in enumerate(self._graph.defined)}
         return tuple(sorted(found, key=lambda t: (t.backward, order[t.tensor], t.dst)))
 
     def _once(self, name: str, backward: bool) -> bool:

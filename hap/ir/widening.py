@@ -9,7 +9,7 @@ from hap.ir.microbatch import is_sum
 def widened_later(graph: Graph) -> frozenset[str]:
     """Return the tensors that nothing reads but casts to a wider dtype, or views before these."""
     found = set[str]()
-    for name in reversed(list(graph.tensors)):
+    for name in reversed(graph.defined):  # readers first
         readers = graph.consumers[name]
         if readers and all(_widens(n, graph) or _passes_on(n, found) for n in readers):
             found.add(name)
