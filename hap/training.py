@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hap.api import compile, with_weights
 from hap.capture.model_file import ModelFile, model_file_of
 from hap.capture.user_optimizer import default_optimizer, examine, make_optimizer
-from hap.errors import PlanError
+from hap.errors import InputError, PlanError
 from hap.ir.batch import Batch, call
 from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plan import Plan
@@ -48,7 +48,7 @@ class Trainer:
         check: bool = True,
     ) -> None:  # fmt: skip
         if plan.world_size > 1 and not dist.is_initialized():
-            init_from_env()
+            init_from_env(devices=[device.name for device in plan.cluster.devices])
         self._file = file or model_file_of(plan)
         torch.manual_seed(self._file.seed)
         self._plan = plan
@@ -164,7 +164,13 @@ def train(
 
     Raises:
         SavedAndEnded: there was a SIGTERM on some rank.
+        InputError: ``adapt`` without ``checkpoints``.
+        PlanError, ModelError, CheckpointError: as :func:`compile` and :class:`Trainer` raise them.
     """
+    if adapt and checkpoints is None:
+        raise InputError(
+            "adapt without checkpoints", hint="give checkpoints: the new plan resumes from them"
+        )
     begun = time.perf_counter()
     run = _Run(plan, file, backend, check)
     last = EmergencySave(checkpoints.folder, checkpoints.keep) if checkpoints else None

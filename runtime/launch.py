@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -66,12 +66,14 @@ class World:
     device: torch.device
 
 
-def init_from_env(backend: str | None = None) -> World:
+def init_from_env(backend: str | None = None, devices: Sequence[str] = ()) -> World:
     """Join the process group that torchrun (RANK, ...) or srun (SLURM_PROCID, ...) describes.
 
     Args:
         backend: A backend of torch.distributed; default: nccl if CUDA is available, else gloo.
             If it includes nccl, the current CUDA device is set to that of the local rank.
+        devices: The names of the ranks' devices, ``node:number``, as of a plan that leaves some out.
+            A process that sees more GPUs than the plan uses on its machine takes the one of its number.
 
     Raises:
         InputError: A variable is missing or not a number, or the rank has no device.
@@ -83,17 +85,19 @@ def init_from_env(backend: str | None = None) -> World:
         hint = "export MASTER_ADDR with the name of the machine on which rank 0 runs"
         raise InputError("MASTER_ADDR is not set", hint=hint)
     os.environ.setdefault("MASTER_PORT", "29500")
-    return join_group(rank, size, local_rank, backend)
+    return join_group(rank, size, local_rank, backend, devices=devices)
 
 
 def join_group(
-    rank: int, size: int, local_rank: int, backend: str | None, store: Any = None
-) -> World:
+    rank: int, size: int, local_rank: int, backend: str | None, store: Any = None,
+    devices: Sequence[str] = (),
+) -> World:  # fmt: skip
     """Choose this rank's device, and join the process group.
 
     Args:
         local_rank: the place of this process on its machine.
         backend: as in :func:`init_from_env`.
+        devices: as in :func:`init_from_env`.
         store: a store of torch.distributed, where the ranks meet; default: the one that MASTER_ADDR and MASTER_PORT name.
 
     Raises:
@@ -105,6 +109,8 @@ def join_group(
         count = torch.cuda.device_count()
         slurm = "RANK" not in os.environ
         index = 0 if slurm and count == 1 else local_rank  # srun may bind one GPU to each task
+        if devices:
+            index = _number(devices, rank, count, index)
         if index >= count:
             what = f"local rank {local_rank} has no CUDA device: this process sees {count}"
             raise InputError(what, hint="start as many ranks per machine as it has GPUs")
@@ -115,6 +121,20 @@ def join_group(
     on_cuda = device if device.type == "cuda" else None
     dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda, store=store)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def _number(devices: Sequence[str], rank: int, count: int, other: int) -> int:
+    """Return the number of a rank's GPU on its machine.
+
+    Args:
+        devices: the names of the ranks' devices.
+        count: the GPUs that this process sees.
+        other: the result if they are only those in use, or the ranks of several nodes share a machine.
+    """
+    node, _, number = devices[rank].rpartition(":")
+    in_use = sum(name.rpartition(":")[0] == node for name in devices)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", in_use))
+    return int(number) if here == in_use < count and number.isdigit() else other
 
 
 def is_first_of_machine() -> bool:
@@ -194,6 +214,7 @@ def spawn(
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
     where: Where | None = None,
+    devices: Sequence[str] = (),
 ) -> list[T]:
     """Run ``target(*args)`` on ``world_size`` new local processes that form a process group.
 
@@ -209,6 +230,7 @@ def spawn(
         timeout_s: Limit of the whole call in seconds; None: no limit.
         grace_s: After a failure, the longest time for the other ranks to end by themselves.
         where: The hosts that ranks run on; default: this machine.
+        devices: As in :func:`init_from_env`.
 
     Returns:
         The results in rank order.
@@ -221,7 +243,7 @@ def spawn(
     if world_size < 1:
         raise InputError(f"{world_size} ranks asked for", hint="ask for at least one")
     try:
-        payload = pickle.dumps((target, args))
+        payload = pickle.dumps((target, args, tuple(devices)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "pass a function at the top level of a module, and picklable arguments"
         raise InputError(
@@ -353,11 +375,11 @@ def _rank_main(pipe: Connection, backend: str, variables: Mapping[str, str]) -> 
     try:
         # Arguments come by this pipe: multiprocessing hangs if a rank dies before it reads them.
         _send(pipe, "begun", None)
-        target, args = pickle.loads(pipe.recv_bytes())
+        target, args, devices = pickle.loads(pipe.recv_bytes())
         torch.set_num_threads(1)
         _send(pipe, "ready", None)
         pipe.recv_bytes()
-        init_from_env(backend)
+        init_from_env(backend, devices)
         result = target(*args)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import hap
 from hap import api
 from hap.errors import HapError, InputError, PlanError
+from hap.runtime import launch
 from hap.runtime.launch import init_from_env, report, spawn
 from hap.runtime.launch_lines import batch_script, launch_lines
 from tests.random_plans import benchmark_case, random_plan
@@ -285,6 +286,24 @@ def test_a_local_rank_without_a_device_is_refused(bare_environment: pytest.Monke
     bare_environment.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="local rank 1 has no CUDA device: this process sees 1"):
         init_from_env("nccl")
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks_here", "sees", "found"),
+    [
+        (("a:1", "a:2"), 2, 3, [1, 2]),  # a:0 is left out
+        (("a:1", "a:2"), 2, 2, [0, 1]),  # CUDA_VISIBLE_DEVICES names those of the plan
+        (("a:0", "a:1", "b:1"), 2, 2, [0, 1]),
+        (("a:0", "b:3", "b:2"), 3, 4, [0, 1, 2]),  # all on one machine, as a trial
+        (("left", "right"), 2, 3, [0, 1]),  # names of a cluster that was made in Python
+    ],
+)
+def test_a_rank_has_the_gpu_that_its_plan_names(
+    devices: tuple[str, ...], ranks_here: int, sees: int, found: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    assert [launch._number(devices, r, sees, r) for r in range(ranks_here)] == found
 
 
 @pytest.mark.gpu

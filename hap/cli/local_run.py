@@ -89,7 +89,11 @@ def _again(
 def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     """Start all ranks and wait for them; SIGTERM is passed on to them."""
     plan = Plan.load(job.path)
-    group = "nccl" if torch.cuda.device_count() >= nproc else "gloo"
+    gpus = torch.cuda.device_count()
+    group = "nccl" if gpus >= nproc else "gloo"
+    if group == "gloo" and gpus:
+        text = f"{nproc} ranks under gloo on the CPU, since this machine has {gpus} GPUs"
+        print(text, file=sys.stderr, flush=True)
     pids: list[int] = []
     noticed = False
 
@@ -102,6 +106,7 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     try:
         ended = spawn(
             train_rank, nproc, args=(job,), backend=group, on_report=on_report,
+            devices=[device.name for device in plan.cluster.devices],
             before_rank=lambda rank, pid: pids.append(pid),
             grace_s=LONGEST_S if job.checkpoints and survivable(plan) else GRACE_S,
         )  # fmt: skip
