@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -153,7 +154,7 @@ def plan(name: str) -> Found:
     import hap
     from benchmarks.plan_phases import processor_s
     from hap.capture.building import without_data
-    from hap.capture.hidden_tensors import HiddenTensorsError
+    from hap.capture.hidden_tensors import real_if_needed
     from hap.capture.torch_private import known_numbers
     from hap.errors import HapError
 
@@ -163,11 +164,10 @@ def plan(name: str) -> Found:
         with known_numbers():  # of fixed entries
             model, batch = without_data(entry.full)
         wall, processor = time.perf_counter(), processor_s()
-        try:
-            made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
-        except HiddenTensorsError:
-            model, batch = entry.full()
-            made = hap.plan(model, batch, CLUSTER, loss=entry.loss, fixed=entry.fixed)
+        planned = functools.partial(
+            hap.plan, batch=batch, cluster=CLUSTER, loss=entry.loss, fixed=entry.fixed
+        )
+        made = real_if_needed(planned, model, lambda: entry.full()[0], lambda text: None)
     except HapError as error:
         return _refused(error)
     return {

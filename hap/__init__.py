@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         InputError,
         ModelError,
         PlanError,
+        UnfinishedError,
         UnsupportedOpError,
         VerifyError,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "PlanError",
     "PlanOptions",
     "RankBatchSampler",
+    "UnfinishedError",
     "UnsupportedOpError",
     "VerifyError",
     "clip_grad_norm_",

@@ -18,7 +18,7 @@ from hap.capture.building import build_without_data
 from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
 from hap.capture.fixed_entries import fix_entries
-from hap.capture.hidden_tensors import HiddenTensorsError
+from hap.capture.hidden_tensors import real_if_needed
 from hap.capture.model_file import ModelFile, load_model_file, model_file_of
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import Loss, capture, check_recipe
@@ -244,11 +244,7 @@ def plan_file(
         autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
         rules=file.rules, fixed=file.fixed, options=options, progress=progress,
     )  # fmt: skip
-    try:
-        return of_model(model)
-    except HiddenTensorsError:
-        progress("a plain object of the model holds tensors: building it for real")
-        return of_model(file.model())
+    return real_if_needed(of_model, model, file.model, progress)
 
 
 def _check_batch(batch: Batch, cluster: Cluster, allow_idle: bool) -> None:

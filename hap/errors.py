@@ -20,6 +20,11 @@ def _cut(text: str, longest: int = LONGEST_LINE) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def reason_of(error: OSError) -> str:
+    """Return the operating system's reason of an error, which some errors lack."""
+    return error.strerror or str(error)
+
+
 class HapError(Exception):
     """Base of all errors meant for people.
 
@@ -80,6 +85,14 @@ class UnfinishedError(HapError):
     """Planning was stopped: by default before it had a plan that fits the memory."""
 
     exit_code = 5
+
+
+class NoProgramError(HapError):
+    """No program of the space has what was asked for."""
+
+
+class SearchLimitError(HapError):
+    """A search reached its limit before it found a program."""
 
 
 class TooEntangledError(HapError):

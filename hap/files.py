@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 
 _LONGEST_NAME = 240
 """Limit in bytes of a file's name; that of the temporary file is a little longer."""
@@ -46,7 +46,7 @@ def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> Non
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
-        fail(error.strerror or str(error))
+        fail(reason_of(error))
 
 
 def read_whole(path: str | Path) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ from hap.synthesizer.plan_options import PlanOptions
 MOST = 200
 """Plans that are kept; the oldest are removed."""
 
-_CODE = ("capture", "cluster", "ir", "synthesizer")
-"""Folders whose code decides a plan: a change of one of their files makes all kept plans unknown."""
+_CODE = ("api.py", "capture", "cluster", "gradient_roundings.py", "ir", "synthesizer")
+"""Files and folders whose code decides a plan: a change of one of their files makes all kept plans unknown."""
 
 
 class PlanCache:
@@ -51,7 +52,7 @@ class PlanCache:
         rules = sorted((name, list(lines)) for name, lines in graph.rules.items())
         parts = [
             graph.digest, rules, cluster.to_dict(), str(kind), repr(recipe), repr(options),
-            torch.__version__, _code(),
+            torch.__version__, version("ortools"), _code(),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -86,8 +87,8 @@ class PlanCache:
 def _code() -> str:
     """Return the SHA-256 (hex) of the code that decides a plan."""
     digest, here = hashlib.sha256(), Path(__file__).parent
-    for folder in _CODE:
-        for file in sorted((here / folder).rglob("*")):
+    for path in (here / name for name in _CODE):
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.suffix in (".py", ".yaml"):
                 digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -24,6 +24,10 @@ LIMIT_S = 60.0
 takes so long."""
 
 
+class InterruptedRunError(NoSampleError):
+    """A run took too long, or its process ended: perhaps the machine was busy, or short of memory."""
+
+
 def discovered_apart(call: Call) -> tuple[str, ...]:
     """Return the rule of a call as lines, by running its operator on small split inputs.
 
@@ -72,7 +76,7 @@ def discovered_apart(call: Call) -> tuple[str, ...]:
             raise AssertionError(f"discovering the rows of {call.node.op} failed:\n{text}")
         case _:
             reason = f"a run on split inputs ended the process (exit code {process.exitcode})"
-    raise NoSampleError(f"operator {call.node.op}: {reason}", where=call.node.source)
+    raise InterruptedRunError(f"operator {call.node.op}: {reason}", where=call.node.source)
 
 
 def _discover(call: Call, sender: Connection) -> None:

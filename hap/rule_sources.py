@@ -16,7 +16,7 @@ from hap.rule_cache import RuleCache
 from hap.rule_check import Case
 from hap.rule_derivation import derived
 from hap.rule_discovery import NoSampleError, full_name, samples_of
-from hap.rule_process import discovered_apart
+from hap.rule_process import InterruptedRunError, discovered_apart
 from hap.synthesizer.rules import RULES, Call
 from hap.synthesizer.rules.textual_rules import kind, read, written_rows
 
@@ -44,6 +44,8 @@ def with_rules(
             read(lines)
         except ValueError as error:
             raise ModelError(f"the rule of {op}: {error}", hint="see docs/rules.md") from error
+    for op in given.keys() - {node.op for node in graph.nodes}:
+        progress(f"the rule of {op} is not used: the step has no such operator")
     needed: dict[str, tuple[str, ...]] = {}
     seen: set[str] = set()
     cache = RuleCache(progress)
@@ -77,6 +79,8 @@ def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
     except NoSampleError as error:
         progress(f"{error.what}; every rank runs all of it")
         lines = ("origin replicated", f"# {' '.join(error.what.split())}")
+        if isinstance(error, InterruptedRunError):
+            return lines  # the machine may have been busy, or short of memory: the next plan tries again
     cache.put(op, kind(call), lines)
     return lines
 

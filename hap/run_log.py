@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.files import read_whole
 
 
@@ -71,7 +71,7 @@ def read_log(path: str) -> list[LoggedStep]:
     try:
         lines = read_whole(path).splitlines()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise InputError(
             f"the log cannot be read ({reason})", where=path, hint="hap run --log writes one"
         ) from None

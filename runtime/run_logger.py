@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.ir.plan_digest import short_digest
 from hap.run_log import LoggedStep, RankFigures
 from hap.runtime.hap_module import HapModule
@@ -62,11 +61,19 @@ class RunLogger:
                 f"the log cannot be read ({error})", where=self._path, hint="change --log"
             ) from error
         kept, newest = [], 0
-        for line in lines:
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off by a crash
+        for number, line in enumerate(lines, 1):
+            try:
                 step = json.loads(line)["step"]
                 kept += [line] if step <= done else []
                 newest = max(newest, step)
+            except (ValueError, TypeError, KeyError) as error:
+                if number == len(lines):
+                    break  # cut off by a crash
+                raise InputError(
+                    "this line of the log is damaged",
+                    where=f"{self._path}:{number}",
+                    hint="change --log",
+                ) from error
         if last and newest == done - 1:  # the ranks were lost before they told its figures
             figures = (RankFigures(),) * self._world_size
             missing = LoggedStep(
@@ -108,7 +115,7 @@ class RunLogger:
                 file.write(text)
         except OSError as error:
             raise InputError(
-                f"the log cannot be written ({error.strerror or error})", where=self._path,
+                f"the log cannot be written ({reason_of(error)})", where=self._path,
                 hint="change --log",
             ) from error  # fmt: skip
 

@@ -15,7 +15,7 @@ import numpy as np
 import pulp
 
 from hap.cluster.topology import Cluster
-from hap.errors import HapError
+from hap.errors import HapError, NoProgramError
 from hap.ir.axes import Axes
 from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import LOCAL, L, P, Placement, conversion
@@ -161,7 +161,7 @@ def paper_space(space: Space) -> Space:
 def _search(space: Space, cost: UnfusedPrices) -> Program:
     labelling = (problem := Problem(space, cost)).solve()
     if labelling is None:
-        raise HapError("no program exists in the restricted space")
+        raise NoProgramError("no program exists in the restricted space")
     return problem.program(labelling)
 
 

@@ -242,8 +242,6 @@ def _searched(
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
     best = synthesizer.best(progress, begun.part.rival if begun.part else None)
     known.append(Selection(synthesizer=synthesizer, pair=best))
-    if synthesizer.gap:
-        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
     others = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
@@ -263,6 +261,8 @@ def _searched(
         known[:] = [chosen]
         if left:
             beside = {"all devices": on_all, **beside}
+    if synthesizer.gap:
+        progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
     two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, begun)

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, InputError, TooEntangledError
+from hap.errors import InputError, NoProgramError, SearchLimitError, TooEntangledError
 from hap.ir.axes import Axes, Shares
 from hap.ir.placement import Placement, R
 from hap.ir.program import Program
@@ -37,7 +37,7 @@ from hap.synthesizer.search.engines import bound, eliminate_if_fits, eliminate_o
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.search.search_result import Engine
 from hap.synthesizer.search.search_result import SearchStatus as Found
-from hap.synthesizer.shares.share_solver import ShareStatus, proportional, solve_shares
+from hap.synthesizer.shares.share_solver import proportional, solve_shares
 from hap.synthesizer.shares.storage_sharding import filled, program_axes, with_storage_axes
 
 ROUNDS = 4
@@ -346,12 +346,12 @@ class Synthesizer:
                     "every program takes longer than ten hours a step",
                     hint="check the rates in the cluster file and the size of the batch",
                 )
-            raise HapError("no program exists in the restricted space")
+            raise NoProgramError("no program exists in the restricted space")
         if outcome.labelling is None and self._allowed is None:
             self.gap = 1.0
             return self._undivided(shares)
         if outcome.labelling is None:
-            raise HapError("the search found no program before its limit")
+            raise SearchLimitError("the search found no program before its limit")
         self._slow |= outcome.in_place or outcome.labelling.entries >= MANY
         over = outcome.labelling.cost - outcome.bound
         self.gap = max(self.gap, over / max(outcome.labelling.cost, 1))
@@ -383,7 +383,7 @@ class Synthesizer:
             self.space.graph, program_axes(self.space.axes, pair.program), pair.program,
             self.machine, self._states, pair.shares,
         )  # fmt: skip
-        return outcome.shares if outcome.status is ShareStatus.OPTIMAL else pair.shares
+        return outcome.shares if outcome.fits else pair.shares
 
     def judge(self, program: Program, shares: Shares) -> Candidate:
         """Price a pair: choose implementations again, then simulate."""

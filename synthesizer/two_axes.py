@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hap.cluster.topology import Cluster
-from hap.errors import HapError
+from hap.errors import HapError, NoProgramError
 from hap.ir.axes import Axes, Shares
 from hap.ir.mesh import Mesh, origin
 from hap.ir.placement import Placement
@@ -125,7 +125,7 @@ def best_on_mesh(
     """
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
-    pairs = list(_between(space, mesh, optimizer_states, engine, exponent, allowed, ways))
+    pairs = list(_between(space, mesh, optimizer_states, engine, progress, exponent, allowed, ways))
     for name, pair in sorted(pairs, key=lambda named: named[1].least_merit[0] > 0):
         limit = beat()
         if limit and pair.least_merit >= limit:
@@ -140,6 +140,8 @@ def best_on_mesh(
         except HapError as error:
             progress(f"{name} between machines leads nowhere: {error.what}")
             continue
+        if inside.gap:
+            progress(f"a search was cut short, at most {inside.gap:.2%} above the cheapest cost")
         found.append(MeshCandidate(between=between, pair=best, cost=inside.cost(best)))
     return _fastest(found, beat())
 
@@ -168,8 +170,8 @@ def _used(pair: Candidate) -> Shares:
 
 
 def _between(
-    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, exponent: int | None,
-    allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
+    space: Space, mesh: Mesh, optimizer_states: int, engine: Engine, progress: Callable[[str], None],
+    exponent: int | None, allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
 ) -> Iterator[tuple[str, Candidate]]:  # fmt: skip
     """Yield programs between machines that deserve a search inside, without repetitions."""
     seen = []
@@ -184,8 +186,10 @@ def _between(
         synthesizer = Synthesizer(space, mesh.between, optimizer_states, way, own, exponent)
         try:
             pair = synthesizer.search(next(synthesizer.starts()))
-        except HapError:
-            continue  # the model has no such program
+        except HapError as error:
+            if not isinstance(error, NoProgramError):
+                progress(f"{name} between machines is not known: {error.what}")
+            continue
         exponent = synthesizer.exponent
         balanced = synthesizer.judge(pair.program, synthesizer.balance(pair))
         # A machine with an empty share of some axis has no step to run.

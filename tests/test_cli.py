@@ -319,6 +319,11 @@ def test_run_for_several_machines_prints_their_lines() -> None:
     assert "srun --distribution=arbitrary --nodes=2 --ntasks=4" in text
 
 
+def test_torchrun_starts_no_rank_again_on_several_machines() -> None:
+    message = refused(2, "run", "small.json", "--checkpoint", "new", "--max-restarts", "2")
+    assert "--max-restarts for a plan on 2 machines" in message and "--elastic" in message
+
+
 def test_a_plan_made_in_python_names_no_model_file(folder: Path) -> None:
     small_plan(path="").save(folder / "python.json")
     assert "the plan names no model file" in refused(2, "verify", "python.json")

@@ -63,7 +63,7 @@ def device(**changes: object) -> Device:
         (Work("matmul", "float32", 1e12, 2e11), 2.0),
         (Work("memory", "int64", 0, 1e11), 1.0),
         (Work("matmul", "bfloat16", 1e12, 0), 1.0),  # no bfloat16 units: emulated in float32
-        (Work("matmul", "complex128", 1e12, 0), 1.0),  # falls back to float64, which has no figure
+        (Work("matmul", "complex128", 1e12, 0), 2.0),  # float64 without a figure: half of float32
     ],
 )
 def test_time_is_launch_plus_the_longer_of_arithmetic_and_traffic(work, seconds) -> None:
@@ -392,6 +392,13 @@ BAD = {
     "unknown key": (NODE + "    memroy: 3 GiB\n", 4, "memroy", "memory"),
     "unknown key at the top": ("nods:\n  - gpus: 1\n", 1, "nods", "nodes"),
     "unknown gpu": ("nodes:\n  - gpus: 1\n    type: A101-40\n", 3, "A101-40", "A100-40"),
+    "several devices without a link": (
+        "nodes:\n  - gpus: 2\n    type: zzzzz\n    memory: 1 GiB\n    memory_bandwidth: 1 GB/s\n"
+        "    flops: {float32: 1 TFLOP/s}\n",
+        2,
+        "not in the catalogue are unknown",
+        "add inside",
+    ),
     "gpu unlike any": ("nodes:\n  - gpus: 1\n    type: zzzzz\n", 3, "zzzzz", "give its memory"),
     "unknown gpu, half described": (
         "nodes:\n  - gpus: 1\n    type: zzzzz\n    memory: 1 GiB\n    memory_bandwidth: 1 GB/s\n"

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import hap
 from hap import api
 from hap.cli.commands import main
-from hap.errors import InputError
-from hap.explanation.forced_choices import explain_axis, explain_devices, explain_tensor
+from hap.errors import InputError, NoProgramError, SearchLimitError
+from hap.explanation.forced_choices import explain_axis, explain_devices, explain_tensor, impossible
 from hap.ir.placement import R, S
 from hap.ir.plan import Plan
 from hap.synthesizer.pins import options_of, tensor_named
@@ -75,6 +75,13 @@ def test_axes_and_devices_have_alternatives() -> None:
 
 
 @pytest.mark.slow
+def test_what_is_not_known_is_not_said_to_be_impossible() -> None:
+    assert impossible("R").unknown == "no program has it"
+    assert impossible("R", NoProgramError("there is none")).unknown == "no program has it"
+    cut = impossible("R", SearchLimitError("the search found no program before its limit"))
+    assert cut.unknown == "the search found no program before its limit"
+
+
 def test_a_device_that_must_stay_is_not_left_out() -> None:
     slow = cluster(device(0, speed=1e12), device(1, speed=1e9), bandwidth=1e8)
     batch = torch.randn(16, 64), torch.randint(32, (16,))

@@ -45,7 +45,11 @@ def test_screen_says_what_a_person_asks(shown: Callable[[RenderableType], str]) 
     assert rows(text, "grad") == [
         "grad layers.*.weight (2x) all_reduce 96 B one shot 4 ms tree 8 ms"
     ]
-    assert "hap verify 'my plan.json'\n  hap run 'my plan.json' --nproc 4\n" in text
+    assert rows(text, "hap") == [
+        "hap verify 'my plan.json'",
+        "hap run 'my plan.json' # prints the command for each machine",
+        "hap run 'my plan.json' --nproc 4 # runs all ranks on this machine",
+    ]
 
 
 def test_screen_is_plain_and_the_same_for_the_same_plan(

@@ -17,16 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from hap.cli.commands import main
 from hap.cli.report import timeline_data as timeline_module
 from hap.cli.report.timeline_data import TICKS, timeline_data
+from hap.errors import InputError
 from hap.ir.plan import Plan
 from hap.plan_simulation import simulate_plan
 from hap.run_log import LoggedStep, RankFigures, read_log
+from hap.runtime.collectives import LocalComm
+from hap.runtime.hap_module import HapModule
+from hap.runtime.run_logger import RunLogger
+from tests.random_plans import benchmark_case
 from tests.small_plan import small_cluster, small_plan
 from tests.test_cli import CLUSTER, MODEL
+from tests.test_compiled import one_rank
 
 STORED = Path(__file__).parent / "plans"
 VOID = {"meta", "link", "wbr", "br"}
@@ -321,6 +328,20 @@ def write_log(*steps: LoggedStep) -> str:
 def test_a_log_is_read_as_it_was_written() -> None:
     steps = logged()
     assert read_log(write_log(*steps)) == steps
+
+
+def test_a_log_goes_on_after_a_line_that_is_cut_off() -> None:
+    """Any other damaged line is an error, as when the log is read."""
+    case = benchmark_case("mlp", "tiny")
+    module = HapModule(one_rank(case), case.model, LocalComm(), torch.device("cpu"))
+    path = Path(write_log(*logged()))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + lines[0][:20])
+    RunLogger(str(path), module, done=2)
+    assert path.read_text() == "".join(lines[:2])
+    path.write_text(lines[0][:20] + "\n" + lines[1])
+    with pytest.raises(InputError, match="damaged"):
+        RunLogger(str(path), module, done=2)
 
 
 def test_a_run_is_laid_over_the_prediction() -> None:

@@ -27,8 +27,9 @@ from hap.rule_check import Case, Sample
 from hap.rule_derivation import derived
 from hap.rule_discovery import NoSampleError, calls_of, discovered
 from hap.synthesizer.rules import RULES, Call, rows_of
-from hap.synthesizer.rules.textual_rules import kind, rule_origin, written_rows
+from hap.synthesizer.rules.textual_rules import kind, read, rule_origin, written_rows
 from tests.random_plans import make_case, random_plan, two_machines, verdict
+from tests.small_plan import small_plan
 
 ROWS, WIDTH = 9, 6
 
@@ -343,6 +344,41 @@ def test_an_operator_that_crashes_or_hangs_in_parts_is_replicated(
     node = Node(name="n", op=f"{op}.default", args=(Ref("x"),), outputs=("y",))
     with pytest.raises(NoSampleError, match=says):
         rule_process.discovered_apart(Call(node=node, tensors={"x": x, "y": made}))
+
+
+@pytest.mark.parametrize("error", [NoSampleError, rule_process.InterruptedRunError])
+def test_an_interrupted_run_is_tried_again(
+    error: type[NoSampleError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have been busy; an operator that fails on every sample is kept."""
+
+    def fails(call: Call) -> tuple[str, ...]:
+        tried.append(call.node.op)
+        raise error("it failed")
+
+    tried: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(rule_sources, "discovered_apart", fails)
+    (call, *_) = calls_of("aten.addcmul.default")
+    for _ in range(2):
+        lines = rule_sources._found(call, RuleCache(pytest.fail), lambda text: None)
+        assert lines == ("origin replicated", "# it failed")
+    assert len(tried) == (1 if error is NoSampleError else 2)
+
+
+def test_a_rule_of_no_operator_is_said() -> None:
+    said: list[str] = []
+    graph = small_plan().graph
+    assert (
+        rule_sources.with_rules(graph, {"mine.scael": ("a -> a",)}, progress=said.append) is graph
+    )
+    assert said == ["the rule of mine.scael.default is not used: the step has no such operator"]
+
+
+def test_an_origin_is_one_of_those_known() -> None:
+    assert rule_origin(("origin derived  # by its tags",)) == "derived"
+    with pytest.raises(ValueError, match="derived, discovered, replicated"):
+        read(("origin derivd",))
 
 
 def test_a_stop_ends_the_process_of_an_operator_that_hangs() -> None:

@@ -179,7 +179,7 @@ def test_devices_that_only_slow_the_step_down_are_left_out_and_named(crawl: floa
     assert plan.prediction.step_s <= without.prediction.step_s * (1 + 1e-9)
     everyone = next(a for a in plan.prediction.alternatives if a.name == "all devices")
     assert everyone.step_s > plan.prediction.step_s
-    assert "left out, idle: m:* (2x)" in screen(plan)
+    assert "unused: m:* (2x)" in screen(plan)
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import hap
@@ -18,6 +19,7 @@ from hap.capture import tensor_constants, torch_private
 from hap.capture.building import without_data
 from hap.capture.hidden_tensors import hidden_tensors
 from hap.capture.tracing import capture
+from hap.cli.commands import main
 from hap.errors import HapError, ModelError
 from hap.rule_sources import with_rules
 from tests.random_plans import make_case, random_plan, verdict
@@ -371,6 +373,11 @@ def test_a_model_whose_plain_objects_hold_tensors_is_built_with_data(tmp_path: P
     plan = hap.api.plan_file(str(path), "local:1", progress=said.append)
     assert "a plain object of the model holds tensors: building it for real" in said
     assert hap.verify(plan).ok
+    (tmp_path / "one.yaml").write_text("nodes: [{name: a, gpus: 1, type: cpu}]")
+    words = ["what-if", str(path), "--cluster", str(tmp_path / "one.yaml"), "--rows", "32"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "32 rows" in result.stdout
 
 
 def test_tensors_of_lists_and_plain_objects_are_found() -> None:

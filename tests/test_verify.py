@@ -315,6 +315,23 @@ def test_missing_nan_and_misshapen_parts_are_infinitely_wrong() -> None:
     assert error([p + 0.5 for p in good]) == pytest.approx(0.5)
 
 
+def test_an_overflow_of_the_module_itself_allows_no_other_result() -> None:
+    case = benchmark_case("mlp", "tiny")
+    plan = random_plan(case, 2, 0)
+
+    def seen(*loss: float) -> Any:
+        return {"loss": {"loss": torch.tensor(loss)}, "gradient": {}, "parameter": {}}
+
+    def ok(*loss: float) -> bool:
+        own = seen(float("inf"), 2.0)  # in a lower precision
+        (row,) = compare(plan, seen(1e30, 2.0), [seen(*loss)] * 2, 1e-3, [own])
+        return row.ok
+
+    assert ok(1e30, 2.0) and ok(float("inf"), 2.0)
+    assert not ok(float("inf"), -7.0)
+    assert not ok(float("nan"), 2.0)
+
+
 class Counted(nn.Module):
     """A linear layer that counts its steps and the elements above zero, and remembers which."""
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from hap.capture import torch_private
 from hap.errors import ModelError
 
+T = TypeVar("T")
+
 
 class HiddenTensorsError(ModelError):
     """The forward reads tensors that a plain object holds, which were built without data."""
+
+
+def real_if_needed(
+    use: Callable[[nn.Module], T], model: nn.Module, make: Callable[[], nn.Module],
+    progress: Callable[[str], None],
+) -> T:  # fmt: skip
+    """Return ``use(model)``, or of a model made anew if plain objects of it hold tensors without data."""
+    try:
+        return use(model)
+    except HiddenTensorsError:
+        progress("a plain object of the model holds tensors: building it for real")
+        return use(make())
 
 
 def not_differentiated(module: nn.Module, error: Exception) -> ModelError:

@@ -27,7 +27,7 @@ class Cell(NamedTuple):
     """The formulas of one step, whose results are written into given tensors.
 
     Attributes:
-        gates, parts, saved: columns of gates, states and saved tensors per hidden unit.
+        parts, saved: columns of states and saved tensors per hidden unit.
         forward: (products, gates, earlier state, state, saved) -> None. The products are those of the hidden
             state, with the gates added to them unless the layer has a bias of its own.
         slopes: (states, earlier states, saved), of all steps -> slopes that the backward needs.
@@ -36,7 +36,6 @@ class Cell(NamedTuple):
         products: (gradient of the gates, saved) -> gradient of the products of the hidden state.
     """
 
-    gates: int
     parts: int
     saved: int
     forward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -123,10 +122,10 @@ def _alike(gates: Tensor, saved: Tensor) -> Tensor:
 
 
 CELLS = {
-    "lstm": Cell(4, 2, 4, _lstm, _lstm_slopes, _lstm_backward, _alike),
-    "gru": Cell(3, 1, 4, _gru, _gru_slopes, _gru_backward, _gru_products),
-    "rnn_tanh": Cell(1, 1, 1, _tanh, _slopes, _rnn_backward, _alike),
-    "rnn_relu": Cell(1, 1, 1, _relu, _slopes, _rnn_backward, _alike),
+    "lstm": Cell(2, 4, _lstm, _lstm_slopes, _lstm_backward, _alike),
+    "gru": Cell(1, 4, _gru, _gru_slopes, _gru_backward, _gru_products),
+    "rnn_tanh": Cell(1, 1, _tanh, _slopes, _rnn_backward, _alike),
+    "rnn_relu": Cell(1, 1, _relu, _slopes, _rnn_backward, _alike),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from hap.errors import HapError, InputError
+from hap.errors import HapError, InputError, reason_of
 
 UNEXPECTED: Final = "this is a bug of hap or of the model"
 """Begins the answer to an error that no command expects."""
@@ -88,7 +88,7 @@ def _for_people(error: Exception) -> HapError:
         return error
     if isinstance(error, OSError):
         return InputError(
-            f"a file or folder cannot be used: {error.strerror or error}",
+            f"a file or folder cannot be used: {reason_of(error)}",
             where=str(error.filename or ""),
             hint="check its name, its permissions and the disk",
         )

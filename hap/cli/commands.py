@@ -253,6 +253,11 @@ def run(
         return
     made = hap.Plan.load(plan_file)
     if nproc is None and (elastic or len(made.cluster.nodes) > 1):
+        if max_restarts and not elastic:
+            raise InputError(
+                f"--max-restarts for a plan on {len(made.cluster.nodes)} machines, whose ranks torchrun starts",
+                hint="add --elastic, whose processes start lost ranks again",
+            )
         click.echo(cli.worker.machine_lines(made, job))
         return
     with cli.terminal.training_progress(steps) as on_step:

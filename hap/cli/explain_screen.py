@@ -115,7 +115,7 @@ def explain_screen(what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
     lines = []
     for row in rows:
         if not row.step_s:
-            lines.append((row.level, row.choice, "-", "-", "", "", "no program has it"))
+            lines.append((row.level, row.choice, "-", "-", "", "", row.unknown))
             continue
         ratio = "the plan" if row.chosen else f"{row.step_s / mine.step_s:.3f}x"
         lacks = f"lacks {format_bytes(row.lacking_bytes)}" if row.lacking_bytes else ""

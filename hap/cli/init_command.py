@@ -10,7 +10,7 @@ import click
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hap import cli
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.files import check_output, write_whole
 
 ROWS = 64
@@ -39,13 +39,13 @@ def write_files(folder: Path, force: bool) -> list[Path]:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = reason_of(error)
         raise InputError(
             f"cannot make the folder: {reason}", where=str(folder), hint="give another folder"
         ) from None
     origin, gpus = cli.machine_devices.devices()
     rows = max(ROWS, 4 * sum(found.count for found in gpus))
-    host = re.sub(r"[^\w-]", "-", platform.node()) or "here"
+    host = re.sub(r"[^\w.-]", "-", platform.node()) or "here"
     environment = Environment(
         loader=PackageLoader("hap.cli"), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,

@@ -262,7 +262,7 @@ def _devices(plan: Plan) -> RenderableType:
     if plan.left_out:
         names = ", ".join(alike(list(plan.left_out)))
         advice = "the others are predicted to be faster without; start no processes there"
-        body.append(Text(f"left out, idle: {names}; {advice}", style="yellow"))
+        body.append(Text(f"unused: {names}; {advice}", style="yellow"))
     if plan.idle:
         names = ", ".join(plan.cluster.devices[r].name for r in plan.idle)
         advice = "leave out of the cluster file what does not help, and plan anew"
@@ -387,7 +387,14 @@ def tensor_label(plan: Plan, tensor: str) -> str:
 
 def _next(plan: Plan, path: str) -> RenderableType:
     file = shlex.quote(path)
-    return Text(f"hap verify {file}\nhap run {file} --nproc {plan.world_size}")
+    if len(plan.cluster.nodes) == 1:
+        return Text(f"hap verify {file}\nhap run {file}")
+    here = f"hap run {file} --nproc {plan.world_size}"
+    width = len(here) + 2
+    return Text(
+        f"hap verify {file}\n{f'hap run {file}':{width}}# prints the command for each machine\n"
+        f"{here:{width}}# runs all ranks on this machine"
+    )
 
 
 def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ import click
 
 import hap
 from hap import cli
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.files import check_output, write_whole
 from hap.run_log import read_log
 
@@ -51,7 +51,7 @@ def report(plan_file: str, output: str, log_file: str | None, tensorboard: str |
         write_whole(output, [text])
     except OSError as error:
         raise InputError(
-            f"the page cannot be written there ({error.strerror or error})",
+            f"the page cannot be written there ({reason_of(error)})",
             where=output, hint="change -o",
         ) from error  # fmt: skip
     if tensorboard and log_file:

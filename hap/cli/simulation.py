@@ -17,7 +17,7 @@ from rich.text import Text
 from hap.cli.chrome_trace import trace_text
 from hap.cli.plan_screen import tensor_label
 from hap.cli.terminal import MANY_RANKS, alike, pattern, spans, table
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.files import write_whole
 from hap.ir.graph import Input
 from hap.ir.pipeline_order import StageWork
@@ -41,7 +41,7 @@ def write_trace(made: Simulation, path: str) -> None:
         write_whole(path, trace_text(made.plan, made.run, made.memory))
     except OSError as error:
         raise InputError(
-            f"the trace cannot be written there ({error.strerror or error})",
+            f"the trace cannot be written there ({reason_of(error)})",
             where=path, hint="change --trace",
         ) from error  # fmt: skip
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from hap import api
 from hap.capture.building import build_without_data
+from hap.capture.hidden_tensors import real_if_needed
 from hap.capture.model_file import ModelFile, load_model_file
 from hap.capture.user_optimizer import default_optimizer
 from hap.cli.crossovers import Answer, crossovers, most_questions, narrowed
@@ -100,13 +102,14 @@ def _answer(file: ModelFile, question: Question, asking: Asking) -> Answer:
     if rows < question.cluster.world_size and not asking.options.allow_idle:
         note = f"fewer rows than the {question.cluster.world_size} devices: see --allow-idle"
         return replace(none, note=note)
+    of_model = partial(
+        api.plan, batch=batch, cluster=question.cluster, loss=file.loss, autocast=file.autocast,
+        float32_matmul_precision=file.float32_matmul_precision,
+        optimizer=file.optimizer or default_optimizer, rules=file.rules, fixed=file.fixed,
+        options=asking.options, cache=asking.cache,
+    )  # fmt: skip
     try:
-        plan = api.plan(
-            model, batch, question.cluster, loss=file.loss, autocast=file.autocast,
-            float32_matmul_precision=file.float32_matmul_precision,
-            optimizer=file.optimizer or default_optimizer, rules=file.rules,
-            options=asking.options, cache=asking.cache,
-        )  # fmt: skip
+        plan = real_if_needed(of_model, model, file.model, lambda text: None)
     except InfeasibleError as error:
         return replace(none, note=error.what)
     kinds = Counter(device.kind for device in plan.cluster.devices)

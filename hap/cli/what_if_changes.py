@@ -206,12 +206,12 @@ def added(cluster: Cluster, text: str, option: str = "--add") -> Cluster:
     return replace(cluster, devices=cluster.devices + devices, intra=intra)
 
 
-def reduced(cluster: Cluster, name: str, option: str = "--without") -> Cluster:
+def reduced(cluster: Cluster, name: str) -> Cluster:
     """The cluster without a node, a device or all devices of a kind."""
-    gone = named(cluster, name, option)
+    gone = named(cluster, name, "--without")
     kept = [rank for rank in range(cluster.world_size) if rank not in gone]
     if not kept:
-        raise ClusterError(f"{option} {name}: no device is left", hint="name fewer devices")
+        raise ClusterError(f"--without {name}: no device is left", hint="name fewer devices")
     return cluster.keep(kept)
 
 

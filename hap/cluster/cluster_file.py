@@ -25,7 +25,7 @@ from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
 from hap.cluster.link import IMPLEMENTATIONS, LEVELS, Collectives, Link, MeasuredSet
 from hap.cluster.topology import Cluster, check_size
 from hap.cluster.work import ELEMENTWISE
-from hap.errors import ClusterError
+from hap.errors import ClusterError, reason_of
 from hap.files import read_whole
 from hap.units import parse
 
@@ -60,7 +60,7 @@ def _read(path: Path) -> str:
     try:
         return read_whole(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise ClusterError(
             f"cannot read the cluster: {reason}",
@@ -225,13 +225,15 @@ def _node(node: _Section, links: _Section) -> _Node:
 
 def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
     entries = [entry for device in devices if (entry := find(device.kind))]
-    slowest = min(
-        (e.link for e in entries), key=lambda link: link.bandwidth_bytes_per_s, default=None
-    )
+    by_speed = sorted((e.link for e in entries), key=lambda link: link.bandwidth_bytes_per_s)
+    slowest = by_speed[0] if by_speed else None
     latency_s = slowest.latency_s if slowest else 10e-6
     for section in (node, links):
         if "inside" in section.data:
             return _link(section, "inside", latency_s)
+    if len(devices) > 1 and not slowest:
+        what = "the links between devices that are not in the catalogue are unknown"
+        raise ClusterError(what, where=node.place, hint="add inside: {bandwidth: 10 GB/s}")
     # Without devices, or with only one, the link is never used.
     return slowest or Link(10e9, latency_s, "assumed: PCIe 3 x16")
 

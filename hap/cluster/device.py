@@ -17,6 +17,7 @@ from hap.errors import ClusterError
 # Substitutes for dtypes without a figure of their own. A GPU without bfloat16 units emulates
 # them in float32; integers and booleans run on the ordinary (non-tensor) units.
 _STAND_IN: Final[Mapping[str, str]] = {
+    "float64": "float32",
     "tfloat32": "float32",
     "bfloat16": "float32",
     "float16": "float32",
@@ -136,17 +137,20 @@ class Device:
     def rate(self, kind: str, dtype: str) -> float:
         """Return the achieved FLOP/s of a kind of work in a dtype.
 
-        Elementwise work without a figure is as fast as memory: its rate has no limit.
+        Elementwise work without a figure is as fast as memory: its rate has no limit. Without a figure for
+        float64, it is half as fast as float32, as on GPUs for data centers; consumer GPUs are slower.
         """
+        factor = 1.0
         if kind in ELEMENTWISE and dtype != "float64":
             dtype = "float32"  # on the ordinary units, which differ from tensor cores
         while dtype not in self.flops_per_s:
+            factor = 0.5 if dtype == "float64" else factor
             dtype = _STAND_IN.get(dtype, "float32")
         while kind not in self.efficiency and kind in GENERAL:
             kind = GENERAL[kind]
         if kind in ELEMENTWISE and kind not in self.efficiency:
             return math.inf
-        return self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
+        return factor * self.flops_per_s[dtype] * self.efficiency.get(kind, 1.0)
 
     def operand_s(self, kind: str) -> float:
         """Return the seconds that each byte of an operator's tensors adds to its arithmetic."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hap.cluster.topology import Cluster
-from hap.errors import HapError, InputError
+from hap.errors import HapError, InputError, NoProgramError
 from hap.ir.axes import Shares
 from hap.ir.graph import Graph
 from hap.ir.placement import Placement
@@ -34,8 +34,9 @@ class ForcedChoice:
         level: where it is made: between or inside the machines, in a stage, over time; empty for
             plans with one program for all ranks.
         choice: a placement, shares, or devices; ``chosen``: is it the plan's?
-        step_s: seconds of the step; 0 if no program has this choice.
+        step_s: seconds of the step; 0 if no program with this choice is known.
         lacking_bytes: of the rank that lacks most memory.
+        unknown: why no step is known; empty if there is one.
         changes: parameters that are stored in another placement than in the plan.
         collectives: how many the program has; ``None`` if the plan file does not say it.
     """
@@ -45,6 +46,7 @@ class ForcedChoice:
     step_s: float
     level: str = ""
     lacking_bytes: int = 0
+    unknown: str = ""
     changes: tuple[str, ...] = ()
     collectives: int | None = 0
 
@@ -145,9 +147,12 @@ def the_plan(plan: Plan, choice: str, level: str = "") -> ForcedChoice:
     )  # fmt: skip
 
 
-def impossible(choice: str, level: str = "") -> ForcedChoice:
-    """Return the row of a choice that no program has."""
-    return ForcedChoice(choice=choice, chosen=False, step_s=0.0, level=level)
+def impossible(choice: str, error: HapError | None = None, level: str = "") -> ForcedChoice:
+    """Return the row of a choice that no program has, or whose search ended with another error."""
+    unknown = "no program has it"
+    if error is not None and not isinstance(error, NoProgramError):
+        unknown = error.what
+    return ForcedChoice(choice=choice, chosen=False, step_s=0.0, level=level, unknown=unknown)
 
 
 def other_shares(mine: tuple[int, ...], speed: PerRank) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -161,8 +166,8 @@ def other_shares(mine: tuple[int, ...], speed: PerRank) -> Iterator[tuple[str, t
 def _forced(plan: Plan, part: Synthesizer, choice: str, shares: Shares) -> ForcedChoice:
     try:
         pair = part.search(shares)
-    except HapError:
-        return impossible(choice)
+    except HapError as error:
+        return impossible(choice, error)
     return _row(plan, choice, fastest([pair, part.judge(pair.program, part.balance(pair))]))
 
 

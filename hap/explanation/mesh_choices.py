@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hap.errors import HapError
+from hap.errors import HapError, NoProgramError
 from hap.explanation.forced_choices import (
     ForcedChoice,
     best_first,
@@ -94,7 +94,7 @@ def _tensor_between(plan: Plan, tensor: str) -> Iterator[ForcedChoice]:
             two = best_on_mesh(space, plan.cluster, states, eliminate_or_bound, allowed=allowed)
             yield (
                 _row_between(plan, str(placement), two) if two
-                else impossible(str(placement), BETWEEN_MACHINES)
+                else impossible(str(placement), level=BETWEEN_MACHINES)
             )  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def _tensor_inside(plan: Plan, tensor: str) -> Iterator[ForcedChoice]:
                 pins={name: placement},
             )  # fmt: skip
             pair = search.search(next(search.starts()))
-        except HapError:
-            yield impossible(str(placement), INSIDE_MACHINES)
+        except HapError as error:
+            yield impossible(str(placement), error, INSIDE_MACHINES)
         else:
             yield _row_inside(plan, str(placement), pair)
 
@@ -127,11 +127,11 @@ def _axis_between(plan: Plan, axis: str) -> Iterator[ForcedChoice]:
     for name, shares in other_shares(mine, Machine(_mesh(plan).between).speed):
         try:
             if not all(shares):
-                raise HapError("a machine has no part of the step")
+                raise NoProgramError("a machine has no part of the step")
             search = _inside_search(_between(plan, axis, shares), plan)
             pair = search.judge(_inside(plan), next(search.starts()))
-        except HapError:
-            yield impossible(name, BETWEEN_MACHINES)
+        except HapError as error:
+            yield impossible(name, error, BETWEEN_MACHINES)
         else:
             yield replace(_row_inside(plan, name, pair), level=BETWEEN_MACHINES)
 

@@ -133,8 +133,8 @@ class _Variant:
 
     def searched(
         self, number: int, pins: Mapping[str, Placement], ranks: tuple[int, ...] = ()
-    ) -> _Variant | None:
-        """Return the pipeline with a stage searched anew; ``None``: it has no such program.
+    ) -> _Variant | HapError:
+        """Return the pipeline with a stage searched anew, or why there is none.
 
         Args:
             pins: placements that its program must have.
@@ -152,8 +152,8 @@ class _Variant:
         on, states = self._cluster(task.ranks), self.plan.optimizer.states
         try:
             program, shares = StageSynthesizer(task, on, states, allowed).chosen()
-        except HapError:
-            return None
+        except HapError as error:
+            return error
         found = replace(stage, program=program, shares=shares, ranks=task.ranks)
         return self.with_stage(number, found)
 
@@ -229,10 +229,12 @@ def _made(part: Graph, tensor: str) -> bool:
     )
 
 
-def _row(plan: Plan, choice: str, number: int | None, forced: _Variant | None) -> ForcedChoice:
+def _row(
+    plan: Plan, choice: str, number: int | None, forced: _Variant | HapError | None
+) -> ForcedChoice:
     level = OVER_TIME if number is None else _level(number)
-    if forced is None:
-        return impossible(choice, level)
+    if not isinstance(forced, _Variant):
+        return impossible(choice, forced, level)
     step_s, lacking = forced.measured()
     changes: tuple[str, ...] = ()
     if number is not None:

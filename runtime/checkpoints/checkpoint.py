@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
-from hap.errors import CheckpointError, InputError
+from hap.errors import CheckpointError, InputError, reason_of
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest
 from hap.runtime.checkpoints.checkpoint_layout import Layout, layout
 from hap.runtime.checkpoints.checkpoint_match import MODEL, Saved, match
@@ -210,7 +210,7 @@ def make(folder: CheckpointFolder, known: set[str]) -> None:
         folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"no folder for checkpoints can be made there: {error.strerror}", where=path,
+            f"no folder for checkpoints can be made there: {reason_of(error)}", where=path,
             hint="give another folder",
         ) from None  # fmt: skip
     known.add(path)

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hap.errors import CheckpointError, InputError
+from hap.errors import CheckpointError, InputError, reason_of
 
 INDEX = "checkpoint.json"
 """The file of a checkpoint that names its tensors and files; it is written last."""
@@ -137,7 +137,7 @@ def read_index(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise fail(f"there is no {INDEX}, so this is no checkpoint of hap") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "damaged or cut off"
+        reason = reason_of(error) if isinstance(error, OSError) else "damaged or cut off"
         raise fail(f"{INDEX} is unreadable: {reason}") from None
     if not isinstance(index, dict) or not isinstance(index.get("version"), int):
         raise fail(f"{INDEX} is not the index of a checkpoint of hap")
@@ -153,7 +153,7 @@ def read_index(path: Path) -> dict[str, Any]:
             try:
                 there = (path / name).stat().st_size
             except OSError as error:
-                raise fail(f"{name} is unreadable: {error.strerror}") from None
+                raise fail(f"{name} is unreadable: {reason_of(error)}") from None
             if there != size:
                 raise fail(f"{name} has {there} bytes of {size}")
     return index

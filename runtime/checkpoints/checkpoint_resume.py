@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hap.errors import CheckpointError, InputError
+from hap.errors import CheckpointError, InputError, reason_of
 from hap.runtime.checkpoints.checkpoint import Saved
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, read_index
 
@@ -72,7 +72,7 @@ class Checkpoints:
                 pass
         except OSError as error:
             raise CheckpointError(
-                f"checkpoints cannot be saved there: {error.strerror or error}", where=self.folder,
+                f"checkpoints cannot be saved there: {reason_of(error)}", where=self.folder,
                 hint="give a folder that can be written",
             ) from None  # fmt: skip
 

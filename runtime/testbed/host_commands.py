@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 
 _POLL_S = 0.05
 _GRACE_S = 1.0  # after a failure: time for the other ranks to print their errors
@@ -92,7 +92,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
             preexec_fn=with_parent,
         )
     except (FileNotFoundError, PermissionError) as error:
-        what = f"cannot run {command[0]!r}: {error.strerror}"
+        what = f"cannot run {command[0]!r}: {reason_of(error)}"
         raise InputError(what, hint="give a program, then its arguments") from error
 
 

@@ -45,7 +45,7 @@ def _run(core: int) -> None:
         os.sched_setaffinity(0, {core})
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except OSError as error:
-        print(f"no real-time priority: {error.strerror}", flush=True)
+        print(f"no real-time priority: {error.strerror or error}", flush=True)
         return
     print(_BEGUN, flush=True)
     closed = select.poll()

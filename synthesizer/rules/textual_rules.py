@@ -66,6 +66,8 @@ def read(lines: Sequence[str]) -> tuple[list[Line], list[str]]:
             if not all(re.fullmatch(r"[a-z]|\d+(\.\d+)?", word) for word in factors):
                 raise ValueError(f"{text!r}: flops are numbers and single letters, as in 2 m k n")
             continue
+        if said.startswith("origin ") and rule_origin([said]) not in ORIGINS:
+            raise ValueError(f"{text!r}: the origin is one of {', '.join(ORIGINS)}")
         if not said or said.startswith("origin "):
             continue
         if _POINTWISE.fullmatch(said) or _REDUCES.fullmatch(said):
@@ -122,7 +124,7 @@ def _whole(call: Call) -> list[Letters]:
 def rule_origin(lines: Sequence[str]) -> str:
     """Return one of :data:`ORIGINS`, or an empty text for a user's own rule."""
     said = next((line for line in lines if line.startswith("origin ")), "")
-    return said.removeprefix("origin ")
+    return said.partition("#")[0].removeprefix("origin ").strip()
 
 
 def _named(call: Call, line: Line) -> list[Row]:

@@ -7,7 +7,6 @@ the gap of the solver; with them it is a local one. docs/formulas.md states the 
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 from hap.ir.axes import Axes, Shares
@@ -18,7 +17,7 @@ from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slope
 from hap.synthesizer.shares.share_model import COARSE, FINE, SCALE, Model
 from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional
 
-__all__ = ["ShareResult", "ShareStatus", "alike_axes", "proportional", "solve_shares"]
+__all__ = ["ShareResult", "alike_axes", "proportional", "solve_shares"]
 
 _PATIENCE = 2
 """Rounds in a row, each with a gain below the gap :data:`COARSE`, after which the alternation ends
@@ -28,20 +27,13 @@ Without them it is left to converge: every round adds tangents until its split w
 """
 
 
-class ShareStatus(enum.Enum):
-    """How the search for shares ended; the value is a sentence for people."""
-
-    OPTIMAL = "These are the best shares under the linearised costs, and they fit the memory."
-    INFEASIBLE = "No split of the work fits the memory of all devices."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareResult:
     """Shares of all axes, and their simulated step; if nothing fits, those that lack the fewest bytes."""
 
-    status: ShareStatus
+    fits: bool
     shares: Shares
-    objective_s: float
+    step_s: float
 
 
 def solve_shares(
@@ -96,9 +88,4 @@ def solve_shares(
             if gap == FINE:
                 break
             gap = FINE
-    fits = not best.lack_bytes.any()
-    return ShareResult(
-        status=ShareStatus.OPTIMAL if fits else ShareStatus.INFEASIBLE,
-        shares=best.shares,
-        objective_s=best.step_s,
-    )
+    return ShareResult(fits=not best.lack_bytes.any(), shares=best.shares, step_s=best.step_s)

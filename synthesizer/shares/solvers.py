@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from ortools.math_opt.python import mathopt
@@ -34,15 +33,19 @@ def solved(
         HapError: every solver failed.
     """
     given = mathopt.ModelSolveParameters(solution_hints=hints)
+    failure: Exception | None = None
     for solver, parameters in _ways(gap, relaxed):
-        with contextlib.suppress(*FAILURES):  # the next solver has another method
+        try:
             result = mathopt.solve(problem, solver, params=parameters, model_params=given)
-            if not relaxed or result.termination.reason != _NOTHING:
-                return result
+        except FAILURES as error:  # the next solver has another method
+            failure = error
+            continue
+        if not relaxed or result.termination.reason != _NOTHING:
+            return result
     raise HapError(
-        "every solver of the integer program of the shares failed",
+        f"every solver of the integer program of the shares failed: {failure or 'without a reason'}",
         hint="check the figures in the cluster file for values that are many orders apart",
-    )
+    ) from failure
 
 
 def _ways(

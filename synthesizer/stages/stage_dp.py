@@ -99,11 +99,11 @@ class ChainSearch:
         """Return the least seconds of a pipeline of so many stages on any devices."""
         return float(self._least[stages, 0].min())
 
-    def chains(self, stages: int, below_s: float = np.inf) -> Iterator[Chain]:
-        """Yield the best pipeline of exactly all devices of each set, if it is below a limit."""
+    def chains(self, stages: int) -> Iterator[Chain]:
+        """Yield the best pipeline of exactly all devices of each set, if there is one."""
         for devices in range(1, len(self._blocks.vectors)):
             least_s = float(self._least[stages, 0, devices])
-            if least_s < below_s:
+            if np.isfinite(least_s):
                 yield self._traced(stages, devices, least_s)
 
     def _traced(self, stages: int, devices: int, least_s: float) -> Chain:

@@ -1,4 +1,4 @@
-"""Render a plan as one page: :func:`page_of_files` for the command, :func:`report_page` for a plan."""
+"""Render a plan as one page: :func:`page_of_plan` for the command, :func:`report_page` without a log file."""
 
 from __future__ import annotations
 
@@ -35,18 +35,13 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def page_of_files(plan_file: str, log_file: str | None = None) -> str:
-    """The page of a plan file, with the log of a run if one is given.
+def page_of_plan(plan: Plan, plan_file: str, log_file: str | None = None) -> str:
+    """The page of a plan, with the log of a run if one is given.
 
     Raises:
-        PlanError: the plan file cannot be used.
+        PlanError: the plan has no predictions for its ranks.
         InputError: the log cannot be used, or the plan had no part in it.
     """
-    return page_of_plan(Plan.load(plan_file), plan_file, log_file)
-
-
-def page_of_plan(plan: Plan, plan_file: str, log_file: str | None = None) -> str:
-    """:func:`page_of_files` of a plan that is loaded."""
     if len(plan.prediction.ranks) != plan.world_size:
         raise PlanError(
             f"the plan predicts {len(plan.prediction.ranks)} of {plan.world_size} ranks",

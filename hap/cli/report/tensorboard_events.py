@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hap.errors import InputError
+from hap.errors import InputError, reason_of
 from hap.run_log import LoggedStep
 
 
@@ -35,6 +35,6 @@ def write_events(steps: Sequence[LoggedStep], folder: str) -> None:
                     writer.add_scalar(name, value, step.step)
     except OSError as error:
         raise InputError(
-            f"files for TensorBoard cannot be written there ({error.strerror or error})",
+            f"files for TensorBoard cannot be written there ({reason_of(error)})",
             where=folder, hint="change --tensorboard",
         ) from error  # fmt: skip
