@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import HapError, InputError
+from hap.launchers import SRUN, launcher, numbered
 from hap.runtime.rank_process import RankProcess, end_with_parent, environment, kill, start
 
 T = TypeVar("T")
@@ -78,9 +79,7 @@ def init_from_env(backend: str | None = None, devices: Sequence[str] = ()) -> Wo
     Raises:
         InputError: A variable is missing or not a number, or the rank has no device.
     """
-    slurm = "RANK" not in os.environ  # inside both, the variables of torchrun take precedence
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    rank, size, local_rank = map(env_int, names if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = map(env_int, launcher() or SRUN)
     if "MASTER_ADDR" not in os.environ:
         hint = "export MASTER_ADDR with the name of the machine on which rank 0 runs"
         raise InputError("MASTER_ADDR is not set", hint=hint)
@@ -107,8 +106,9 @@ def join_group(
     device = torch.device("cpu")
     if "nccl" in backend:
         count = torch.cuda.device_count()
-        slurm = "RANK" not in os.environ
-        index = 0 if slurm and count == 1 else local_rank  # srun may bind one GPU to each task
+        index = (
+            0 if launcher() == SRUN and count == 1 else local_rank
+        )  # srun may bind one GPU to each task
         if devices:
             index = _number(devices, rank, count, index)
         if index >= count:
@@ -139,8 +139,7 @@ def _number(devices: Sequence[str], rank: int, count: int, other: int) -> int:
 
 def is_first_of_machine() -> bool:
     """Whether this process is the first rank of its machine, or no launcher started it."""
-    name = "LOCAL_RANK" if "RANK" in os.environ else "SLURM_LOCALID"
-    return os.environ.get(name, "0") == "0"
+    return numbered("local_rank") == 0
 
 
 def rank_device() -> torch.device:

@@ -20,7 +20,7 @@ from hap import cli
 ROOT = Path(__file__).parents[1]
 HOMES = {"profiler", "synthesizer", "runtime"}
 
-BASE = {"hap.complex_tensors", "hap.errors", "hap.files", "hap.gc_pause", "hap.run_log",
+BASE = {"hap.complex_tensors", "hap.errors", "hap.files", "hap.gc_pause", "hap.launchers", "hap.run_log",
         "hap.other_process", "hap.units"}  # fmt: skip
 """Modules of ``hap`` that import nothing of the product but each other."""
 

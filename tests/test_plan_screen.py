@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console, RenderableType
 
-from hap.cli.plan_screen import agreement, plan_json, plan_screen, program_lines, verdict_table
+from hap.cli.plan_screen import plan_json, plan_screen, program_lines
 from hap.cli.terminal import alike, emit
+from hap.cli.verdict_screen import agreement, verdict_table
 from hap.ir.plan import Plan
 from hap.runtime.verify import ComparisonRow, Verdict
 from tests.small_plan import small_cluster, small_plan

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hap.cli import stoppable as stoppable
     from hap.cli import terminal as terminal
     from hap.cli import testbed_command as testbed_command
+    from hap.cli import verdict_screen as verdict_screen
     from hap.cli import versions as versions
     from hap.cli import what_if as what_if
     from hap.cli import what_if_changes as what_if_changes

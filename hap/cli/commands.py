@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from hap.cli.answers import Seconds, Seed, answered
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
+from hap.launchers import launcher
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -183,13 +183,13 @@ def verify(
         made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend,
         device=device,
     )  # fmt: skip
-    cli.terminal.emit(cli.plan_screen.verdict_table(verdict))
+    cli.terminal.emit(cli.verdict_screen.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(
             f"{verdict.first_bad} is the first tensor that differs from one device's",
             hint="hap show tells what makes it; please report this with the plan file",
         )
-    click.echo(cli.plan_screen.agreement(verdict))
+    click.echo(cli.verdict_screen.agreement(verdict))
     if made.recipe.gradients and dtype == "float64":
         click.echo(f"compared without the rounding of {made.recipe.gradients}, which a run does")
 
@@ -248,7 +248,7 @@ def run(
         )
     if elastic and resume != "auto":
         raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
-    if nproc is None and _started_as_rank():
+    if nproc is None and launcher():
         (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)
         return
     made = hap.Plan.load(plan_file)
@@ -323,7 +323,7 @@ def profile(
             found = cli.testbed_command.profile(testbed, made, progress)
         elif nproc:
             found = cli.profiling.profile(made, nproc, progress=progress)
-        elif _started_as_rank():
+        elif launcher():
             found = cli.profiling.run_as_rank(made, progress)
         else:
             hint = "give --nproc or --testbed, or start with torchrun"
@@ -420,11 +420,6 @@ def testbed(
         raise InputError("no cluster", hint="give a cluster file, then -- and a command")
     else:
         raise SystemExit(cli.testbed_command.emulate(cluster, cores, links, command))
-
-
-def _started_as_rank() -> bool:
-    """Return whether torchrun or srun started this process as one of several."""
-    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def _note(text: str) -> None:

@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -31,12 +31,8 @@ from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.rules.textual_rules import rule_origin
 from hap.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
-if TYPE_CHECKING:  # it imports torch, which showing a plan does not need
-    from hap.runtime.verify import Verdict
-
 _COLLECTIVES = 8
 _OPERATORS = 10
-_TENSORS = 20
 
 _ORIGINS = {
     "derived": "rows derived from tags and schema",
@@ -427,30 +423,3 @@ def program_lines(plan: Plan, *, rank: int | None = None, side: str = "") -> Ite
             continue
         local = [part.program.local_shape(part.graph, v, part.shares, part.rank) for v in values]
         yield f"{line}  # {', '.join(map(str, local))}"
-
-
-def agreement(verdict: Verdict) -> str:
-    """Say how closely all tensors agree."""
-    random = f"; {verdict.random}" if verdict.random else ""
-    text = f"all {len(verdict.rows)} as on one device, to {verdict.tolerance:.0e}{random}"
-    if verdict.amplified:
-        text += f"\nbut for errors up to {verdict.amplified:.0e}, at most four times those of rounding on one device"
-    return text
-
-
-def verdict_table(verdict: Verdict) -> RenderableType:
-    """Return comparisons with one device, the worst first; the rest is counted."""
-    worst = sorted(verdict.rows, key=lambda row: (row.ok, -row.error))
-    shown = table(
-        ("tensor", "", "relative error", ""),
-        [
-            (row.tensor, row.what, f"{row.error:.1e}", "equal" if row.ok else "DIFFERS")
-            for row in worst[:_TENSORS]
-        ],
-        right=(2,),
-    )
-    rest = worst[_TENSORS:]
-    if not rest:
-        return shown
-    bad = sum(not row.ok for row in rest)
-    return Group(shown, Text(f"and {len(rest)} more, {bad or 'none'} of which differ"))

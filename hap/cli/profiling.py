@@ -28,6 +28,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import HapError, InputError
 from hap.files import write_whole
 from hap.ir.hierarchical import exists
+from hap.launchers import numbered
 from hap.profiler import (
     call_timing,
     collective_bench,
@@ -173,7 +174,7 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
 
 def _header(settings: Settings, device: torch.device, rank: int) -> Header:
     """Return the header of this run's records, the same on all ranks."""
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", rank)))
+    local_rank = numbered("local_rank", rank)
     told = gathered_from_all((socket.gethostname(), local_rank, call_timing.kind_name(device)))
     hosts = [host for host, _, _ in told]
     nodes = settings.nodes or machines(hosts, [local for _, local, _ in told])

@@ -10,6 +10,7 @@ import hap
 from hap import cli
 from hap.errors import InputError, reason_of
 from hap.files import check_output, write_whole
+from hap.launchers import numbered
 from hap.run_log import read_log
 
 log_option = click.option(
@@ -25,8 +26,7 @@ def check_log(path: str, plan_file: str) -> None:
     Raises:
         InputError: the reason why not.
     """
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if path and rank == "0":
+    if path and numbered("rank") == 0:
         source = hap.Plan.load(plan_file).source.path if os.path.exists(path) else None
         check_output(path, plan_file, source, hint="change --log")
 

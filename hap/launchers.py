@@ -1,0 +1,29 @@
+"""The environment variables by which torchrun and srun number the processes that they start."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Launcher(NamedTuple):
+    """Names of the variables that hold a process's rank, the number of ranks, and its place on its machine."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+
+
+TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SRUN = Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+def launcher() -> Launcher | None:
+    """Return what started this process as one of several; torchrun inside of srun is torchrun."""
+    return next((one for one in (TORCHRUN, SRUN) if one.rank in os.environ), None)
+
+
+def numbered(name: str, default: int = 0) -> int:
+    """Return a field of :class:`Launcher` for this process; without a launcher, or its variable, the default."""
+    found = launcher()
+    return int(os.environ.get(getattr(found, name), default)) if found else default
