@@ -57,12 +57,12 @@ SIMPLE = {
 
 def even_shares(s: Synthesizer) -> Candidate:
     """Split every axis into equal parts, except for rounding."""
-    return s.cheapest(proportional_shares(s.space.axes, np.ones_like(s.machine.speed)))
+    return s.cheapest(proportional_shares(s.space.axes, np.ones_like(s.hardware.speed)))
 
 
 def shares_by_speed(s: Synthesizer) -> Candidate:
     """Split axes in proportion to the speed of products, without the integer program."""
-    return s.cheapest(proportional_shares(s.space.axes, s.machine.speed))
+    return s.cheapest(proportional_shares(s.space.axes, s.hardware.speed))
 
 
 def batch_only(s: Synthesizer) -> Candidate:

@@ -60,7 +60,7 @@ def main(spec: str, cluster_file: str, *, search_only: bool, mesh: bool) -> None
             return file.model(), file.batch()
 
     def search() -> Any:
-        cost = CostModel(graph, space.axes, synthesizer.machine, shares, states)
+        cost = CostModel(graph, space.axes, synthesizer.hardware, shares, states)
         problem = timed("tables", lambda: Problem(space, cost))
         labelling = timed("elimination", problem.solve)
         assert labelling is not None, "without restrictions there is always a program"

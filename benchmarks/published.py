@@ -35,7 +35,7 @@ from hap.ir.program import Convert, Program
 from hap.synthesizer import rules
 from hap.synthesizer.baselines import METHODS
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.parts import AxisParts, Parts, vectors_of
 from hap.synthesizer.cost.serial_cost import Superstep, supersteps
@@ -70,9 +70,9 @@ class Published(UnfusedPrices):
     """
 
     def __init__(
-        self, graph: Graph, machine: Machine, parts: Parts, prepaid: Container[str] = ()
+        self, graph: Graph, hardware: HardwareModel, parts: Parts, prepaid: Container[str] = ()
     ) -> None:
-        super().__init__(graph, machine, parts)
+        super().__init__(graph, hardware, parts)
         self._prepaid = prepaid
 
     def compute(self, node: Node, row: rules.Row) -> PerRank:
@@ -107,15 +107,15 @@ class Published(UnfusedPrices):
         return self.convert(self.graph.tensors[step.tensor], step.src, step.dst)[0].seconds
 
 
-def of_ratios(graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> Published:
+def of_ratios(graph: Graph, axes: Axes, hardware: HardwareModel, ratios: PerRank) -> Published:
     """Return the published prices under one vector of ratios for all axes."""
-    return Published(graph, machine, one_ratio(axes, ratios))
+    return Published(graph, hardware, one_ratio(axes, ratios))
 
 
-def of_shares(graph: Graph, axes: Axes, machine: Machine, shares: Shares) -> Published:
+def of_shares(graph: Graph, axes: Axes, hardware: HardwareModel, shares: Shares) -> Published:
     """Return the published prices of a finished pair, with separate shares per axis."""
-    parts = AxisParts(axes, machine.cluster.world_size, vectors_of(shares, machine))
-    return Published(graph, machine, parts, prepaid=frozenset(graph.gradients.values()))
+    parts = AxisParts(axes, hardware.cluster.world_size, vectors_of(shares, hardware))
+    return Published(graph, hardware, parts, prepaid=frozenset(graph.gradients.values()))
 
 
 def reduced_s(graph: Graph, program: Program) -> float:
@@ -156,13 +156,13 @@ def compare(model: str) -> Row:
     space = build_space(capture(module, batch, None))
     judge = Synthesizer(space, cluster, ADAM)
     even = next(m for m in METHODS if m.name == BASE).plan(space, cluster, ADAM)
-    _, program, ratios = alternate(reduced(space), judge.machine, of_ratios)
+    _, program, ratios = alternate(reduced(space), judge.hardware, of_ratios)
     found = judge.judge(program, proportional_shares(space.axes, ratios))
     plan = choose(space, cluster, ADAM, PlanOptions(all_devices=True)).pair
     three = (even, found, plan)
     theirs = []
     for c in three:
-        prices = of_shares(space.graph, judge.cost(c).axes, judge.machine, c.shares)
+        prices = of_shares(space.graph, judge.cost(c).axes, judge.hardware, c.shares)
         computing, communicating = _pair(supersteps(space.graph, c.program, prices))
         theirs.append((computing, communicating + reduced_s(space.graph, c.program)))
     ours = [_pair(supersteps(space.graph, c.program, judge.cost(c))) for c in three]

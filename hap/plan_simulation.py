@@ -11,7 +11,7 @@ from hap.ir.plan import Plan
 from hap.plan_rows import check_rows
 from hap.stage_simulation import pipeline_schedule
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.schedule.event_simulator import COMPUTE, Schedule, Usage, schedule, usage
 from hap.synthesizer.schedule.memory_timeline import Curve, memory_over_time
@@ -82,10 +82,10 @@ def without_hosts(plan: Plan) -> Plan:
 
 def plan_costs(plan: Plan) -> CostModel:
     """Return the cost model under a plan's shares."""
-    machine, states = Machine(plan.cluster), plan.optimizer.states
+    hardware, states = HardwareModel(plan.cluster), plan.optimizer.states
     if plan.mesh is None or plan.inside is None:
         axes = plan.program.own_axes()
-        return CostModel(plan.graph, axes, machine, plan.shares, states)
+        return CostModel(plan.graph, axes, hardware, plan.shares, states)
     between = Between(mesh=plan.mesh, graph=plan.graph, program=plan.program, shares=plan.shares)
     graph, program = plan.whole
-    return mesh_cost(between, graph, program.own_axes(), machine, plan.inside.shares, states)
+    return mesh_cost(between, graph, program.own_axes(), hardware, plan.inside.shares, states)

@@ -12,7 +12,7 @@ from hap.ir.pipeline_order import StageWork
 from hap.ir.plan import Plan
 from hap.ir.stages import Stage
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.schedule.event_simulator import (
     COMMUNICATION,
     COMPUTE,
@@ -56,16 +56,16 @@ def stage_costs(plan: Plan) -> Iterator[tuple[Graph, Stage, CostModel]]:
     """Yield each stage's graph for one microbatch, the stage, and the cost model of its ranks."""
     assert plan.stages is not None
     for part, stage in zip(plan.cut[0], plan.stages.stages, strict=True):
-        machine = Machine(plan.cluster.keep(stage.ranks))
+        hardware = HardwareModel(plan.cluster.keep(stage.ranks))
         states = plan.optimizer.states
-        yield part, stage, stage_cost(part, stage.program, stage.shares, machine, states)
+        yield part, stage, stage_cost(part, stage.program, stage.shares, hardware, states)
 
 
 def stage_figures(plan: Plan) -> list[StageFigures]:
     """Return the figures of each stage."""
     return [
         figures(
-            part, stage.program, stage.shares, cost.machine, plan.optimizer.states,
+            part, stage.program, stage.shares, cost.hardware, plan.optimizer.states,
             plan.microbatches, stage.in_flight, stage.delay, stage.recompute,
         )
         for part, stage, cost in stage_costs(plan)

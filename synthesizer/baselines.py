@@ -50,9 +50,9 @@ def restricted(
     """
 
     def plan(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
-        part, allowed, machine = narrow(space), restriction(space), space.machine(cluster)
-        made = Synthesizer(part, cluster, optimizer_states, allowed, machine=machine)
-        weights = np.ones_like(machine.speed) if even else machine.speed
+        part, allowed, hardware = narrow(space), restriction(space), space.hardware(cluster)
+        made = Synthesizer(part, cluster, optimizer_states, allowed, hardware=hardware)
+        weights = np.ones_like(hardware.speed) if even else hardware.speed
         return made.cheapest(proportional_shares(space.axes, weights))
 
     return plan

@@ -11,7 +11,7 @@ import numpy as np
 from hap.ir.axes import Shares
 from hap.ir.program import Program
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.serial_cost import Timeline
 from hap.synthesizer.schedule.list_scheduler import Orders
 

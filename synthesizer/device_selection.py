@@ -75,7 +75,7 @@ def fastest_kind_ahead(
     whole: Synthesizer, keep: frozenset[int], tell: Callable[[Merit], None]
 ) -> Iterator[PartAhead | None]:
     """Search on the fastest kind of devices, often the best part, unless that leaves out ``keep``."""
-    speed = np.round(whole.machine.speed, 12)
+    speed = np.round(whole.hardware.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
@@ -160,7 +160,7 @@ def subsets(whole: Synthesizer, best: Candidate) -> Iterator[Ranks]:
     The fastest kinds together, and each kind alone, with each of :func:`_numbers` of the slowest of
     them, machine by machine; one machine of each type; the devices that are not short of memory.
     """
-    speed = np.round(whole.machine.speed, 12)
+    speed = np.round(whole.hardware.speed, 12)
     cluster, everyone = whole.cluster, tuple(range(whole.cluster.world_size))
     found: dict[Ranks, None] = {}
     faster: Ranks = ()
@@ -187,7 +187,7 @@ def _numbers(count: int) -> list[int]:
 def on_subset(whole: Synthesizer, best: Candidate, kept: Ranks) -> Selection:
     """The whole cluster's program on a subset, with shares in proportion to speed."""
     part = whole.on(whole.cluster.keep(kept))
-    shares = proportional_shares(part.space.axes, part.machine.speed)
+    shares = proportional_shares(part.space.axes, part.hardware.speed)
     pair = part.judge(best.program, part.with_storage(best.program, shares))
     return Selection(synthesizer=part, pair=pair, left=_others(whole, kept))
 
@@ -210,14 +210,14 @@ def _overfull(selection: Selection) -> bool:
 
 def on_one_device(whole: Synthesizer) -> Selection:
     """The fastest device alone."""
-    rank = int(np.argmax(whole.machine.speed))
+    rank = int(np.argmax(whole.hardware.speed))
     part = whole.on(whole.cluster.only(rank))
     return Selection(synthesizer=part, pair=part.first, left=_others(whole, (rank,)))
 
 
 def without_slowest(whole: Synthesizer, best: Candidate) -> Selection:
     """The whole cluster's program without its slowest device, the last of equal ones."""
-    slowest = int(np.flatnonzero(whole.machine.speed == whole.machine.speed.min())[-1])
+    slowest = int(np.flatnonzero(whole.hardware.speed == whole.hardware.speed.min())[-1])
     return all_balanced([on_subset(whole, best, _others(whole, (slowest,)))])[0]
 
 
@@ -227,5 +227,5 @@ def _others(whole: Synthesizer, ranks: Ranks) -> Ranks:
 
 def _least_s(whole: Synthesizer, alone: Selection, kept: Ranks) -> float:
     """Seconds of the fastest device's step, divided among a subset without any loss."""
-    speed = whole.machine.speed
+    speed = whole.hardware.speed
     return float(alone.pair.serial.compute_s.max() * speed.max() / speed[list(kept)].sum())

@@ -24,7 +24,7 @@ from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.cost.parts import AxisParts, Parts
 from hap.synthesizer.cost.prices import Prices
@@ -47,9 +47,9 @@ class UnfusedPrices(Prices, ABC):
     ``rate``: floating-point operations per second in float32 products, per rank.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, parts: Parts) -> None:
-        super().__init__(graph, machine, parts, 0)
-        self.rate = np.array([d.rate("matmul", "float32") for d in machine.cluster.devices])
+    def __init__(self, graph: Graph, hardware: HardwareModel, parts: Parts) -> None:
+        super().__init__(graph, hardware, parts, 0)
+        self.rate = np.array([d.rate("matmul", "float32") for d in hardware.cluster.devices])
 
     def update(self, parameter: Tensor, stored: Placement) -> PerRank:
         return np.zeros_like(self.parts.one)
@@ -72,10 +72,10 @@ class UnfusedPrices(Prices, ABC):
 class PaperCost(UnfusedPrices):
     """The original's prices under one vector of ratios for all axes."""
 
-    def __init__(self, graph: Graph, axes: Axes, machine: Machine, ratios: PerRank) -> None:
+    def __init__(self, graph: Graph, axes: Axes, hardware: HardwareModel, ratios: PerRank) -> None:
         parts = one_ratio(axes, ratios)
-        super().__init__(graph, machine, parts)
-        self._network = CostModel(graph, axes, machine, parts, 0)
+        super().__init__(graph, hardware, parts)
+        self._network = CostModel(graph, axes, hardware, parts, 0)
         self._computed: dict[tuple[int, bool], PerRank] = {}
 
     def compute(self, node: Node, row: Row) -> PerRank:
@@ -99,32 +99,32 @@ def one_ratio(axes: Axes, ratios: PerRank) -> Parts:
     return AxisParts(axes, len(ratios), dict.fromkeys(axes.axes, ratios))
 
 
-PricesOf = Callable[[Graph, Axes, Machine, PerRank], UnfusedPrices]
+PricesOf = Callable[[Graph, Axes, HardwareModel, PerRank], UnfusedPrices]
 """Prices of a graph on a cluster under one vector of ratios."""
 
 
 def plan_as_paper(space: Space, cluster: Cluster, optimizer_states: int) -> Candidate:
     """Return the original's program and shares, under our predictions; see :func:`alternate`."""
     judge = Synthesizer(space, cluster, optimizer_states)
-    _, program, ratios = alternate(space, judge.machine)
+    _, program, ratios = alternate(space, judge.hardware)
     found = judge.judge(program, proportional_shares(space.axes, ratios))
     return replace(found, overlap=False)  # it waits for each collective at once
 
 
 def alternate(
-    space: Space, machine: Machine, prices: PricesOf = PaperCost
+    space: Space, hardware: HardwareModel, prices: PricesOf = PaperCost
 ) -> tuple[float, Program, PerRank]:
     """Return (step in the original's own prices, its program, its ratios).
 
     Raises:
         HapError: the inputs have no common batch dim, or the space holds no program.
     """
-    part, ratios = paper_space(space), machine.speed
+    part, ratios = paper_space(space), hardware.speed
     best: tuple[float, Program, PerRank] | None = None
     for _ in range(ROUNDS):
-        program = _search(part, prices(space.graph, space.axes, machine, ratios))
-        ratios = best_ratios(space, program, machine, ratios, prices)
-        seconds = prices(space.graph, space.axes, machine, ratios).step_s(program)
+        program = _search(part, prices(space.graph, space.axes, hardware, ratios))
+        ratios = best_ratios(space, program, hardware, ratios, prices)
+        seconds = prices(space.graph, space.axes, hardware, ratios).step_s(program)
         if best and seconds >= best[0]:
             break
         best = (seconds, program, ratios)
@@ -166,17 +166,21 @@ def _search(space: Space, cost: UnfusedPrices) -> Program:
 
 
 def best_ratios(
-    space: Space, program: Program, machine: Machine, now: PerRank, prices: PricesOf = PaperCost
+    space: Space,
+    program: Program,
+    hardware: HardwareModel,
+    now: PerRank,
+    prices: PricesOf = PaperCost,
 ) -> PerRank:
     """Solve the original's linear program: minimise the sum of stage maxima plus padded traffic.
 
     Equal devices have one variable ``b[k]``. Every price is linear in it, so two runs of
     the cost model, with no part and with all of it, give all coefficients.
     """
-    types = machine.cluster.types()
+    types = hardware.cluster.types()
     first = [ranks[0] for ranks in types]
     none, whole = (
-        prices(space.graph, space.axes, machine, np.full_like(now, part)) for part in (0.0, 1.0)
+        prices(space.graph, space.axes, hardware, np.full_like(now, part)) for part in (0.0, 1.0)
     )
     ends = [
         np.array([s.compute_s[first] for s in supersteps(space.graph, program, cost)])
@@ -187,7 +191,7 @@ def best_ratios(
         whole.seconds(c) - none.seconds(c)
         for c in program.collectives if c.implementation == "padded"
     )  # fmt: skip
-    scale = 1.0 / prices(space.graph, space.axes, machine, now).step_s(program)
+    scale = 1.0 / prices(space.graph, space.axes, hardware, now).step_s(program)
     problem = pulp.LpProblem("ratios", pulp.LpMinimize)
     b = [pulp.LpVariable(f"b_{k}", 0, 1) for k in range(len(types))]
     largest = pulp.LpVariable("largest", 0)

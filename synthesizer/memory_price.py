@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN
 from hap.synthesizer.search.cost_tables import PICOSECONDS
 

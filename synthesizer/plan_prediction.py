@@ -21,7 +21,7 @@ from hap.ir.program import BETWEEN, Compute, Convert
 from hap.synthesizer.candidate import Candidate
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.operator_work import FLOPS, node_work
 from hap.synthesizer.cost.peak_memory import at_peak, memory
 from hap.synthesizer.rules import Call, Row
@@ -44,7 +44,7 @@ def predict(
             compute_s=float(line.compute_s[r]), wait_s=float(line.wait_s[r]),
             peak_bytes=round(float(line.peak_bytes[r])), memory_bytes=device.memory_bytes,
         )
-        for r, device in enumerate(cost.machine.cluster.devices)
+        for r, device in enumerate(cost.hardware.cluster.devices)
     )  # fmt: skip
     return Prediction(
         step_s=line.step_s, communicate_s=line.communicate_s, hidden_s=line.hidden_s, ranks=ranks,
@@ -108,15 +108,15 @@ def peak_kinds(
 
 def largest_batch(axis: str, candidate: Candidate, cost: CostModel) -> int:
     """Return an estimate of the largest global batch for which the program fits; may be 0."""
-    graph, axes, machine = cost.graph, cost.axes, cost.machine
-    limit = np.array([d.memory_bytes for d in machine.cluster.devices], dtype=np.float64)
+    graph, axes, hardware = cost.graph, cost.axes, cost.hardware
+    limit = np.array([d.memory_bytes for d in hardware.cluster.devices], dtype=np.float64)
     low, high = 0, axes.axes[axis].units
     while high - low > 1:
         units = (low + high) // 2
         smaller = _resized(graph, axes, axis, units)
         parts = np.array(candidate.shares[axis], dtype=np.float64)
         shares = {**candidate.shares, axis: proportional(units, parts)}
-        resized = CostModel(smaller, axes, machine, shares, cost.optimizer_states)
+        resized = CostModel(smaller, axes, hardware, shares, cost.optimizer_states)
         fits = (memory(smaller, candidate.program, resized)[1] <= limit).all()
         low, high = (units, high) if fits else (low, units)
     return low
@@ -137,7 +137,7 @@ def _resized(graph: Graph, axes: Axes, axis: str, units: int) -> Graph:
 
 def _work(graph: Graph, candidate: Candidate, cost: CostModel) -> PerRank:
     """Return each rank's floating-point operations in products; replicated ones count each time."""
-    total: PerRank = np.zeros(cost.machine.cluster.world_size)
+    total: PerRank = np.zeros(cost.hardware.cluster.world_size)
     for step in candidate.program.instructions:
         if isinstance(step, Compute) and graph.by_name[step.node].op in FLOPS:
             node = graph.by_name[step.node]

@@ -415,7 +415,7 @@ def _must_fit(
     """Raise ``InfeasibleError`` if the pair lacks memory: where, how much, for what, the remedy."""
     if pair.fits:
         return
-    devices = cost.machine.cluster.devices
+    devices = cost.hardware.cluster.devices
     lacking = [
         f"{d.name} ({d.kind}) lacks {format_bytes(round(float(b)))} ({round(float(b))} bytes)"
         for d, b in zip(devices, pair.lacking_bytes, strict=True) if b > 0

@@ -28,7 +28,7 @@ from hap.synthesizer.bounds.lower_bound import (
 )
 from hap.synthesizer.candidate import Candidate, Merit, fastest
 from hap.synthesizer.cost.cost_model import CostModel, Crossing
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
 from hap.synthesizer.memory_price import LOWEST_PRICE, MemoryPrice, lowest_fitting
 from hap.synthesizer.search.bucket_elimination import TooWide
@@ -87,7 +87,7 @@ class Synthesizer:
         allowed: restricts the placements, to plan a baseline by the same search.
         engine: finds the cheapest program under fixed shares.
         exponent: first guess of the price of memory; updated to the last price found.
-        machine: the prices' machine of the cluster; default: that of the space.
+        hardware: the model of the cluster; default: that of the space.
         tables_fit: whether a first search whose tables are too large raises ``TooEntangledError``.
 
     ``found`` has the pairs of :meth:`best` while it runs.
@@ -98,11 +98,11 @@ class Synthesizer:
     def __init__(
         self, space: Space, cluster: Cluster, optimizer_states: int, allowed: Allowed | None = None,
         engine: Engine = eliminate_or_bound, exponent: int | None = None,
-        machine: Machine | None = None, tables_fit: bool = False,
+        hardware: HardwareModel | None = None, tables_fit: bool = False,
     ) -> None:  # fmt: skip
         self.space, self.cluster = space, cluster
         self._must_fit = tables_fit
-        self.machine = machine or space.machine(cluster)
+        self.hardware = hardware or space.hardware(cluster)
         self._states = optimizer_states
         self.engine, self.gap, self.exponent = engine, 0.0, exponent
         self.is_long = len(space.graph.nodes) >= LONG
@@ -125,7 +125,7 @@ class Synthesizer:
     def starts(self) -> Iterator[Shares]:
         """Yield initial shares without repetitions: by speed, even, by memory."""
         seen = []
-        for weights in (self.machine.speed, np.ones_like(self.machine.speed), self._memory):
+        for weights in (self.hardware.speed, np.ones_like(self.hardware.speed), self._memory):
             shares = proportional_shares(self.space.axes, weights)
             if shares not in seen:
                 seen.append(shares)
@@ -224,7 +224,7 @@ class Synthesizer:
     def _undivided(self, shares: Shares) -> Candidate:
         """Run the whole step on every device; searches may miss this where starts dominate."""
         return Synthesizer(
-            self.space, self.cluster, self._states, _whole, machine=self.machine
+            self.space, self.cluster, self._states, _whole, hardware=self.hardware
         ).cheapest(shares)
 
     def subset_starts(self) -> Iterator[Shares]:
@@ -233,14 +233,14 @@ class Synthesizer:
         Parts that cannot keep what the backward needs are left out.
         """
         cluster, least = self.cluster, self.space.graph.saved_bytes
-        for ranks in dict.fromkeys([*self.machine.types, *cluster.machine_types()]):
+        for ranks in dict.fromkeys([*self.hardware.types, *cluster.machine_types()]):
             if len(ranks) < cluster.world_size and self._memory[list(ranks)].sum() >= least:
                 mine = np.isin(np.arange(cluster.world_size), ranks)
-                yield proportional_shares(self.space.axes, self.machine.speed * mine)
+                yield proportional_shares(self.space.axes, self.hardware.speed * mine)
 
     @cached_property
     def _any_shares(self) -> AnyShares:
-        return AnyShares(self.space, self.machine, self._states)
+        return AnyShares(self.space, self.hardware, self._states)
 
     @cached_property
     def relaxed(self) -> Relaxed:
@@ -265,10 +265,10 @@ class Synthesizer:
         relaxed = self.relaxed
         if not relaxed.programs or not searches:
             return relaxed.bound_s, relaxed.searches
-        axis = busiest_axis(self.space, self.machine, self._states, relaxed.programs[-1])
+        axis = busiest_axis(self.space, self.hardware, self._states, relaxed.programs[-1])
         if axis is None:
             return relaxed.bound_s, relaxed.searches
-        branching = Branching(self.space, self.machine, self._states, self._allowed, relaxed, axis)
+        branching = Branching(self.space, self.hardware, self._states, self._allowed, relaxed, axis)
         branching.run(searches, step_s)
         return min(branching.bound_s, step_s), relaxed.searches + branching.searches
 
@@ -277,7 +277,7 @@ class Synthesizer:
         shares = {name: shares[name] for name in self.space.axes.axes}
         key = tuple(shares.items())
         if key not in self._fixed:
-            prices = FixedShares(self.space, self.machine, shares, self._states)
+            prices = FixedShares(self.space, self.hardware, shares, self._states)
             latest = [self.relaxed, *self._fixed.values()][-1]
             self._fixed[key] = self._bounded(prices, self._slow, latest.found)
         return self._fixed[key]
@@ -381,7 +381,7 @@ class Synthesizer:
         """Return the best integer shares for a program; its own shares if no others fit."""
         outcome = solve_shares(
             self.space.graph, program_axes(self.space.axes, pair.program), pair.program,
-            self.machine, self._states, pair.shares,
+            self.hardware, self._states, pair.shares,
         )  # fmt: skip
         return outcome.shares if outcome.fits else pair.shares
 
@@ -402,7 +402,7 @@ class Synthesizer:
 
     def _model(self, axes: Axes, shares: Shares) -> CostModel:
         return CostModel(
-            self.space.graph, axes, self.machine, shares, self._states, crossing=self._crossing
+            self.space.graph, axes, self.hardware, shares, self._states, crossing=self._crossing
         )
 
     def cost(self, candidate: Candidate) -> CostModel:

@@ -71,7 +71,7 @@ class InsideSynthesizer(Synthesizer):
         Collectives between machines need equal cuts in all of them, by the columns' mean speeds.
         """
         mesh = self._between.mesh
-        speeds = self.machine.speed.reshape(-1, mesh.width)
+        speeds = self.hardware.speed.reshape(-1, mesh.width)
         columns = (speeds / speeds.sum(axis=1, keepdims=True)).mean(axis=0)
         shares = {}
         for name, axis in self.space.axes.axes.items():
@@ -105,7 +105,7 @@ class InsideSynthesizer(Synthesizer):
 
     def _model(self, axes: Axes, shares: Shares) -> CostModel:
         graph, states = self.space.graph, self._states
-        return mesh_cost(self._between, graph, axes, self.machine, shares, states)
+        return mesh_cost(self._between, graph, axes, self.hardware, shares, states)
 
 
 def best_on_mesh(

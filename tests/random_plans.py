@@ -32,7 +32,7 @@ from hap.runtime.one_device import widest
 from hap.runtime.verify import Verdict, verify
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
 from hap.synthesizer.rules.rule_table import Row
@@ -143,8 +143,8 @@ class RandomPrices(Prices):
     def __init__(
         self, space: Space, cluster: Cluster, shares: dict[str, tuple[int, ...]], rng: random.Random
     ) -> None:
-        self._real = CostModel(space.graph, space.axes, Machine(cluster), shares, 2)
-        super().__init__(space.graph, self._real.machine, self._real.parts, 2)
+        self._real = CostModel(space.graph, space.axes, HardwareModel(cluster), shares, 2)
+        super().__init__(space.graph, self._real.hardware, self._real.parts, 2)
         self._rng, self._world = rng, cluster.world_size
 
     def compute(self, node: Node, row: Row) -> PerRank:
@@ -217,7 +217,7 @@ def random_order(
     space: Space, program: Program, shares: Shares, cluster: Cluster, rng: random.Random
 ) -> Program:
     """Return the program in one of the orders of the list scheduler."""
-    cost = CostModel(space.graph, program.own_axes(), Machine(cluster), shares, 2)
+    cost = CostModel(space.graph, program.own_axes(), HardwareModel(cluster), shares, 2)
     program = choose_implementations(space.graph, program, cost) if rng.random() < 0.5 else program
     return rng.choice(
         [order.program for order in orders(space.graph, simulate(space.graph, program, cost), cost)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hap.ir.plan import Plan
 from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.search.program_space import build_space
 from hap.synthesizer.stages.gradient_buckets import with_buckets
 from hap.synthesizer.stages.stage_times import stage_cost
@@ -67,7 +67,7 @@ def random_staged_plan(
         dealt = dealt[count:]
         cluster = two_machines(count)
         program, own = random_program(build_space(graph), cluster, rng)
-        cost = stage_cost(graph, program, own, Machine(cluster), 2)
+        cost = stage_cost(graph, program, own, HardwareModel(cluster), 2)
         program = with_buckets(graph, program, cost, buckets.choice((1, 2, 5)))
         ahead = (len(groups) - number) * more
         stages.append(

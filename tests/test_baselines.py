@@ -19,7 +19,7 @@ from hap.ir.regather import backward_alias_of
 from hap.synthesizer.axis_roles import batch_axis, expert_weights, tensor_parallel_axes
 from hap.synthesizer.baselines import METHODS, baselines, data_parallel
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.hap_paper import PaperCost, best_ratios
 from hap.synthesizer.search.program_space import Space
 from hap.synthesizer.synthesize import Synthesizer, proportional_shares
@@ -231,19 +231,19 @@ def test_the_original_has_no_partial_activation_and_one_vector_of_ratios(model: 
 def test_the_originals_ratios_are_the_best_under_its_costs(model: str) -> None:
     """Compare with a fine grid. Two devices are equal, so one number determines all ratios."""
     space, on = space_of(model), cluster((4e8, 1e8, 1e8), 1e9)
-    machine = Machine(on)
+    hardware = HardwareModel(on)
     program = (
         Synthesizer(space, on, 2, data_parallel(space))
-        .cheapest(proportional_shares(space.axes, machine.speed))
+        .cheapest(proportional_shares(space.axes, hardware.speed))
         .program
     )
     best = PaperCost(
-        space.graph, space.axes, machine, best_ratios(space, program, machine, machine.speed)
+        space.graph, space.axes, hardware, best_ratios(space, program, hardware, hardware.speed)
     ).step_s(program)
     grid = []
     for fast in np.linspace(0.0, 1.0, 201):
         ratios = np.array([fast, (1 - fast) / 2, (1 - fast) / 2])
-        grid.append(PaperCost(space.graph, space.axes, machine, ratios).step_s(program))
+        grid.append(PaperCost(space.graph, space.axes, hardware, ratios).step_s(program))
     assert best <= min(grid) * (1 + 1e-6)
     assert best >= min(grid) * 0.98
     assert max(grid) > 1.2 * min(grid), "the ratios must matter, or this shows nothing"

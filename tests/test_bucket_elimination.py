@@ -18,7 +18,7 @@ from hap.ir.graph import Graph, Input, Output, Ref
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search import bucket_elimination, reduction, table_pool
 from hap.synthesizer.search import elimination_order as orders
@@ -360,9 +360,9 @@ def problem_of(
         name: (axis.units // 3, axis.units - axis.units // 3)
         for name, axis in space.axes.axes.items()
     }
-    machine = Machine(two_devices(flops, bandwidth, latency_s))
+    hardware = HardwareModel(two_devices(flops, bandwidth, latency_s))
     price = np.full(2, memory_price) if memory_price else None
-    return Problem(space, CostModel(graph, space.axes, machine, shares, 2)).priced(price)
+    return Problem(space, CostModel(graph, space.axes, hardware, shares, 2)).priced(price)
 
 
 def cheapest_by_hand(problem: Problem) -> int:

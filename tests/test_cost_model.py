@@ -19,7 +19,7 @@ from hap.ir.placement import L, P, Placement, R, S, conversion, convertible
 from hap.ir.program import Compute, Convert, Program
 from hap.synthesizer.cost.collective_cost import NetworkModel
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.operator_work import node_work
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.serial_cost import simulate, supersteps
@@ -50,10 +50,10 @@ def test_speed_is_that_of_the_products_dtypes() -> None:
     slow, fast = world.devices
     half = replace(slow, flops_per_s={"float32": 3e12, "float16": 5e12})
     here = replace(world, devices=(half, fast))
-    assert Machine(here).speed == pytest.approx([0.6, 0.4])
-    assert Machine(here, {"float16": 7.0}).speed == pytest.approx([1 / 3, 2 / 3])
+    assert HardwareModel(here).speed == pytest.approx([0.6, 0.4])
+    assert HardwareModel(here, {"float16": 7.0}).speed == pytest.approx([1 / 3, 2 / 3])
     # As many operations of either: 1/3 + 1/5 and 1/2 + 1/10 units of time.
-    mixed = Machine(here, {"float32": 1.0, "float16": 1.0}).speed
+    mixed = HardwareModel(here, {"float32": 1.0, "float16": 1.0}).speed
     assert mixed[0] / mixed[1] == pytest.approx((1 / 2 + 1 / 10) / (1 / 3 + 1 / 5))
 
 
@@ -62,19 +62,19 @@ def test_speed_is_that_of_the_products_dtypes() -> None:
 
 def test_the_machine_is_its_devices() -> None:
     there = cluster("aabb", intra=FAST, inter=SLOW)
-    machine, rng = Machine(there), random.Random(0)
+    hardware, rng = HardwareModel(there), random.Random(0)
     dtypes = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
     for kind, dtype in itertools.product(("matmul", "conv", "attention", "memory"), dtypes):
         for _ in range(5):
             flops = np.array([rng.choice((0.0, rng.random() * 10**9)) for _ in range(4)])
             nbytes = np.array([rng.choice((0.0, rng.random() * 10**8)) for _ in range(4)])
-            found = machine.seconds(Work(kind, dtype, 0.0, 0.0), flops, nbytes)
+            found = hardware.seconds(Work(kind, dtype, 0.0, 0.0), flops, nbytes)
             expected = [
                 device.seconds(Work(kind, dtype, f, b))
                 for device, f, b in zip(there.devices, flops, nbytes, strict=True)
             ]
             assert found.tolist() == pytest.approx(expected, rel=1e-12)
-    assert machine.speed.tolist() == pytest.approx([1 / 15, 2 / 15, 4 / 15, 8 / 15])
+    assert hardware.speed.tolist() == pytest.approx([1 / 15, 2 / 15, 4 / 15, 8 / 15])
 
 
 def model(
@@ -93,13 +93,13 @@ def model(
         of={("t", 0): "a", ("u", 0): "a", ("t", 1): "b", ("u", 1): "b"},
     )
     even = (*(1 for _ in world[1:]), 4 - len(world[1:]))
-    machine = Machine(cluster(world, intra=FAST, inter=SLOW))
-    return CostModel(graph, axes, machine, {"a": shares, "b": even}, optimizer_states=2)
+    hardware = HardwareModel(cluster(world, intra=FAST, inter=SLOW))
+    return CostModel(graph, axes, hardware, {"a": shares, "b": even}, optimizer_states=2)
 
 
 def test_prices_do_not_depend_on_what_a_machine_priced_before() -> None:
     first = model()
-    graph, axes, used = first.graph, first.axes, first.machine
+    graph, axes, used = first.graph, first.axes, first.hardware
     rng = random.Random(0)
     rows = [Row((p,), (p,)) for p in (S(0), S(1), R)]
     for _ in range(40):
@@ -109,7 +109,7 @@ def test_prices_do_not_depend_on_what_a_machine_priced_before() -> None:
             "b": rng.choice([(1, 1, 2), (4, 0, 0)]),
         }
         again = CostModel(graph, axes, used, shares, 2)
-        fresh = CostModel(graph, axes, Machine(used.cluster), shares, 2)
+        fresh = CostModel(graph, axes, HardwareModel(used.cluster), shares, 2)
         for row in rows:
             seconds = [cost.compute(graph.nodes[0], row).tolist() for cost in (again, fresh)]
             assert seconds[0] == seconds[1]
@@ -132,14 +132,14 @@ def test_bytes_are_bytes(dtype: str) -> None:
     # Seconds are proportional to the bytes of an element.
     gather = [c.seconds for c in cost.convert(t, S(0), R)]
     floats = model("float32")
-    of_floats = floats.machine.network.choices("all_gather", 24 * size, floats.parts.of(t.name, S(0)), floats.parts.of(t.name, R))  # fmt: skip
+    of_floats = floats.hardware.network.choices("all_gather", 24 * size, floats.parts.of(t.name, S(0)), floats.parts.of(t.name, R))  # fmt: skip
     assert gather == [c.seconds for c in of_floats]
 
 
 def test_an_operator_costs_each_rank_its_part() -> None:
     cost = model(shares=(4, 2, 0))
     relu, size = cost.graph.nodes[0], 24 * 4
-    devices = cost.machine.cluster.devices
+    devices = cost.hardware.cluster.devices
 
     def expected(parts: list[float]) -> list[float]:
         return [
@@ -172,8 +172,8 @@ def test_a_small_operator_starts_sooner(elements: int, part: float) -> None:
 
     def seconds(launch_s: float) -> list[list[float]]:
         devices = tuple(replace(d, launch_s=launch_s, relaunch=0.25) for d in world.devices)
-        machine = Machine(replace(world, devices=devices))
-        cost = CostModel(graph, axes, machine, {"r": (1, elements - 1)}, 0)
+        hardware = HardwareModel(replace(world, devices=devices))
+        cost = CostModel(graph, axes, hardware, {"r": (1, elements - 1)}, 0)
         whole, view = (cost.compute(each, Row((R,), (R,))) for each in nodes[:2])
         assert not view.any()
         return [whole.tolist(), cost.compute(nodes[2], Row((S(0),), (S(0),))).tolist()]
@@ -205,7 +205,7 @@ def test_the_update_reads_and_writes_the_states() -> None:
     t = cost.graph.tensors["t"]
     expected = [
         device.seconds(Work("update", "float32", 9 * 24, 7 * 24 * 4))  # p, g, 2 in; p, 2 out
-        for device in cost.machine.cluster.devices
+        for device in cost.hardware.cluster.devices
     ]
     assert cost.update(t, R).tolist() == pytest.approx(expected)
     assert (cost.update(t, S(0)) <= cost.update(t, R)).all()
@@ -337,8 +337,8 @@ def costs(graph: Graph, world: str, shares: tuple[int, ...], states: int = 2) ->
     """Return the costs of :func:`data_parallel`, whose only axis is the batch."""
     of = {(name, 0): "batch" for name in ("x", "y0", "y1", "g0", "g1")} | {("xt", 1): "batch"}
     axes = Axes(axes={"batch": Axis(name="batch", units=sum(shares))}, of=of)
-    machine = Machine(cluster(world, intra=FAST, inter=SLOW))
-    return CostModel(graph, axes, machine, {"batch": shares}, optimizer_states=states)
+    hardware = HardwareModel(cluster(world, intra=FAST, inter=SLOW))
+    return CostModel(graph, axes, hardware, {"batch": shares}, optimizer_states=states)
 
 
 def test_memory_by_hand() -> None:
@@ -375,7 +375,7 @@ def test_a_step_by_hand() -> None:
     cost = costs(graph, "ab", (6, 2))
     product = [  # rank 0 has the larger part and the slower device
         device.seconds(Work("matmul", "float32", 2 * n * 24, 4 * (n * 4 + 24 + n * 6)))
-        for device, n in zip(cost.machine.cluster.devices, (6, 2), strict=True)
+        for device, n in zip(cost.hardware.cluster.devices, (6, 2), strict=True)
     ]
     found = supersteps(graph, program, cost)
     assert len(found) == 4  # loss | d0 | d1 | the optimizer
@@ -402,8 +402,8 @@ def test_every_rank_ends_at_the_same_time(world: str) -> None:
             cuts = sorted(rng.randint(0, axis.units) for _ in range(n - 1))
             edges = [0, *cuts, axis.units]
             shares[name] = tuple(b - a for a, b in itertools.pairwise(edges))
-        machine = Machine(cluster(world, intra=FAST, inter=SLOW))
-        cost = CostModel(graph, space.axes, machine, shares, 2)
+        hardware = HardwareModel(cluster(world, intra=FAST, inter=SLOW))
+        cost = CostModel(graph, space.axes, hardware, shares, 2)
         # Random prices choose the program; the simulator uses the real ones.
         problem = Problem(space, cost, time=lambda v, rng=rng: rng.random() * 1e-4)
         labelling = problem.solve()
@@ -425,15 +425,15 @@ def test_contention_of_a_fast_device_is_capped_by_slower_ones() -> None:
         )
         for d, rate, lost, drag in given
     )
-    both = Machine(replace(base, devices=(fast, slow)))
+    both = HardwareModel(replace(base, devices=(fast, slow)))
     assert both.interference == pytest.approx([0.15, 0.6])
     assert both.drag.tolist() == [1.5, 1.5]
-    milder = Machine(
+    milder = HardwareModel(
         replace(
             base, devices=(replace(fast, contention=Contention(interference=0.1, drag=1.2)), slow)
         )
     )
     assert milder.interference == pytest.approx([0.1, 0.6])
     assert milder.drag.tolist() == [1.2, 1.5]
-    alone = Machine(both.cluster.keep([0]))
+    alone = HardwareModel(both.cluster.keep([0]))
     assert (alone.interference.tolist(), alone.drag.tolist()) == ([0.9], [3.0])

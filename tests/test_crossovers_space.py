@@ -88,7 +88,7 @@ def cheapest(space: Space, *rules: Allowed, flops_per_s: float = 1e30) -> Candid
         return all(rule(tensor, p, stored) for rule in rules)
 
     search = Synthesizer(space, cluster(flops_per_s), 0, allowed)
-    return search.cheapest(proportional_shares(space.axes, search.machine.speed))
+    return search.cheapest(proportional_shares(space.axes, search.hardware.speed))
 
 
 def in_rows(graph: Graph) -> Allowed:

@@ -16,7 +16,7 @@ from hap.ir.program import Convert
 from hap.plan_simulation import plan_costs
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.contention import Streams
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.parts import AxisParts, vectors_of
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import memory, simulate, supersteps
@@ -60,9 +60,9 @@ class Seconds(Prices):
     def __init__(self, graph: Graph) -> None:
         names = {"x": 0, "xt": 1, "y0": 0, "y1": 0, "g0": 0, "g1": 0}
         axes = Axes(axes={"batch": Axis(name="batch", units=8)}, of=dict.fromkeys(names.items(), "batch"))  # fmt: skip
-        machine = Machine(small_cluster(1, 1))
-        parts = AxisParts(axes, 2, vectors_of({"batch": (4, 4)}, machine))
-        super().__init__(graph, machine, parts, 0)
+        hardware = HardwareModel(small_cluster(1, 1))
+        parts = AxisParts(axes, 2, vectors_of({"batch": (4, 4)}, hardware))
+        super().__init__(graph, hardware, parts, 0)
 
     def compute(self, node: Node, row: Row) -> PerRank:
         view = node.op in ("aten.t.default", "aten.expand.default")
@@ -124,7 +124,7 @@ def test_with_overlap_by_hand() -> None:
 def test_a_collective_slows_computing_beside_it_by_hand() -> None:
     """d1 loses half of the 3 s of d0's reduction; a rank that waits loses nothing."""
     graph, cost = small_graph(), Seconds(small_graph())
-    cost.machine.interference = np.array([0.0, 0.5])
+    cost.hardware.interference = np.array([0.0, 0.5])
     run = schedule(graph, small_program(), cost)
     assert spans(run, COMMUNICATION, 1) == [(10, 13), (15, 18), (18.5, 21.5)]
     assert spans(run, COMPUTE, 1)[-4:] == [(13, 15), (15, 18.5), (21.5, 23.5), (23.5, 25.5)]
@@ -140,7 +140,7 @@ def test_computing_slows_the_collective_beside_it_by_hand(
     A drag of 3 has this effect; so does a delay of 3 s for each of two messages in 3 s.
     """
     graph, cost = small_graph(), Seconds(small_graph())
-    setattr(cost.machine, figure, np.array(per_rank))
+    setattr(cost.hardware, figure, np.array(per_rank))
     run = schedule(graph, small_program(), cost)
     first, second, third = spans(run, COMMUNICATION, 1)
     assert first == (10, 13), "nothing is computed meanwhile"
@@ -151,9 +151,9 @@ def test_computing_slows_the_collective_beside_it_by_hand(
 
 def test_computing_and_communicating_slow_each_other_while_both_run() -> None:
     """Contention ends when the computing or the collective ends."""
-    machine = Machine(small_cluster(1, 1))
-    machine.interference, machine.drag = np.array([0.0, 0.5]), np.array([1.0, 2.0])
-    streams = Streams(machine)
+    hardware = HardwareModel(small_cluster(1, 1))
+    hardware.interference, hardware.drag = np.array([0.0, 0.5]), np.array([1.0, 2.0])
+    streams = Streams(hardware)
     number = streams.issue(1.0, 1)  # takes 2 s beside rank 1, which loses a quarter meanwhile
     _, end = streams.compute(np.array([0.1, 1.0]))
     assert end == pytest.approx([0.1, 1 / 0.75])
@@ -168,9 +168,9 @@ def test_computing_and_communicating_slow_each_other_while_both_run() -> None:
 
 def test_no_rank_ends_before_its_computing_and_the_interference() -> None:
     """Rank 0 lags: the collective, which has ended on rank 1, still takes half a second of it."""
-    machine = Machine(small_cluster(1, 1))
-    machine.interference = np.array([0.5, 0.0])
-    streams = Streams(machine)
+    hardware = HardwareModel(small_cluster(1, 1))
+    hardware.interference = np.array([0.5, 0.0])
+    streams = Streams(hardware)
     streams.issue(1.0, 1)
     streams.compute(np.array([0.2, 2.0]))
     _, end = streams.compute(np.array([2.0, 0.0]))
@@ -180,9 +180,9 @@ def test_no_rank_ends_before_its_computing_and_the_interference() -> None:
 
 def test_the_device_waits_for_its_host() -> None:
     """Rank 0 is issued an operator each 2 s, rank 1 each half second; long ones let the host run ahead."""
-    machine = Machine(small_cluster(1, 1))
-    machine.host_s = np.array([2.0, 0.5])
-    streams = Streams(machine)
+    hardware = HardwareModel(small_cluster(1, 1))
+    hardware.host_s = np.array([2.0, 0.5])
+    streams = Streams(hardware)
     _, end = streams.compute(np.array([1.0, 1.0]))
     assert end == pytest.approx([3.0, 1.5])
     _, end = streams.compute(np.array([7.0, 1.0]))

@@ -22,7 +22,7 @@ from hap.runtime.emulate import run_ranks
 from hap.runtime.two_level_comm import NAME, Levels, TwoLevelComm
 from hap.synthesizer.cost.collective_cost import NetworkModel
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.serial_cost import choose_implementations
 from tests.small_plan import small_graph, small_program
 
@@ -173,8 +173,8 @@ def test_a_program_takes_each_form_where_it_is_the_faster() -> None:
         (95, ["one shot", "hierarchical", "hierarchical"]),
         (97, ["one shot"] * 3),
     ):
-        machine = Machine(cluster((2, 2), Link(W, turn * 1.9e-9)))
-        cost = CostModel(graph, axes, machine, {"batch": (2, 2, 2, 2)}, 2)
+        hardware = HardwareModel(cluster((2, 2), Link(W, turn * 1.9e-9)))
+        cost = CostModel(graph, axes, hardware, {"batch": (2, 2, 2, 2)}, 2)
         found = choose_implementations(graph, program, cost).collectives
         assert [c.implementation for c in found] == expected, turn
 

@@ -10,7 +10,7 @@ import pytest
 from hap.cluster.topology import Cluster
 from hap.ir.microbatch import is_sum
 from hap.ir.program import Compute
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.schedule.event_simulator import group_seconds
 from hap.synthesizer.stages.segment_costs import together_s
 from hap.synthesizer.stages.stage_search import StageSearch
@@ -34,11 +34,11 @@ def test_turns_take_at_least_the_time_of_the_host(seed: int) -> None:
         how = graph, stage.program, stage.shares
 
         def turns(host_s: float, how=how, ranks=stage.ranks) -> tuple[float, float]:  # type: ignore[no-untyped-def]
-            machine = Machine(hosted(two_machines(len(ranks)), host_s))
-            found = figures(*how, machine, 2, plan.microbatches, 1)
+            hardware = HardwareModel(hosted(two_machines(len(ranks)), host_s))
+            found = figures(*how, hardware, 2, plan.microbatches, 1)
             return found.forward_s, found.backward_s
 
-        cost = stage_cost(*how, Machine(two_machines(len(stage.ranks))), 2)
+        cost = stage_cost(*how, HardwareModel(two_machines(len(stage.ranks))), 2)
         issued = np.zeros(len(stage.ranks))
         for first, end in stage.program.bounds(graph):
             group = stage.program.instructions[first:end]

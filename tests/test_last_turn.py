@@ -18,7 +18,7 @@ from hap.ir.stages import PipelineStages, Stage, crossing, cut_stages
 from hap.runtime.emit import Emitter
 from hap.runtime.pipeline.segments import AFTER, SegmentLayout, StageSegment, emitted, layout
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.stages.gradient_buckets import in_buckets, last_turn, with_buckets
 from hap.synthesizer.stages.stage_synthesizer import StageSynthesizer, StageTask
 from hap.synthesizer.stages.stage_times import figures, stage_cost
@@ -39,7 +39,7 @@ def searched(family: str) -> tuple[StageTask, Program, Shares, CostModel]:
     ranks = tuple(range(CLUSTER.world_size))
     task = StageTask(whole=whole, part=part, ranks=ranks, count=COUNT, in_flight=1)
     program, shares = StageSynthesizer(task, CLUSTER, 2).chosen()
-    return task, program, shares, stage_cost(part, program, shares, Machine(CLUSTER), 2)
+    return task, program, shares, stage_cost(part, program, shares, HardwareModel(CLUSTER), 2)
 
 
 def reductions(task: StageTask, program: Program) -> list[int]:
@@ -104,8 +104,8 @@ def test_what_buckets_hide_is_no_longer_seen(family: str) -> None:
         assert Counter(map(unfused, again.instructions)) == Counter(map(unfused, late.instructions))
         assert len({s.bucket for s in again.collectives if s.bucket}) >= min(count, 2)
     chosen = in_buckets(part, late, cost)
-    found = figures(part, chosen, shares, Machine(CLUSTER), 2, COUNT, 1)
-    before = figures(part, late, shares, Machine(CLUSTER), 2, COUNT, 1)
+    found = figures(part, chosen, shares, HardwareModel(CLUSTER), 2, COUNT, 1)
+    before = figures(part, late, shares, HardwareModel(CLUSTER), 2, COUNT, 1)
     assert 0 < found.hidden_s < found.after_s
     assert found.after_s - found.hidden_s < before.after_s
 

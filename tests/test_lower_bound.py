@@ -27,7 +27,7 @@ from hap.synthesizer.bounds.lower_bound import (
     best_weights,
 )
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN
 from hap.synthesizer.search.cost_tables import Problem
 from hap.synthesizer.search.program_space import Space, build_space
@@ -108,8 +108,8 @@ def random_space(space: Space, rng: random.Random) -> Space:
 
 def programs(space: Space) -> Iterator[tuple[Problem, Program, list[int]]]:
     """Yield all programs of a small space: every labelling without a forbidden entry."""
-    machine = Machine(random_cluster(random.Random(0), 2))
-    problem = Problem(space, AnyShares(space, machine, 2), time=lambda v: 0.0)
+    hardware = HardwareModel(random_cluster(random.Random(0), 2))
+    problem = Problem(space, AnyShares(space, hardware, 2), time=lambda v: 0.0)
     sizes = [len(u) for u in problem.unary]
     near: dict[int, list[tuple[int, int]]] = {}
     for u, v in problem.pairs:
@@ -203,13 +203,15 @@ def holds(box: Box, shares: tuple[int, ...], cluster: Cluster) -> bool:
     )
 
 
-def floors(space: Space, machine: Machine, shares: Shares, rng: random.Random) -> list[Floors]:
+def floors(
+    space: Space, hardware: HardwareModel, shares: Shares, rng: random.Random
+) -> list[Floors]:
     axis = rng.choice(list(shares))
-    box = box_around(axis, shares[axis], machine.cluster, rng)
+    box = box_around(axis, shares[axis], hardware.cluster, rng)
     return [
-        FixedShares(space, machine, shares, 2),
-        AnyShares(space, machine, 2),
-        BoxPrices(space, machine, 2, box),
+        FixedShares(space, hardware, shares, 2),
+        AnyShares(space, hardware, 2),
+        BoxPrices(space, hardware, 2, box),
     ]
 
 
@@ -230,7 +232,7 @@ def test_no_labelling_is_priced_above_its_program(file: str, seed: int) -> None:
     assert labelling is not None
     synthesizer = Synthesizer(space, cluster, 2)
     step_s = synthesizer.judge(problem.program(labelling), shares).timeline.step_s
-    for prices in floors(space, synthesizer.machine, shares, rng):
+    for prices in floors(space, synthesizer.hardware, shares, rng):
         found = Relaxation(space, prices).evaluate(labelling)
         given = np.random.default_rng(seed).dirichlet(
             np.full(2 * len(prices.overlap_price.lost), 0.5)
@@ -254,7 +256,7 @@ def test_boxes_hold_all_shares_and_bound_their_programs(seed: int) -> None:
     every = [program for _, program, _ in programs(space)]
     root = synthesizer.relaxed
     for axis in sorted(space.axes.axes):
-        branching = Branching(space, synthesizer.machine, 2, None, root, axis)
+        branching = Branching(space, synthesizer.hardware, 2, None, root, axis)
         branching.run(12, np.inf)
         assert branching.bound_s >= root.bound_s
         for shares in all_shares(space, cluster.world_size, rng, 6):
@@ -288,7 +290,7 @@ def test_no_collective_is_cheaper_than_its_floor(kind: str) -> None:
         cluster = random_cluster(rng)
         if number % 2:
             cluster = measured(cluster, rng)
-        world, network = cluster.world_size, Machine(cluster).network
+        world, network = cluster.world_size, HardwareModel(cluster).network
         src, dst = (np.array(random_shares(12, world, rng)) / 12 for _ in range(2))
         if rng.random() < 0.3:
             src = dst = np.full(world, 1 / world)
@@ -334,7 +336,7 @@ def test_no_random_weights_beat_the_best_ones() -> None:
     for _ in range(20):
         space = random_space(SPACES["one layer"], rng)
         cluster = random_cluster(rng)
-        prices = AnyShares(space, Machine(cluster), 2)
+        prices = AnyShares(space, HardwareModel(cluster), 2)
         relaxation = Relaxation(space, prices)
         classes = len(prices.overlap_price.lost)
         for _ in range(4):
@@ -375,8 +377,8 @@ def test_weights_average_the_lower_bounds_of_a_step() -> None:
 def test_unread_results_cost_nothing() -> None:
     """A result that nobody reads may be partial, and no program converts it."""
     space = SPACES["one layer"]
-    machine = Machine(random_cluster(random.Random(3), 3))
-    prices = AnyShares(space, machine, 2)
+    hardware = HardwareModel(random_cluster(random.Random(3), 3))
+    prices = AnyShares(space, hardware, 2)
     unread = replace(space.graph.tensors["y"], name="nobody")
     prices._starts["nobody"] = 1.0
     assert prices.convert(unread, P, R)[0].seconds == 0
@@ -386,16 +388,16 @@ def test_unread_results_cost_nothing() -> None:
 def test_every_parameter_has_its_own_update_price() -> None:
     """Prices are kept by the identity of an array, which must not be that of a freed one."""
     space = benchmark_case("bert", "tiny").space
-    machine = space.machine(random_cluster(random.Random(0), 3))
-    prices = AnyShares(space, machine, 2)
-    first = [ranks[0] for ranks in machine.types]
+    hardware = space.hardware(random_cluster(random.Random(0), 3))
+    prices = AnyShares(space, hardware, 2)
+    first = [ranks[0] for ranks in hardware.types]
     for given in space.graph.role("parameter"):
         parameter = space.graph.tensors[given.tensor]
-        whole = machine_update(space, machine, parameter)[first]
+        whole = machine_update(space, hardware, parameter)[first]
         assert prices.update(parameter, R).tolist() == whole.tolist()
 
 
-def machine_update(space: Space, machine: Machine, parameter: Tensor) -> PerRank:
+def machine_update(space: Space, hardware: HardwareModel, parameter: Tensor) -> PerRank:
     """Return the seconds of the update of a whole parameter on every rank."""
-    shares = all_shares(space, machine.cluster.world_size, random.Random(0), 1)[0]
-    return CostModel(space.graph, space.axes, machine, shares, 2).update(parameter, R)
+    shares = all_shares(space, hardware.cluster.world_size, random.Random(0), 1)[0]
+    return CostModel(space.graph, space.axes, hardware, shares, 2).update(parameter, R)

@@ -16,8 +16,8 @@ from hap.ir.placement import P, R, S
 from hap.ir.plan import Plan
 from hap.ir.program import Compute, Convert, Instruction, Value
 from hap.synthesizer.cost.cost_model import CostModel
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.liveness import storages
-from hap.synthesizer.cost.machine import Machine
 from hap.synthesizer.cost.peak_memory import (
     KINDS,
     at_peak,
@@ -41,8 +41,8 @@ def price(plan: Plan, axes: Axes) -> CostModel:
     """Return the costs on a cluster whose first device is a GPU; the others are CPUs."""
     first, *others = plan.cluster.devices
     devices = (replace(first, kind="A100-40"), *others)
-    machine = Machine(replace(plan.cluster, devices=devices))
-    return CostModel(plan.graph, program_axes(axes, plan.program), machine, plan.shares, STATES)
+    hardware = HardwareModel(replace(plan.cluster, devices=devices))
+    return CostModel(plan.graph, program_axes(axes, plan.program), hardware, plan.shares, STATES)
 
 
 def touched(graph: Graph, step: Instruction) -> tuple[list[Value], list[Value], bool]:
@@ -168,9 +168,9 @@ def test_adam_on_gpus_holds_another_tensor_per_parameter() -> None:
     held: dict[tuple[str, int], np.ndarray] = {}
     for kind in ("A100-40", "cpu"):
         devices = tuple(replace(d, kind=kind) for d in plan.cluster.devices)
-        machine = Machine(replace(plan.cluster, devices=devices))
+        hardware = HardwareModel(replace(plan.cluster, devices=devices))
         for states in (0, 1, 2):
-            cost = CostModel(plan.graph, program_axes(case.space.axes, plan.program), machine,
+            cost = CostModel(plan.graph, program_axes(case.space.axes, plan.program), hardware,
                              plan.shares, states)  # fmt: skip
             held[kind, states] = update_bytes(plan.graph, plan.program, cost)
             during = while_updating(plan.graph, plan.program, cost)
@@ -227,7 +227,7 @@ def test_the_workspace_of_a_loss_is_what_torch_allocates(
                     outputs=(), source="", module="")  # fmt: skip
         inputs = tuple(Input(tensor=k, role="input", target=k) for k in given)
         graph = Graph(inputs=inputs, nodes=(node,), outputs=(), tensors=shapes)
-        cost = CostModel(graph, Axes(axes={}, of={}), Machine(two_machines(1)), {}, 0)
+        cost = CostModel(graph, Axes(axes={}, of={}), HardwareModel(two_machines(1)), {}, 0)
         said = workspace(node, Row((), (R,) * len(names)), cost)
         small = 40 * rows  # a few numbers per row
         assert said[0] - small <= own <= said[0] + small, op
@@ -237,7 +237,7 @@ def test_buffers_of_collectives() -> None:
     """w0 and w1 are 4 x 6 float32, 96 bytes, with their first dim split 3 : 1."""
     graph = small_graph()
     axes = Axes(axes={"a": Axis(name="a", units=4)}, of={("w0", 0): "a", ("w1", 0): "a", ("w0", 1): "a"})  # fmt: skip
-    cost = CostModel(graph, axes, Machine(two_machines(2)), {"a": (3, 1)}, STATES)
+    cost = CostModel(graph, axes, HardwareModel(two_machines(2)), {"a": (3, 1)}, STATES)
 
     def buffers(kind: str, count: int) -> list[float]:
         src, dst, how = {

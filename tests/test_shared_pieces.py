@@ -16,7 +16,7 @@ from hap.ir.program import Convert
 from hap.ir.shared_pieces import in_pieces, piece
 from hap.ir.stages import Transfer
 from hap.runtime.pipeline.piecewise import Pieces
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.stages.stage_times import StageFigures, figures
 from hap.synthesizer.stages.stage_transfers import StageTransfers
 from tests.random_plans import Case, benchmark_case, make_case, two_machines, verdict
@@ -128,7 +128,7 @@ def test_pieces_hide_what_is_shorter(family: str, monkeypatch: pytest.MonkeyPatc
     def seconds() -> tuple[list[StageFigures], dict[Transfer, float]]:
         found = [
             figures(
-                graph, s.program, s.shares, Machine(two_machines(len(s.ranks))), 2, plan.microbatches, 1
+                graph, s.program, s.shares, HardwareModel(two_machines(len(s.ranks))), 2, plan.microbatches, 1
             )
             for graph, s in zip(graphs, plan.stages.stages, strict=True)
         ]  # fmt: skip

@@ -18,7 +18,7 @@ from hap.ir.graph import Graph, Input, Node, Output, Ref, Tensor
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Compute, Convert, Program
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.serial_cost import Timeline, simulate
 from hap.synthesizer.shares.linearize import exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import Model as IntegerProgram
@@ -188,22 +188,22 @@ def gathered(how: str, units: int = 12) -> Case:
     return m.build(c=units)
 
 
-def timeline(case: Case, machine: Machine, shares: Shares) -> Timeline:
+def timeline(case: Case, hardware: HardwareModel, shares: Shares) -> Timeline:
     graph, axes, program = case
-    return simulate(graph, program, CostModel(graph, axes, machine, shares, STATES))
+    return simulate(graph, program, CostModel(graph, axes, hardware, shares, STATES))
 
 
 def shares_of(case: Case, weights: np.ndarray) -> dict[str, tuple[int, ...]]:
     return {a.name: proportional(a.units, weights) for a in case[1].axes.values()}
 
 
-def solve(case: Case, machine: Machine, start: Shares | None = None) -> ShareResult:
+def solve(case: Case, hardware: HardwareModel, start: Shares | None = None) -> ShareResult:
     graph, axes, program = case
-    start = start or shares_of(case, np.ones(machine.cluster.world_size))
-    outcome = solve_shares(graph, axes, program, machine, STATES, start)
+    start = start or shares_of(case, np.ones(hardware.cluster.world_size))
+    outcome = solve_shares(graph, axes, program, hardware, STATES, start)
     for axis in axes.axes.values():
         assert sum(outcome.shares[axis.name]) == axis.units
-    assert outcome.step_s == timeline(case, machine, outcome.shares).step_s
+    assert outcome.step_s == timeline(case, hardware, outcome.shares).step_s
     return outcome
 
 
@@ -213,14 +213,14 @@ def compositions(units: int, ranks: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a - 1 for a, b in itertools.pairwise(ends))
 
 
-def brute_force(case: Case, machine: Machine) -> float:
+def brute_force(case: Case, hardware: HardwareModel) -> float:
     """Return the fastest step over all integer shares of all axes that fit the memory."""
     names = list(case[1].axes)
-    room = np.array([d.memory_bytes for d in machine.cluster.devices])
+    room = np.array([d.memory_bytes for d in hardware.cluster.devices])
     ways = [compositions(case[1].axes[n].units, len(room)) for n in names]
     best = np.inf
     for split in itertools.product(*ways):
-        line = timeline(case, machine, dict(zip(names, split, strict=True)))
+        line = timeline(case, hardware, dict(zip(names, split, strict=True)))
         if (line.peak_bytes <= room).all():
             best = min(best, line.step_s)
     return best
@@ -260,39 +260,39 @@ SPEEDS = [(3, 1), (1, 1), (5, 2, 2), (4, 2, 1), (9, 0.1)]
 @pytest.mark.parametrize("launch_s", [0.0, 1e-6, 3e-5])
 @pytest.mark.parametrize("make", [data_parallel, lambda: experts(12)])
 def test_one_axis_is_solved_as_by_brute_force(make, speeds, launch_s) -> None:
-    case, machine = make(), Machine(cluster(*speeds, launch_s=launch_s))
-    outcome = solve(case, machine)
+    case, hardware = make(), HardwareModel(cluster(*speeds, launch_s=launch_s))
+    outcome = solve(case, hardware)
     assert outcome.fits
-    assert outcome.step_s == pytest.approx(brute_force(case, machine), rel=2e-5)
+    assert outcome.step_s == pytest.approx(brute_force(case, hardware), rel=2e-5)
 
 
 @pytest.mark.parametrize("how", ["padded", "grouped"])
 @pytest.mark.parametrize("speeds", [(3, 1), (1, 1), (2, 2, 1)])
 def test_two_axes_joined_by_an_all_to_all_come_near_brute_force(speeds, how) -> None:
     """An all-to-all is not convex in the shares, so the result may miss the optimum."""
-    case, machine = two_axes(8, 6, how), Machine(cluster(*speeds))
-    best = brute_force(case, machine)
-    assert best <= solve(case, machine).step_s <= 1.03 * best
+    case, hardware = two_axes(8, 6, how), HardwareModel(cluster(*speeds))
+    best = brute_force(case, hardware)
+    assert best <= solve(case, hardware).step_s <= 1.03 * best
 
 
 @pytest.mark.parametrize("speeds", [(2, 2, 1), (2, 2, 1, 1), (9, 9, 1, 1)])
 def test_gathers_in_stages_come_near_brute_force(speeds) -> None:
     """A node per speed, with two devices and one, or with two each."""
-    case, machine = gathered("hierarchical"), Machine(cluster(*speeds))
-    best = brute_force(case, machine)
-    even = timeline(case, machine, shares_of(case, np.ones(len(speeds)))).step_s
-    found = solve(case, machine).step_s
+    case, hardware = gathered("hierarchical"), HardwareModel(cluster(*speeds))
+    best = brute_force(case, hardware)
+    even = timeline(case, hardware, shares_of(case, np.ones(len(speeds)))).step_s
+    found = solve(case, hardware).step_s
     assert best <= found <= 1.02 * best
     assert found < even, "the shares matter here"
 
 
-def relaxed_roundings(case: Case, machine: Machine) -> Iterator[dict[str, tuple[int, ...]]]:
+def relaxed_roundings(case: Case, hardware: HardwareModel) -> Iterator[dict[str, tuple[int, ...]]]:
     """Yield all ways of rounding the relaxed optimum's units per type up or down."""
     graph, axes, program = case
-    start = shares_of(case, np.ones(machine.cluster.world_size))
+    start = shares_of(case, np.ones(hardware.cluster.world_size))
     task = Task(
-        graph=graph, axes=axes, program=program, machine=machine, optimizer_states=STATES,
-        start=start, types=machine.cluster.types(), groups=alike_axes(graph, program),
+        graph=graph, axes=axes, program=program, hardware=hardware, optimizer_states=STATES,
+        start=start, types=hardware.cluster.types(), groups=alike_axes(graph, program),
     )  # fmt: skip
     splits = task.first_splits()
     model = IntegerProgram(
@@ -308,7 +308,7 @@ def relaxed_roundings(case: Case, machine: Machine) -> Iterator[dict[str, tuple[
     for picked in itertools.product(*ways):
         split = []
         for units, of_types in zip(task.units, picked, strict=True):
-            each = np.zeros(machine.cluster.world_size, dtype=int)
+            each = np.zeros(hardware.cluster.world_size, dtype=int)
             for total, ranks in zip(of_types, task.types, strict=True):
                 each[list(ranks)] = proportional(total, np.ones(len(ranks)))
             assert each.sum() == units
@@ -326,9 +326,9 @@ def test_never_worse_than_any_rounding_of_the_relaxed_optimum(seed: int) -> None
         *np.repeat(speeds, random.integers(1, 3, len(speeds))).tolist(),
         launch_s=float(random.choice([0.0, 1e-6, 3e-5])),
     )
-    machine = Machine(on)
-    found = solve(case, machine).step_s
-    roundings = [timeline(case, machine, s).step_s for s in relaxed_roundings(case, machine)]
+    hardware = HardwareModel(on)
+    found = solve(case, hardware).step_s
+    roundings = [timeline(case, hardware, s).step_s for s in relaxed_roundings(case, hardware)]
     assert roundings
     assert found <= min(roundings) * (1 + 2e-5)
 
@@ -336,29 +336,29 @@ def test_never_worse_than_any_rounding_of_the_relaxed_optimum(seed: int) -> None
 @pytest.mark.parametrize("speeds", [*SPEEDS, (1.8, 1.8, 1, 1, 1, 1, 1, 1)])
 @pytest.mark.parametrize("make", [data_parallel, experts, two_axes, lambda: layers(3)])
 def test_never_slower_than_where_it_starts(make, speeds) -> None:
-    case, machine = make(), Machine(cluster(*speeds))
-    for weights in machine.speed, np.ones(len(speeds)):
+    case, hardware = make(), HardwareModel(cluster(*speeds))
+    for weights in hardware.speed, np.ones(len(speeds)):
         start = shares_of(case, weights)
-        assert solve(case, machine, start).step_s <= timeline(case, machine, start).step_s
+        assert solve(case, hardware, start).step_s <= timeline(case, hardware, start).step_s
 
 
 def test_rounding_decides_sixteen_experts() -> None:
     """At speeds 1.8 : 1, two fast and six slow devices gain nothing; four and four do."""
     case = experts(16)
     for fast, gains in ((2, False), (4, True)):
-        machine = Machine(cluster(*[1.8] * fast, *[1.0] * (8 - fast)))
-        even = timeline(case, machine, shares_of(case, np.ones(8))).step_s
+        hardware = HardwareModel(cluster(*[1.8] * fast, *[1.0] * (8 - fast)))
+        even = timeline(case, hardware, shares_of(case, np.ones(8))).step_s
         best = min(
-            timeline(case, machine, {"e": (f,) * fast + proportional(16 - f * fast, np.ones(8 - fast))}).step_s
+            timeline(case, hardware, {"e": (f,) * fast + proportional(16 - f * fast, np.ones(8 - fast))}).step_s
             for f in range(16 // fast + 1)
         )  # fmt: skip
-        found = solve(case, machine).step_s
+        found = solve(case, hardware).step_s
         assert found == pytest.approx(best, rel=2e-5)
         assert (found < 0.9 * even) is gains
 
 
 def test_a_device_a_thousand_times_slower_gets_nothing() -> None:
-    assert solve(data_parallel(), Machine(cluster(1, 1, 0.001))).shares["b"] == (6, 6, 0)
+    assert solve(data_parallel(), HardwareModel(cluster(1, 1, 0.001))).shares["b"] == (6, 6, 0)
 
 
 # --- memory ---
@@ -366,9 +366,9 @@ def test_a_device_a_thousand_times_slower_gets_nothing() -> None:
 
 def test_a_device_with_little_memory_gets_less() -> None:
     case = experts(12)
-    free = Machine(cluster(2, 1))
+    free = HardwareModel(cluster(2, 1))
     peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
-    tight = Machine(cluster(2, 1, memory=(0.7 * peak[0], 1e3)))
+    tight = HardwareModel(cluster(2, 1, memory=(0.7 * peak[0], 1e3)))
     outcome = solve(case, tight, shares_of(case, tight.speed))
     assert outcome.fits
     assert outcome.shares["e"][0] < solve(case, free).shares["e"][0]
@@ -379,9 +379,9 @@ def test_a_device_with_little_memory_gets_less() -> None:
 @pytest.mark.parametrize("less", [1.0, 0.95, 0.9, 0.85])
 def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
     """Compare with all pairs of splits, as the first device's memory shrinks."""
-    case, free = with_storage_axes(), Machine(cluster(*speeds))
+    case, free = with_storage_axes(), HardwareModel(cluster(*speeds))
     peak = timeline(case, free, solve(case, free).shares).peak_bytes / 1e6
-    tight = Machine(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
+    tight = HardwareModel(cluster(*speeds, memory=(less * peak[0], *[1e3] * (len(speeds) - 1))))
     best = brute_force(case, tight)
     outcome = solve(case, tight)
     assert outcome.fits == np.isfinite(best)
@@ -391,7 +391,7 @@ def test_computing_and_storing_are_balanced_together(speeds, less) -> None:
 
 def test_infeasible_shares_lack_the_fewest_bytes() -> None:
     case = data_parallel(width=512)  # the replicated parameter and its states take 3 MB
-    outcome = solve(case, Machine(cluster(2, 1, 1, memory=(1e3, 1, 1))))
+    outcome = solve(case, HardwareModel(cluster(2, 1, 1, memory=(1e3, 1, 1))))
     assert not outcome.fits
     assert outcome.shares["b"] == (12, 0, 0)
 
@@ -403,7 +403,7 @@ def test_layers_alike_share_one_vector() -> None:
     graph, _, program = layers(12)
     groups = alike_axes(graph, program)
     assert groups == (tuple(LETTERS[:12]),)
-    shares = solve(layers(12), Machine(cluster(2, 1))).shares
+    shares = solve(layers(12), HardwareModel(cluster(2, 1))).shares
     assert len(set(shares.values())) == 1
 
 
@@ -413,18 +413,20 @@ def test_axes_of_unlike_layers_are_kept_apart() -> None:
 
 
 def test_more_devices_of_each_type_get_the_same_shares() -> None:
-    few = solve(data_parallel(64, 512, 256), Machine(cluster(*[3] * 4, *[1] * 4))).shares["b"]
-    many = solve(data_parallel(512, 512, 256), Machine(cluster(*[3] * 32, *[1] * 32))).shares["b"]
+    few = solve(data_parallel(64, 512, 256), HardwareModel(cluster(*[3] * 4, *[1] * 4))).shares["b"]
+    many = solve(data_parallel(512, 512, 256), HardwareModel(cluster(*[3] * 32, *[1] * 32))).shares[
+        "b"
+    ]
     assert few == (12,) * 4 + (4,) * 4
     assert many == (12,) * 32 + (4,) * 32
 
 
 def test_three_types_of_sixty_four_devices() -> None:
     case = data_parallel(512, 128)
-    machine = Machine(cluster(*[4] * 16, *[2] * 32, *[1] * 16))
-    outcome = solve(case, machine)
+    hardware = HardwareModel(cluster(*[4] * 16, *[2] * 32, *[1] * 16))
+    outcome = solve(case, hardware)
     best = min(
-        timeline(case, machine, {"b": (a,) * 16 + (b,) * 32 + proportional(rest, np.ones(16))}).step_s
+        timeline(case, hardware, {"b": (a,) * 16 + (b,) * 32 + proportional(rest, np.ones(16))}).step_s
         for a in range(33) for b in range(17) if (rest := 512 - 16 * a - 32 * b) >= 0
     )  # fmt: skip
     assert outcome.step_s <= best * (1 + 2e-5)
@@ -443,7 +445,7 @@ def test_a_program_without_axes_returns_the_start() -> None:
         axes={},
     )
     start = {"b": (7, 5)}
-    outcome = solve((graph, axes, whole), Machine(cluster(3, 1)), start)
+    outcome = solve((graph, axes, whole), HardwareModel(cluster(3, 1)), start)
     assert outcome.fits
     assert outcome.shares == start
 
@@ -452,10 +454,13 @@ def test_unused_axes_keep_their_shares() -> None:
     graph, axes, program = data_parallel()
     more = Axes(axes={**axes.axes, "other": Axis(name="other", units=5)}, of=axes.of)
     start = {"b": (6, 6), "other": (1, 4)}
-    assert solve((graph, more, program), Machine(cluster(3, 1)), start).shares["other"] == (1, 4)
+    assert solve((graph, more, program), HardwareModel(cluster(3, 1)), start).shares["other"] == (
+        1,
+        4,
+    )
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    machine = Machine(cluster(4, 2, 2, 1))
-    first, again = (solve(two_axes(), machine) for _ in range(2))
+    hardware = HardwareModel(cluster(4, 2, 2, 1))
+    first, again = (solve(two_axes(), hardware) for _ in range(2))
     assert (first.shares, first.step_s) == (again.shares, again.step_s)

@@ -22,7 +22,7 @@ from hap.ir.program import Convert
 from hap.ir.returned_sums import returned_conversions
 from hap.ir.stages import cut_stages, stage_ranges
 from hap.runtime.pipeline.segments import StageSegment, layout
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.planner import choose
@@ -272,7 +272,7 @@ def _chosen(task: StageTask, cluster: Cluster) -> StageFigures:
     for (tensor, dim), axis in axes.of.items():  # the shares are those of a microbatch
         assert task.part.tensors[tensor].shape[dim] % axes.axes[axis].units == 0
     return figures(
-        task.part, program, shares, Machine(cluster), 2, task.count, 2, recompute=True
+        task.part, program, shares, HardwareModel(cluster), 2, task.count, 2, recompute=True
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from hap.runtime.verify import verify
 from hap.synthesizer.baselines import data_parallel
 from hap.synthesizer.candidate import Merit
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.serial_cost import simulate
 from hap.synthesizer.plan_options import PlanOptions
 from hap.synthesizer.rules import RULES, Call, Row
@@ -178,7 +178,7 @@ def test_computing_costs_as_much_as_the_same_shares_on_one_axis() -> None:
     two = inside._cost(None, next(inside.starts()))
     shares = {name: proportional(a.units, np.array([3, 3, 1, 1]))
               for name, a in case.space.axes.axes.items()}  # fmt: skip
-    one = CostModel(case.graph, case.space.axes, Machine(cluster), shares, 2)
+    one = CostModel(case.graph, case.space.axes, HardwareModel(cluster), shares, 2)
     compared = 0
     for node in inside.space.graph.nodes:
         if is_mesh_op(node.op):

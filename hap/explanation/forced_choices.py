@@ -19,7 +19,7 @@ from hap.ir.placement import Placement
 from hap.ir.plan import Plan
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate, fastest
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.search.program_space import Space, build_space
 from hap.synthesizer.shares.share_solver import proportional
@@ -71,7 +71,7 @@ def explain_axis(plan: Plan, axis: str) -> list[ForcedChoice]:
     mine = plan.shares[axis]
     given = {**_shares(plan, space), **plan.shares}
     found = [the_plan(plan, listed(mine))]
-    for name, shares in other_shares(mine, whole.machine.speed):
+    for name, shares in other_shares(mine, whole.hardware.speed):
         pair = whole.judge(plan.program, {**given, axis: shares})
         found.append(_row(plan, name, pair))
     return best_first(found)

@@ -28,7 +28,7 @@ from hap.ir.mesh import Mesh, is_mesh, origin
 from hap.ir.plan import Plan
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.search.engines import eliminate_or_bound
@@ -124,7 +124,7 @@ def _axis_between(plan: Plan, axis: str) -> Iterator[ForcedChoice]:
         return
     mine = plan.shares[axis]
     yield the_plan(plan, listed(mine), BETWEEN_MACHINES)
-    for name, shares in other_shares(mine, Machine(_mesh(plan).between).speed):
+    for name, shares in other_shares(mine, HardwareModel(_mesh(plan).between).speed):
         try:
             if not all(shares):
                 raise NoProgramError("a machine has no part of the step")
@@ -144,7 +144,7 @@ def _axis_inside(plan: Plan, axis: str) -> Iterator[ForcedChoice]:
     yield the_plan(plan, listed(mine), INSIDE_MACHINES)
     search = _inside_search(_between(plan), plan)
     given = {**next(search.starts()), **plan.inside.shares}
-    ways = {"even": np.ones(len(mine)), "by speed": search.machine.speed}
+    ways = {"even": np.ones(len(mine)), "by speed": search.hardware.speed}
     for name, weights in ways.items():
         shares = _per_machine(_mesh(plan), mine, weights)
         if shares != mine:

@@ -30,7 +30,7 @@ from hap.ir.microbatch_sizes import resized
 from hap.ir.placement import Placement
 from hap.ir.plan import Plan
 from hap.ir.stages import Stage, cut_stages
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.pins import options_of, pinned
 from hap.synthesizer.schedule.pipeline_simulator import StageSeconds, simulate_pipeline
 from hap.synthesizer.search.program_space import build_space
@@ -72,7 +72,7 @@ def explain_staged_axis(plan: Plan, axis: str) -> list[ForcedChoice]:
             continue
         mine, level = stage.shares[axis], _level(number)
         rows.append(the_plan(plan, listed(mine), level))
-        for name, shares in other_shares(mine, variant.machine(number).speed):
+        for name, shares in other_shares(mine, variant.hardware(number).speed):
             other = replace(stage, shares={**stage.shares, axis: shares})
             rows.append(_row(plan, name, number, variant.with_stage(number, other)))
     return best_first(rows)
@@ -121,8 +121,8 @@ class _Variant:
     def collectives(self) -> int:
         return sum(len(stage.program.collectives) for stage in self.stages)
 
-    def machine(self, number: int) -> Machine:
-        return Machine(self._cluster(self.stages[number].ranks))
+    def hardware(self, number: int) -> HardwareModel:
+        return HardwareModel(self._cluster(self.stages[number].ranks))
 
     def _cluster(self, ranks: tuple[int, ...]) -> Cluster:
         return self.plan.cluster.keep(ranks)
@@ -197,7 +197,7 @@ class _Variant:
 
     def _figures(self, number: int, stage: Stage) -> StageFigures:
         return figures(
-            self.parts[number], stage.program, stage.shares, self.machine(number),
+            self.parts[number], stage.program, stage.shares, self.hardware(number),
             self.plan.optimizer.states, self.count, stage.in_flight, stage.delay, stage.recompute,
         )  # fmt: skip
 

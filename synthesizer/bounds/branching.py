@@ -27,7 +27,7 @@ from hap.synthesizer.bounds.lower_bound import (
     Weights,
 )
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import node_work, update_work
 from hap.synthesizer.cost.parts import AxisParts
 from hap.synthesizer.rules.rule_table import Row
@@ -116,16 +116,16 @@ _TOTALS = 8.0
 class BoxPrices(Floors):
     """Prices below those of all shares in a box. Two classes per type: most loaded, mean."""
 
-    def __init__(self, space: Space, machine: Machine, states: int, box: Box) -> None:
-        axes, types = space.axes, machine.types
-        one = machine.one
+    def __init__(self, space: Space, hardware: HardwareModel, states: int, box: Box) -> None:
+        axes, types = space.axes, hardware.types
+        one = hardware.one
         whole = dict.fromkeys(axes.axes, one)
         keys: dict[str, Hashable] = {
             name: tuple(d for d in range(len(t.shape)) if axes.of.get((name, d)) == box.axis)
             for name, t in space.graph.tensors.items()
         }
-        super().__init__(space, machine, {**whole, box.axis: machine.one_apart}, states, keys)
-        self._box, self._outside = box, AnyShares(space, machine, states)
+        super().__init__(space, hardware, {**whole, box.axis: hardware.one_apart}, states, keys)
+        self._box, self._outside = box, AnyShares(space, hardware, states)
         self._ranks = [ranks[0] for ranks in types]
         self._sizes = np.array(box.sizes, dtype=np.float64)
         low, high, starts = (np.zeros_like(one) for _ in range(3))
@@ -136,7 +136,7 @@ class BoxPrices(Floors):
                 starts[ranks] = 1.0
         self._low, self._high = (
             CostModel(
-                space.graph, axes, machine, AxisParts(axes, len(one), {**whole, box.axis: part}),
+                space.graph, axes, hardware, AxisParts(axes, len(one), {**whole, box.axis: part}),
                 states,
             )
             for part in (low, high)
@@ -144,7 +144,7 @@ class BoxPrices(Floors):
         self._part = np.maximum(high[self._ranks], 1e-300)
         self._launches = starts[self._ranks]
         self._least = np.array([lo for lo, _ in box.total]) / box.units / self._sizes
-        self._parts_between = _per_machine(box, types, machine)
+        self._parts_between = _per_machine(box, types, hardware)
         self._boxed: dict[object, Floats] = {}
 
     @property
@@ -181,7 +181,7 @@ class BoxPrices(Floors):
     def _ways_inside(self, low_s: PerRank, high_s: PerRank, work: Work) -> Floats:
         """Return times on the axis: one row per type that may have the remainder of it."""
         most, whole = low_s[self._ranks], high_s[self._ranks]
-        launch_s = [self.machine.cluster.devices[rank].launch_of(work) for rank in self._ranks]
+        launch_s = [self.hardware.cluster.devices[rank].launch_of(work) for rank in self._ranks]
         start = np.where(whole > 0, self._launches * launch_s, 0.0)
         slope = (whole - start) / self._part
         left = max(0.0, 1.0 - float(self._sizes @ self._least))
@@ -197,10 +197,10 @@ class BoxPrices(Floors):
 
 
 def _per_machine(
-    box: Box, types: tuple[tuple[int, ...], ...], machine: Machine
+    box: Box, types: tuple[tuple[int, ...], ...], hardware: HardwareModel
 ) -> tuple[Floats, Floats]:
     """Return the least and the largest part of the axis that each machine may have."""
-    cluster = machine.cluster
+    cluster = hardware.cluster
     low, high = [], []
     for node in cluster.nodes:
         here = [sum(cluster.devices[r].node == node for r in ranks) for ranks in types]
@@ -222,13 +222,13 @@ class Branching:
     """The bound over all shares of ``axis``, box by box; ``root``: the bound without boxes."""
 
     def __init__(
-        self, space: Space, machine: Machine, states: int, allowed: Allowed | None,
+        self, space: Space, hardware: HardwareModel, states: int, allowed: Allowed | None,
         root: Relaxed, axis: str,
     ) -> None:  # fmt: skip
-        self._space, self._machine, self._states, self._allowed = space, machine, states, allowed
+        self._space, self._hardware, self._states, self._allowed = space, hardware, states, allowed
         self._known = [f.labelling for f in root.found]
         units = space.axes.axes[axis].units
-        sizes = tuple(len(ranks) for ranks in machine.types)
+        sizes = tuple(len(ranks) for ranks in hardware.types)
         whole = Box.whole(axis, units, sizes)
         self._leaves = [_Leaf(box=whole, bound_s=root.bound_s, hope_s=root.bound_s)]
         self.searches = 0
@@ -258,7 +258,7 @@ class Branching:
                     self._leaves.append(child)
 
     def _search(self, leaf: _Leaf) -> None:
-        prices = BoxPrices(self._space, self._machine, self._states, leaf.box)
+        prices = BoxPrices(self._space, self._hardware, self._states, leaf.box)
         relaxation = Relaxation(self._space, prices, self._allowed)
         for labelling in self._known:
             relaxation.evaluate(labelling)
@@ -274,9 +274,11 @@ class Branching:
         leaf.hope_s = min(f.at(weights) for f in relaxation.found)
 
 
-def busiest_axis(space: Space, machine: Machine, states: int, program: Program) -> str | None:
+def busiest_axis(
+    space: Space, hardware: HardwareModel, states: int, program: Program
+) -> str | None:
     """Return the axis that splits most of a program's time, or ``None``."""
-    prices = AnyShares(space, machine, states)
+    prices = AnyShares(space, hardware, states)
     total: dict[str, float] = {}
     for step in program.instructions:
         if not isinstance(step, Compute):

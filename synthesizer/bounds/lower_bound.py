@@ -23,7 +23,7 @@ from hap.ir.placement import LOCAL, Placement, R, conversion
 from hap.ir.program import FUSIBLE, Convert, Program
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.parts import AxisParts, vectors_of
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
@@ -89,10 +89,10 @@ class Floors(Prices, ABC):
     """
 
     def __init__(
-        self, space: Space, machine: Machine, vectors: Mapping[str, PerRank], states: int,
+        self, space: Space, hardware: HardwareModel, vectors: Mapping[str, PerRank], states: int,
         keys: Mapping[str, Hashable] | None = None,
     ) -> None:  # fmt: skip
-        graph, world = space.graph, machine.cluster.world_size
+        graph, world = space.graph, hardware.cluster.world_size
         self._starts = start_parts(space)
         self._ranks: list[int] = []
         """One rank of each class."""
@@ -100,16 +100,16 @@ class Floors(Prices, ABC):
         self._read |= {name for name, readers in graph.consumers.items() if readers}
         own = {name: (self._starts[name], name in self._read) for name in graph.tensors}
         tensor_keys = {name: (key, keys and keys[name]) for name, key in own.items()}
-        parts = AxisParts(space.axes, world, vectors, tensor_keys, machine.one)
-        super().__init__(graph, machine, parts, states)
-        self.network = machine.network
-        self._exact = CostModel(graph, space.axes, machine, parts, states)
+        parts = AxisParts(space.axes, world, vectors, tensor_keys, hardware.one)
+        super().__init__(graph, hardware, parts, states)
+        self.network = hardware.network
+        self._exact = CostModel(graph, space.axes, hardware, parts, states)
 
     @property
     def overlap_price(self) -> OverlapPrice:
         """The price of overlap, for the weights of :meth:`OverlapPrice.mean`."""
         return OverlapPrice(
-            1.0 / float(self.machine.drag.min()), self.machine.interference[self._ranks]
+            1.0 / float(self.hardware.drag.min()), self.hardware.interference[self._ranks]
         )
 
     def convert(
@@ -136,10 +136,10 @@ class Floors(Prices, ABC):
 class FixedShares(Floors):
     """The prices of given shares. Ranks with equal devices and equal parts form one class."""
 
-    def __init__(self, space: Space, machine: Machine, shares: Shares, states: int) -> None:
-        super().__init__(space, machine, vectors_of(shares, machine), states)
+    def __init__(self, space: Space, hardware: HardwareModel, shares: Shares, states: int) -> None:
+        super().__init__(space, hardware, vectors_of(shares, hardware), states)
         names = list(space.axes.axes)
-        type_of = {r: k for k, ranks in enumerate(machine.types) for r in ranks}
+        type_of = {r: k for k, ranks in enumerate(hardware.types) for r in ranks}
         alike = [(type_of[r], *(shares[name][r] for name in names)) for r in sorted(type_of)]
         first = {key: rank for rank, key in reversed(list(enumerate(alike)))}
         self._ranks = sorted(first.values())
@@ -152,7 +152,9 @@ class FixedShares(Floors):
     @property
     def proportional(self) -> Weights:
         """Weights proportional to the ranks' speed, summed over each class; half is the links'."""
-        speed = np.bincount(self._class_of, self.machine.speed, len(self._ranks)).astype(np.float64)
+        speed = np.bincount(self._class_of, self.hardware.speed, len(self._ranks)).astype(
+            np.float64
+        )
         return self.overlap_price.mean(speed, speed)
 
     def per_class(self, per_rank: PerRank) -> Floats:
@@ -197,10 +199,10 @@ def _storable(graph: Graph) -> frozenset[str]:
 class AnyShares(Floors):
     """Prices below those of all shares. Ranks with equal devices form one class."""
 
-    def __init__(self, space: Space, machine: Machine, states: int) -> None:
-        one = machine.one  # every rank does the whole: t[r] of (3)
-        super().__init__(space, machine, dict.fromkeys(space.axes.axes, one), states)
-        types = machine.types
+    def __init__(self, space: Space, hardware: HardwareModel, states: int) -> None:
+        one = hardware.one  # every rank does the whole: t[r] of (3)
+        super().__init__(space, hardware, dict.fromkeys(space.axes.axes, one), states)
+        types = hardware.types
         self._ranks = [ranks[0] for ranks in types]
         self._sizes: Floats = np.array([len(ranks) for ranks in types], dtype=np.float64)
         self._made: dict[tuple[int, bool], tuple[Floats, PerRank]] = {}
@@ -209,7 +211,7 @@ class AnyShares(Floors):
     def proportional(self) -> Weights:
         """Weights proportional to the classes' speed, under which a product costs the same on
         any shares; half is the links'."""
-        speed = self.machine.speed[self._ranks] * self._sizes
+        speed = self.hardware.speed[self._ranks] * self._sizes
         return self.overlap_price.mean(speed, speed)
 
     def compute(self, node: Node, row: Row) -> Floats:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 
 
 @dataclass(slots=True)
@@ -45,18 +45,18 @@ class Streams:
         jobs: all collectives so far, in order.
     """
 
-    def __init__(self, machine: Machine, *, overlap: bool = True) -> None:
-        self.clock_s: PerRank = np.zeros(machine.cluster.world_size)
+    def __init__(self, hardware: HardwareModel, *, overlap: bool = True) -> None:
+        self.clock_s: PerRank = np.zeros(hardware.cluster.world_size)
         self.now_s = 0.0
         self.jobs: list[Job] = []
         self._overlap = overlap
-        self._host_s = machine.host_s
-        self._by_host = bool(machine.host_s.any())
+        self._host_s = hardware.host_s
+        self._by_host = bool(hardware.host_s.any())
         self._issued_s: PerRank = np.zeros_like(self.clock_s)  # the end of the host's issuing
-        self._lost = machine.interference
-        self._disturbed = bool(machine.interference.any())
-        self._drag, self._delay_s = machine.drag, machine.delay_s
-        self._delayed = bool(machine.delay_s.any())
+        self._lost = hardware.interference
+        self._disturbed = bool(hardware.interference.any())
+        self._drag, self._delay_s = hardware.drag, hardware.delay_s
+        self._delayed = bool(hardware.delay_s.any())
         self._slow(0.0)
         self._computed_s: PerRank = np.zeros_like(self.clock_s)
         self._communicated_s = 0.0

@@ -17,7 +17,7 @@ from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import LOCAL, Placement, conversion
 from hap.ir.program import Convert
 from hap.synthesizer.cost.collective_cost import Fractions, Quote
-from hap.synthesizer.cost.machine import Known, Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank, PriceMemo
 from hap.synthesizer.cost.operator_work import node_work, update_work
 from hap.synthesizer.cost.parts import AxisParts, Parts, vectors_of
 from hap.synthesizer.cost.prices import Prices
@@ -53,16 +53,16 @@ class CostModel(Prices):
     """
 
     def __init__(
-        self, graph: Graph, axes: Axes, machine: Machine, shares: Shares | Parts,
+        self, graph: Graph, axes: Axes, hardware: HardwareModel, shares: Shares | Parts,
         optimizer_states: int, network: Network | None = None, crossing: Crossing | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(shares, Parts):
-            vectors = vectors_of(shares, machine)
-            shares = AxisParts(axes, machine.cluster.world_size, vectors, one=machine.one)
-        super().__init__(graph, machine, shares, optimizer_states)
-        self._network, self._crossing = network or machine.network, crossing
+            vectors = vectors_of(shares, hardware)
+            shares = AxisParts(axes, hardware.cluster.world_size, vectors, one=hardware.one)
+        super().__init__(graph, hardware, shares, optimizer_states)
+        self._network, self._crossing = network or hardware.network, crossing
         self._computed: dict[object, PerRank] = {}
-        known = machine.known(graph) if shares.lasting else Known()
+        known = hardware.known(graph) if shares.lasting else PriceMemo()
         self._computed_alike = known.computed
         self._converted = known.converted if network is None else {}
 
@@ -98,7 +98,7 @@ class CostModel(Prices):
         nbytes = sum(self.local_bytes(t, p) for t, p in dict.fromkeys(placed))
         # A rank without a share reads nothing: its call has empty tensors.
         nbytes = np.where(part > 0, nbytes, 0.0)
-        return self.machine.seconds(work, work.flops * part, nbytes)
+        return self.hardware.seconds(work, work.flops * part, nbytes)
 
     def _work(self, node: Node) -> Work:
         known: dict[int, Work] = self.graph.memo.setdefault("work", {})
@@ -120,7 +120,7 @@ class CostModel(Prices):
         if kind in LOCAL:
             traffic = 2 * tensor.nbytes * self.parts.one
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
-            return [Quote("", float(self.machine.seconds(work, self.parts.one, traffic).max()))]
+            return [Quote("", float(self.hardware.seconds(work, self.parts.one, traffic).max()))]
         parts = self.parts.of(tensor.name, src), self.parts.of(tensor.name, dst)
         key = kind, tensor.nbytes, *map(id, parts), fused
         if key not in self._converted:
@@ -150,4 +150,4 @@ class CostModel(Prices):
         elements = parameter.numel * self.parts.of(parameter.name, stored)
         work = update_work(parameter.dtype, self.optimizer_states)
         nbytes = work.bytes * self.local_bytes(parameter, stored)
-        return self.machine.seconds(work, work.flops * elements, nbytes)
+        return self.hardware.seconds(work, work.flops * elements, nbytes)

@@ -19,7 +19,7 @@ from hap.ir.placement import LOCAL, Placement
 from hap.ir.program import BETWEEN, Program
 from hap.synthesizer.cost.collective_cost import Fractions, NetworkModel, Quote
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.parts import Parts
 from hap.synthesizer.rules.rule_table import Row
 
@@ -199,11 +199,11 @@ class MeshCrossing:
 
 
 def mesh_cost(
-    between: Between, graph: Graph, axes: Axes, machine: Machine, shares: Shares,
+    between: Between, graph: Graph, axes: Axes, hardware: HardwareModel, shares: Shares,
     optimizer_states: int,
 ) -> CostModel:  # fmt: skip
     """Return the cost model of a program inside, under shares as for :class:`MeshParts`."""
     mesh = between.mesh
-    parts = MeshParts(between, axes, machine.cluster.world_size, shares)
+    parts = MeshParts(between, axes, hardware.cluster.world_size, shares)
     network, crossing = MeshNetwork(mesh), MeshCrossing(mesh, graph)
-    return CostModel(graph, axes, machine, parts, optimizer_states, network, crossing)
+    return CostModel(graph, axes, hardware, parts, optimizer_states, network, crossing)

@@ -16,7 +16,7 @@ from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Node
 from hap.ir.mesh import is_mesh_op
 from hap.ir.placement import Placement
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.rules.rule_table import Row
 
 
@@ -29,7 +29,7 @@ class Parts(ABC):
     """
 
     lasting = False
-    """Whether the machine keeps all vectors, so that prices can be cached by their identity."""
+    """Whether the hardware model keeps all vectors, so that prices can be cached by their identity."""
 
     def __init__(
         self, axes: Axes, world_size: int, ring_size: int, one: PerRank | None = None
@@ -108,9 +108,9 @@ class AxisParts(Parts):
         return super().node_key(node)
 
 
-def vectors_of(shares: Shares, machine: Machine) -> dict[str, PerRank]:
+def vectors_of(shares: Shares, hardware: HardwareModel) -> dict[str, PerRank]:
     """Return parts by axis of shares in units; equal shares have one vector, which the machine keeps."""
-    known = machine.vectors
+    known = hardware.vectors
     for units in set(shares.values()) - known.keys():
         known[units] = np.array(units, dtype=np.float64) / sum(units)
     return {name: known[units] for name, units in shares.items()}

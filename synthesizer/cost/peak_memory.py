@@ -19,8 +19,8 @@ from hap.ir.loss_chunks import CHUNKS
 from hap.ir.placement import Placement, R
 from hap.ir.program import Convert, Instruction, Program
 from hap.synthesizer.cost.cost_structure import CostStructure, structure_of
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.liveness import Indices, LiveRanges
-from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 
@@ -155,12 +155,12 @@ class _Columns(NamedTuple):
 
 
 def _columns(structure: CostStructure, cost: Prices, buffers: Buffers | None) -> _Columns:
-    world_size = cost.machine.cluster.world_size
+    world_size = cost.hardware.cluster.world_size
     if buffers or cost.parts.ring_size < world_size:  # buffers may differ despite equal parts
         return _Columns(np.arange(world_size), np.arange(world_size))
     of = [cost.parts.of(*value) for value in structure.parts.first]
     parts = list({id(vector): vector for vector in of}.values())
-    held = np.array([*parts, cost.machine.chunk]).T
+    held = np.array([*parts, cost.hardware.chunk]).T
     columns: dict[bytes, int] = {}
     of_rank = [columns.setdefault(row.tobytes(), len(columns)) for row in held]
     ranks = np.unique(of_rank, return_index=True)[1]
@@ -180,7 +180,7 @@ def _update_bytes(given: Mapping[str, PerRank], cost: Prices) -> PerRank:
     if cost.optimizer_states < _STATES_OF_ADAM:
         return np.zeros_like(cost.parts.one)
     one_state: PerRank = given["optimizer states"] / cost.optimizer_states
-    return one_state * cost.machine.on_gpu
+    return one_state * cost.hardware.on_gpu
 
 
 def while_updating(graph: Graph, program: Program, cost: Prices) -> dict[str, PerRank]:
@@ -215,7 +215,7 @@ def workspace(node: Node, row: Row, cost: Prices) -> PerRank:
     part = cost.parts.of(logits.name, placed)
     elements, rows = logits.numel * part, logits.shape[0] * (part if placed.dim == 0 else 1)
     line = np.divide(elements, rows, out=np.zeros_like(elements), where=elements > 0)
-    piece = np.minimum(elements, np.maximum(line, cost.machine.chunk))
+    piece = np.minimum(elements, np.maximum(line, cost.hardware.chunk))
     width = max(4, ITEM_BYTES[logits.dtype])
     pieces += width > ITEM_BYTES[logits.dtype]
     found: PerRank = pieces * width * piece

@@ -14,7 +14,7 @@ from hap.ir.graph import Graph, Node, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import Convert
 from hap.synthesizer.cost.collective_cost import Quote
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.parts import Parts
 from hap.synthesizer.rules.rule_table import Row
 
@@ -25,8 +25,10 @@ class Prices(ABC):
     Every price is a vector over ranks or a number of seconds for all of them.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, parts: Parts, optimizer_states: int) -> None:
-        self.graph, self.machine, self.parts, self.axes = graph, machine, parts, parts.axes
+    def __init__(
+        self, graph: Graph, hardware: HardwareModel, parts: Parts, optimizer_states: int
+    ) -> None:
+        self.graph, self.hardware, self.parts, self.axes = graph, hardware, parts, parts.axes
         self.optimizer_states = optimizer_states
         self._local_bytes: dict[tuple[str, Placement], PerRank] = {}
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hap.ir.graph import Graph
 from hap.ir.program import Convert, Program
 from hap.synthesizer.cost.cost_structure import structure_of, unimplemented_structure_of
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
 
@@ -85,7 +85,7 @@ def _seconds(graph: Graph, program: Program, cost: Prices) -> tuple[Floats, list
         for at, nodes in enumerate(structure.nodes) if nodes and (found := cost.cross(nodes))
     }  # fmt: skip
     laid = structure.superstep_rows(graph, program, cost, tuple(crossings))
-    table = [np.zeros(cost.machine.cluster.world_size)]
+    table = [np.zeros(cost.hardware.cluster.world_size)]
     table += [cost.compute(node, row) for node, row in laid.work.computing.first]
     table += [
         cost.update(graph.tensors[name], program.inputs[name]) for name in laid.work.updating.first

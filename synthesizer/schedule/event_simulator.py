@@ -25,7 +25,7 @@ from hap.ir.pipeline_order import StageWork
 from hap.ir.program import Convert, Instruction, Program, Value, reads, writes
 from hap.synthesizer.cost.contention import Job, Streams
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import convert_seconds
 
@@ -100,7 +100,7 @@ class Usage:
 
 def schedule(graph: Graph, program: Program, cost: Prices, *, overlap: bool = True) -> Schedule:
     """Simulate a program on the streams of the cost model's cluster, under its shares."""
-    streams = Streams(cost.machine, overlap=overlap)
+    streams = Streams(cost.hardware, overlap=overlap)
     numbers: dict[Value, int] = {}  # value -> the collective that makes it
     spans: list[Span | tuple[int, tuple[Instruction, ...], int]] = []  # or a collective
     begin: list[PerRank] = []
@@ -155,7 +155,7 @@ def _collective(at: int, group: tuple[Instruction, ...], number: int, job: Job) 
 
 def group_seconds(graph: Graph, group: Sequence[Instruction], cost: Prices) -> tuple[PerRank, int]:
     """Return (seconds per rank, messages) of instructions that run as one; 0 if they compute."""
-    world = cost.machine.cluster.world_size
+    world = cost.hardware.cluster.world_size
     nodes = nodes_and_rows(graph, group)
     if not nodes:
         converts = [s for s in group if isinstance(s, Convert)]

@@ -29,7 +29,7 @@ from hap.ir.graph import Graph
 from hap.ir.program import Compute, Convert, Instruction, Program
 from hap.synthesizer.cost.contention import Streams
 from hap.synthesizer.cost.cost_structure import structure_of
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.cost.serial_cost import Timeline
@@ -174,8 +174,8 @@ class _Flow:
             if step.lane or not step.takes_time:
                 step.urgent = any(r.urgent and r.backward is step.backward for r in step.readers)
             self._place(step)
-        self.machine = cost.machine
-        world = np.zeros(cost.machine.cluster.world_size)
+        self.hardware = cost.hardware
+        world = np.zeros(cost.hardware.cluster.world_size)
         self.updates_s: PerRank = sum(
             (cost.update(graph.tensors[i.tensor], program.inputs[i.tensor])
              for i in graph.role("parameter") if i.target in graph.gradients), world,
@@ -287,7 +287,7 @@ class _Run:
     def __init__(self, flow: _Flow, steps: Sequence[_Step]) -> None:
         self._steps = steps
         self._updates_s = flow.updates_s
-        self._streams = Streams(flow.machine)
+        self._streams = Streams(flow.hardware)
         self._numbers: dict[int, int] = {}  # value -> the collective that makes it
         self.order: list[_Step] = []
         self._begin: list[float] = []  # start of each step on the last rank

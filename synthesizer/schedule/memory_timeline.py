@@ -16,8 +16,8 @@ import numpy.typing as npt
 from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.synthesizer.cost.cost_structure import nodes_and_rows
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.liveness import Storage, storages
-from hap.synthesizer.cost.machine import PerRank
 from hap.synthesizer.cost.peak_memory import communication_buffers, update_bytes, workspace
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.schedule.event_simulator import Schedule
@@ -47,7 +47,7 @@ def memory_over_time(
 ) -> tuple[Curve, ...]:
     """Return one curve per rank; it begins with the inputs, parameters and optimizer states."""
     changes = list(_changes(graph, program, cost, run))
-    world = cost.machine.cluster.world_size
+    world = cost.hardware.cluster.world_size
     at = np.array([-1, *(index for index, _, _ in changes)])
     times = np.stack([np.zeros(world), *(time for _, time, _ in changes)])
     sizes = np.stack([_held_bytes(graph, program, cost), *(nbytes for _, _, nbytes in changes)])
@@ -63,7 +63,7 @@ def memory_over_time(
 
 def _held_bytes(graph: Graph, program: Program, cost: Prices) -> PerRank:
     """Return the bytes of the inputs and optimizer states, which live for the whole step."""
-    held = np.zeros(cost.machine.cluster.world_size)
+    held = np.zeros(cost.hardware.cluster.world_size)
     for i in graph.inputs:
         trained = i.role == "parameter" and i.target in graph.gradients
         copies = 1 + (cost.optimizer_states if trained else 0)

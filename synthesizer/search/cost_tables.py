@@ -26,7 +26,7 @@ from hap.ir.mesh import step_ends
 from hap.ir.placement import P, Placement, R, convertible
 from hap.ir.program import Convert, Program
 from hap.ir.regather import backward_alias_of
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.prices import Prices
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.search.bucket_elimination import FORBIDDEN, Costs, Labelling, minimise

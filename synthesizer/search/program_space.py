@@ -24,7 +24,7 @@ from hap.ir.axis_names import axis_names
 from hap.ir.graph import FREE, Graph, Node, Output
 from hap.ir.placement import P, Placement, R, S
 from hap.ir.program import Program
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.operator_work import FLOPS, product_operations
 from hap.synthesizer.rules import RULES, Call, Row, rows_of
 from hap.synthesizer.rules.textual_rules import lines_of, rule_origin
@@ -61,7 +61,7 @@ class Space:
     repeated: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
-    def _machines(self) -> dict[Cluster, Machine]:
+    def _machines(self) -> dict[Cluster, HardwareModel]:
         return {}
 
     @cached_property
@@ -73,10 +73,10 @@ class Space:
         """Whether there is one device -> the program that splits nothing, once it is known."""
         return {}
 
-    def machine(self, cluster: Cluster) -> Machine:
-        """Return the prices' machine of a cluster: one for all searches, which share its prices."""
+    def hardware(self, cluster: Cluster) -> HardwareModel:
+        """Return the model of a cluster: one for all searches, which share its prices."""
         if cluster not in self._machines:
-            self._machines[cluster] = Machine(cluster, self._products)
+            self._machines[cluster] = HardwareModel(cluster, self._products)
         return self._machines[cluster]
 
     @cached_property

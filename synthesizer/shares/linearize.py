@@ -18,7 +18,7 @@ from hap.ir.placement import Placement
 from hap.ir.program import Convert, Instruction, Program
 from hap.synthesizer.cost.collective_cost import Quote
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.parts import AxisParts
 from hap.synthesizer.cost.peak_memory import Buffers, communication_buffers, memory
 from hap.synthesizer.cost.serial_cost import supersteps
@@ -39,7 +39,9 @@ class _FreeNetwork:
         return [Quote(how, 0.0) for how in IMPLEMENTATIONS[kind]]
 
 
-def _probe(task: Task, machine: Machine, parts: Floats, ring_size: int | None = None) -> CostModel:
+def _probe(
+    task: Task, hardware: HardwareModel, parts: Floats, ring_size: int | None = None
+) -> CostModel:
     """A cost model of given parts, dims group, rank; communication is free.
 
     Its ranks are separate questions; with ``ring_size`` each ring of so many ranks is one.
@@ -48,7 +50,7 @@ def _probe(task: Task, machine: Machine, parts: Floats, ring_size: int | None = 
     of_axis = {axis: vectors[g] for axis, g in task.group_of.items()}
     probed = AxisParts(task.axes, parts.shape[1], of_axis, ring_size=ring_size)
     graph, states = task.graph, task.optimizer_states
-    return CostModel(graph, task.axes, machine, probed, states, _FreeNetwork())
+    return CostModel(graph, task.axes, hardware, probed, states, _FreeNetwork())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,12 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
         asked[:, :, g, 1 + g] += _STEP
         asked[:, :, g, 1 + groups + g] = 0.0
     parts = asked.transpose(2, 0, 1, 3)
-    cluster = task.machine.cluster
+    cluster = task.hardware.cluster
     clones = tuple(
         replace(cluster.devices[task.types[k][0]], name=f"{split} {k} {question}")
         for split, k, question in np.ndindex(*parts.shape[1:])
     )
-    probe = _probe(task, Machine(replace(cluster, devices=clones)), parts.reshape(groups, -1))
+    probe = _probe(task, HardwareModel(replace(cluster, devices=clones)), parts.reshape(groups, -1))
     shape = (len(splits), types, 1 + 3 * groups)
     buffers = _padded_buffers(task, splits)
     peak = memory(task.graph, task.program, probe, buffers)[1].reshape(shape)
@@ -102,13 +104,13 @@ def tangents_of(task: Task, splits: Sequence[Split]) -> Tangents:
 
 def _padded_buffers(task: Task, splits: Sequence[Split]) -> Buffers:
     """Per collective and question, the largest buffer of any rank of the split."""
-    groups, world = len(task.groups), task.machine.cluster.world_size
+    groups, world = len(task.groups), task.hardware.cluster.world_size
     parts = np.array([[np.array(u) / sum(u) for u in split] for split in splits])
     asked = np.repeat(parts[:, None], 1 + groups, axis=1)  # split, question, group, rank
     for g in range(groups):
         asked[:, 1 + g, g] += _STEP
     vectors = asked.transpose(2, 0, 1, 3).reshape(groups, -1)
-    probe = _probe(task, task.machine, vectors, ring_size=world)
+    probe = _probe(task, task.hardware, vectors, ring_size=world)
 
     def buffers(group: Sequence[Instruction]) -> PerRank:
         most = communication_buffers(group, probe).reshape(len(splits), -1, world).max(-1)
@@ -142,7 +144,7 @@ def _memory_rows(answers: Floats, at: Floats, largest: Floats) -> Floats:
 def padded_slopes(task: Task) -> Floats:
     """Per group, the seconds of its padded collectives per unit part of the largest share."""
     slopes = np.zeros(len(task.groups))
-    whole = np.ones(task.machine.cluster.world_size)
+    whole = np.ones(task.hardware.cluster.world_size)
     for c in task.program.collectives:
         if c.implementation == "padded":
             nbytes = task.graph.tensors[c.tensor].nbytes
@@ -186,7 +188,7 @@ def exchange_plane(task: Task, split: Split) -> Plane:
         for c in exchanges(task.program)
     )  # fmt: skip
     sides = [np.array(vector) / sum(vector) for vector in split]
-    sides.append(np.ones(task.machine.cluster.world_size))  # of -1: not sharded
+    sides.append(np.ones(task.hardware.cluster.world_size))  # of -1: not sharded
 
     def seconds(step: tuple[str, str, int, int, int], sides: Sequence[PerRank]) -> float:
         kind, how, nbytes, src, dst = step
@@ -210,5 +212,5 @@ def exchange_plane(task: Task, split: Split) -> Plane:
 def _seconds(
     task: Task, kind: str, implementation: str, nbytes: int, src: PerRank, dst: PerRank
 ) -> float:
-    choices = task.machine.network.choices(kind, nbytes, src, dst)
+    choices = task.hardware.network.choices(kind, nbytes, src, dst)
     return next(c.seconds for c in choices if c.implementation == implementation)

@@ -151,7 +151,7 @@ def _memory_rows(
     """Add the rows of memory; returns the terms of all that lacks."""
     terms = []
     for k, ranks in enumerate(model.task.types):
-        room = model.task.machine.cluster.devices[ranks[0]].memory_bytes
+        room = model.task.hardware.cluster.devices[ranks[0]].memory_bytes
         lack = problem.add_variable(lb=0, ub=np.inf if elastic else 0)
         terms.append((lack, len(ranks) * room / 2**30))
         for constant, *slopes in np.unique(model.tangents.bytes[:, k] * (SCALE / room), axis=0):

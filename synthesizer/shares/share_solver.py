@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hap.ir.axes import Axes, Shares
 from hap.ir.graph import Graph
 from hap.ir.program import Program
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.shares.linearize import Plane, exchange_plane, padded_slopes, tangents_of
 from hap.synthesizer.shares.share_model import COARSE, FINE, SCALE, Model
 from hap.synthesizer.shares.share_task import Simulated, Split, Task, alike_axes, proportional
@@ -37,7 +37,7 @@ class ShareResult:
 
 
 def solve_shares(
-    graph: Graph, axes: Axes, program: Program, machine: Machine, optimizer_states: int,
+    graph: Graph, axes: Axes, program: Program, hardware: HardwareModel, optimizer_states: int,
     start: Shares,
 ) -> ShareResult:  # fmt: skip
     """The fastest integer shares for ``program`` that fit every device's memory.
@@ -45,9 +45,9 @@ def solve_shares(
     Axes that the program does not use keep their shares of ``start``.
     """
     task = Task(
-        graph=graph, axes=axes, program=program, machine=machine,
+        graph=graph, axes=axes, program=program, hardware=hardware,
         optimizer_states=optimizer_states, start=start,
-        types=machine.types, groups=alike_axes(graph, program),
+        types=hardware.types, groups=alike_axes(graph, program),
     )  # fmt: skip
     best = first = task.simulated(start)
     new = task.first_splits()

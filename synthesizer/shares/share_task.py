@@ -17,7 +17,7 @@ from hap.ir.graph import Graph, Tensor
 from hap.ir.placement import Placement
 from hap.ir.program import Compute, Program
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.serial_cost import simulate
 
 
@@ -60,7 +60,7 @@ class Task:
     graph: Graph
     axes: Axes
     program: Program
-    machine: Machine
+    hardware: HardwareModel
     optimizer_states: int
     start: Shares
     types: tuple[tuple[int, ...], ...]
@@ -83,12 +83,12 @@ class Task:
 
     def first_splits(self) -> list[Split]:
         """The start; even; and, as all-to-alls have several optima, each type alone or left out."""
-        even = np.ones(self.machine.cluster.world_size)
+        even = np.ones(self.hardware.cluster.world_size)
         weights = [even]
         if len(self.types) > 1 and any(c.kind == "all_to_all" for c in self.program.collectives):
             for ranks in self.types:
-                alone = self.machine.speed * np.isin(np.arange(len(even)), ranks)
-                weights += [alone, self.machine.speed - alone]
+                alone = self.hardware.speed * np.isin(np.arange(len(even)), ranks)
+                weights += [alone, self.hardware.speed - alone]
         start = tuple(self.start[group[0]] for group in self.groups)
         splits = [tuple(proportional(u, w) for u in self.units) for w in weights]
         return list(dict.fromkeys([start, *splits]))
@@ -98,12 +98,12 @@ class Task:
         return {**self.start, **{axis: split[g] for axis, g in self.group_of.items()}}
 
     def cost(self, shares: Shares) -> CostModel:
-        return CostModel(self.graph, self.axes, self.machine, shares, self.optimizer_states)
+        return CostModel(self.graph, self.axes, self.hardware, shares, self.optimizer_states)
 
     def simulated(self, shares: Shares) -> Simulated:
         cost = self.cost(shares)
         line = simulate(self.graph, self.program, cost)
-        room = np.array([d.memory_bytes for d in self.machine.cluster.devices])
+        room = np.array([d.memory_bytes for d in self.hardware.cluster.devices])
         return Simulated(
             split=tuple(shares[group[0]] for group in self.groups), shares=shares,
             step_s=line.step_s, lack_bytes=np.maximum(line.peak_bytes - room, 0.0),

@@ -18,7 +18,7 @@ from hap.ir.axes import Axes, Axis, Dim, Shares
 from hap.ir.graph import FREE, Graph
 from hap.ir.program import Compute, Program
 from hap.synthesizer.cost.cost_model import CostModel
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.peak_memory import memory
 from hap.synthesizer.shares.share_solver import proportional
 
@@ -128,7 +128,7 @@ def filled(
             if p.sharded and program.axis(i.tensor, p.dim)[0] in sizes:
                 trained = i.target in graph.gradients
                 own += cost.stored_bytes(graph.tensors[i.tensor], p, trained=trained)
-        room = np.array([d.memory_bytes for d in cost.machine.cluster.devices], dtype=np.float64)
+        room = np.array([d.memory_bytes for d in cost.hardware.cluster.devices], dtype=np.float64)
         peak = memory(graph, program, cost)[1]
         if (peak <= room).all():
             break

@@ -60,7 +60,7 @@ def last_turn(graph: Graph, program: Program, cost: CostModel) -> LastTurn:
 
 def in_buckets(graph: Graph, program: Program, cost: CostModel) -> Program:
     """Return a stage's program with its reductions in the buckets that hide most of their time."""
-    if cost.machine.cluster.world_size == 1 or not beside_last(graph, program):
+    if cost.hardware.cluster.world_size == 1 or not beside_last(graph, program):
         return program
     found = program
     least_s = _turn_s(graph, program, cost, _backward(graph, program), overlap=True)
@@ -82,7 +82,7 @@ def _turn_s(
     graph: Graph, program: Program, cost: CostModel, turn: Collection[int], *, overlap: bool
 ) -> float:
     """Return the seconds of some instructions on the streams of the stage's ranks."""
-    streams = Streams(cost.machine, overlap=overlap)
+    streams = Streams(cost.hardware, overlap=overlap)
     numbers: dict[Value, int] = {}  # value -> the collective that makes it
     for first, end in program.bounds(graph):
         group = [program.instructions[k] for k in range(first, end) if k in turn]

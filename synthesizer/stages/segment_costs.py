@@ -14,7 +14,7 @@ from hap.cluster.work import SMALL_BYTES, Work
 from hap.ir.graph import FREE, Graph, Node
 from hap.ir.microbatch import Phase, is_sum, phases
 from hap.ir.stages import cut_stages, repeatable, stage_ranges
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import node_work, update_work
 
 Floats = npt.NDArray[np.float64]
@@ -157,7 +157,7 @@ class _Prices:
     """Seconds of operators on each kind of device alone: rows of busy, launches, issuing by the host."""
 
     def __init__(self, graph: Graph, kinds: Cluster, states: int) -> None:
-        self._graph, self._machine, self._states = graph, Machine(kinds), states
+        self._graph, self._hardware, self._states = graph, HardwareModel(kinds), states
         self._one = np.ones(kinds.world_size)
         self._known: dict[object, Floats] = {}
 
@@ -185,9 +185,9 @@ class _Prices:
     def _priced(self, work: Work, flops: float, nbytes: float) -> Floats:
         if not work.flops and not work.bytes:  # a view
             return np.zeros((3, len(self._one)))
-        seconds = self._machine.seconds(work, flops * self._one, nbytes * self._one)
-        start = self._machine.seconds(work, 0 * self._one, 1e-12 * self._one)
-        return np.array([seconds - start, start, self._machine.host_s])
+        seconds = self._hardware.seconds(work, flops * self._one, nbytes * self._one)
+        start = self._hardware.seconds(work, 0 * self._one, 1e-12 * self._one)
+        return np.array([seconds - start, start, self._hardware.host_s])
 
 
 def _subsets(kinds: int) -> list[tuple[int, ...]]:

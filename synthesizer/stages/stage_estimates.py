@@ -14,7 +14,7 @@ from hap.cluster.topology import Cluster
 from hap.errors import PlanError
 from hap.ir.graph import Graph
 from hap.ir.stages import crossing, cut_stages, repeatable
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.message_cost import least_send
 from hap.synthesizer.cost.operator_work import node_work, product_operations
 from hap.synthesizer.schedule.pipeline_simulator import (
@@ -111,8 +111,8 @@ class StageEstimates:
         self._sent: dict[tuple[Ranks, Ranks], tuple[float, float]] = {}
         self._memory = np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64)
         firsts = [kind.ranks[0] for kind in self.blocks.kinds]
-        machine = Machine(cluster, product_operations(over_time.graph))
-        self._firsts, self._speed = firsts, machine.speed[firsts]
+        hardware = HardwareModel(cluster, product_operations(over_time.graph))
+        self._firsts, self._speed = firsts, hardware.speed[firsts]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -386,7 +386,7 @@ class StageEstimates:
         for group in range(1, len(self.blocks.vectors)):
             (ranks,) = self.blocks.ranks([group])
             if len(ranks) > 1:
-                network = Machine(self._cluster.keep(ranks)).network
+                network = HardwareModel(self._cluster.keep(ranks)).network
                 even = np.full(len(ranks), 1 / len(ranks))
                 few, many = (network.choices("all_reduce", b, even, even)[0].seconds for b in sizes)
                 rate[group] = (many - few) / (sizes[1] - sizes[0])

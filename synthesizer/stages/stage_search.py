@@ -16,7 +16,7 @@ from hap.ir.graph import Graph
 from hap.ir.program import Program
 from hap.ir.stages import PipelineStages, Stage, Transfer, cut_stages
 from hap.synthesizer.bounds.lower_bound import Relaxed
-from hap.synthesizer.cost.machine import Machine
+from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.schedule.pipeline_simulator import (
     PipelineTimes,
     StageSeconds,
@@ -158,9 +158,9 @@ class StageSearch:
             chosen.append(one)
 
         def of_stage(number: int, recompute: bool) -> StageFigures:
-            machine = Machine(self.cluster.keep(groups[number]))
+            hardware = HardwareModel(self.cluster.keep(groups[number]))
             return figures(
-                parts[number], *chosen[number], machine, self.states, count, 1,
+                parts[number], *chosen[number], hardware, self.states, count, 1,
                 recompute=recompute,
             )  # fmt: skip
 

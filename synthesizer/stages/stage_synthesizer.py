@@ -14,7 +14,7 @@ from hap.ir.graph import Graph
 from hap.ir.microbatch import Phase, phases
 from hap.ir.program import Program
 from hap.synthesizer.candidate import Candidate
-from hap.synthesizer.cost.machine import Machine, PerRank
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.operator_work import product_operations
 from hap.synthesizer.search.cost_tables import Allowed
 from hap.synthesizer.search.program_space import Space, build_space
@@ -84,8 +84,8 @@ class StageSynthesizer(Synthesizer):
     ) -> None:  # fmt: skip
         # The activations of the whole batch are never in memory at once.
         roomy = tuple(replace(d, memory_bytes=_ANY_BYTES) for d in cluster.devices)
-        machine = Machine(replace(cluster, devices=roomy), product_operations(task.whole))
-        super().__init__(task.space, cluster, optimizer_states, allowed, machine=machine)
+        hardware = HardwareModel(replace(cluster, devices=roomy), product_operations(task.whole))
+        super().__init__(task.space, cluster, optimizer_states, allowed, hardware=hardware)
         self._crossing = SumsOverTime()
         self._task = task
 
@@ -106,7 +106,7 @@ class StageSynthesizer(Synthesizer):
         if not buckets:
             return program, shares
         part = self._task.part
-        cost = stage_cost(part, program, shares, self.machine, self._states)
+        cost = stage_cost(part, program, shares, self.hardware, self._states)
         bucketed = in_buckets(part, program, cost)
         lacks = [self._lack(each, shares).max() for each in (program, bucketed)]
         return bucketed if lacks[1] <= lacks[0] else program, shares
@@ -118,7 +118,7 @@ class StageSynthesizer(Synthesizer):
         """Return the bytes that each rank lacks for microbatches whose forwards run again."""
         task = self._task
         found = figures(
-            task.part, program, shares, self.machine, self._states, task.count, task.in_flight,
+            task.part, program, shares, self.hardware, self._states, task.count, task.in_flight,
             recompute=True,
         )  # fmt: skip
         lacking: PerRank = np.maximum(found.peak_bytes - self._memory, 0.0)

@@ -18,8 +18,8 @@ from hap.ir.returned_sums import returned_conversions, returned_values
 from hap.ir.shared_pieces import in_pieces
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.cost_structure import structure_of
+from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.liveness import Storage
-from hap.synthesizer.cost.machine import Machine, PerRank
 from hap.synthesizer.cost.peak_memory import memory, while_updating
 from hap.synthesizer.rules.rule_table import Row
 from hap.synthesizer.schedule.event_simulator import group_seconds
@@ -105,21 +105,21 @@ class StageFigures:
 
 
 def stage_cost(
-    part: Graph, program: Program, shares: Shares, machine: Machine, states: int
+    part: Graph, program: Program, shares: Shares, hardware: HardwareModel, states: int
 ) -> CostModel:
     """Return the cost model of a stage's ranks, for a microbatch."""
-    return CostModel(part, program.own_axes(), machine, shares, states, crossing=SumsOverTime())
+    return CostModel(part, program.own_axes(), hardware, shares, states, crossing=SumsOverTime())
 
 
 def figures(
-    part: Graph, program: Program, shares: Shares, machine: Machine, states: int,
+    part: Graph, program: Program, shares: Shares, hardware: HardwareModel, states: int,
     microbatches: int, in_flight: int, delay: int = 0, recompute: bool = False,
 ) -> StageFigures:  # fmt: skip
     """Return the figures of a stage's program; ``recompute``: the forward runs again."""
-    cost = stage_cost(part, program, shares, machine, states)
-    world = machine.cluster.world_size
+    cost = stage_cost(part, program, shares, hardware, states)
+    world = hardware.cluster.world_size
     work = {phase: np.zeros((2, world)) for phase in _PHASES}  # computing, and issuing by the host
-    slowest, moved, host_s = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0), machine.host_s
+    slowest, moved, host_s = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0), hardware.host_s
     of_node = phases(part)
     made = {Value(i.tensor, program.inputs[i.tensor]): _start(i) for i in part.inputs}
     late, once = delayable(part, program), returned_conversions(part, program)
@@ -191,15 +191,15 @@ def figures(
 
 def _adding(part: Graph, program: Program, cost: CostModel) -> PerRank:
     """Return the seconds of adding a microbatch's terms, two reads and a write, and of issuing that."""
-    machine = cost.machine
-    seconds: PerRank = np.zeros((2, machine.cluster.world_size))
+    hardware = cost.hardware
+    seconds: PerRank = np.zeros((2, hardware.cluster.world_size))
     for step in program.instructions:
         if isinstance(step, Compute) and is_sum(part.by_name[step.node]):
             (term,) = step.reads(part)
             tensor = part.tensors[term.tensor]
             held = cost.local_bytes(tensor, term.placement)
             work = Work("memory", tensor.dtype, tensor.numel, 0.0)
-            seconds += machine.seconds(work, 0 * held, 3 * held), machine.host_s * (held > 0)
+            seconds += hardware.seconds(work, 0 * held, 3 * held), hardware.host_s * (held > 0)
     return seconds
 
 

@@ -11,7 +11,7 @@ from hap.cli.plan_screen import plan_json
 from hap.ir.plan import Plan
 from hap.plan_simulation import Simulation, plan_costs, simulate_plan
 from hap.stage_simulation import stage_costs, stage_figures
-from hap.synthesizer.cost.machine import PerRank
+from hap.synthesizer.cost.hardware_model import PerRank
 from hap.synthesizer.cost.peak_memory import at_peak, while_updating
 from hap.synthesizer.schedule.event_simulator import COMMUNICATION
 

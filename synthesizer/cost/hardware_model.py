@@ -1,4 +1,4 @@
-"""Seconds of an operator on every device of a cluster at once."""
+"""A performance model of a cluster: the seconds of an operator on every device, and its network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PerRank = npt.NDArray[np.float64]
 """One number per rank, shape [world_size]."""
 
 
-class Known:
+class PriceMemo:
     """Prices that were computed already: by kind of operator, or of conversion, and parts."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Known:
         self.converted: dict[object, list[Quote]] = {}
 
 
-class Machine:
+class HardwareModel:
     """:meth:`hap.cluster.device.Device.seconds` for all ranks at once.
 
     Args:
@@ -56,7 +56,7 @@ class Machine:
         self.vectors: dict[tuple[int, ...], PerRank] = {}
         self.one: PerRank = np.ones(cluster.world_size)
         self.one_apart = self.one.copy()
-        self._known: dict[int, tuple[Graph, Known]] = {}
+        self._known: dict[int, tuple[Graph, PriceMemo]] = {}
         kinds = ["cpu" if d.kind.endswith("cpu") else "cuda" for d in cluster.devices]
         self.chunk = np.array([CHUNK[kind] for kind in kinds])
         self.on_gpu: PerRank = np.array([float(kind == "cuda") for kind in kinds])
@@ -74,9 +74,9 @@ class Machine:
         seconds: PerRank = np.where((flops > 0) | (nbytes > 0), launch_s + busy, 0.0)
         return seconds
 
-    def known(self, graph: Graph) -> Known:
+    def known(self, graph: Graph) -> PriceMemo:
         """Return the prices of a graph under the parts in :attr:`vectors`, known so far."""
-        return self._known.setdefault(id(graph), (graph, Known()))[1]
+        return self._known.setdefault(id(graph), (graph, PriceMemo()))[1]
 
     @cached_property
     def types(self) -> tuple[tuple[int, ...], ...]:
