@@ -22,17 +22,12 @@ def _view(call: Call) -> list[Row]:
 
 
 def leading_pairs(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of leading dims of the smallest groups of ``a`` and ``b`` of equal product.
-
-    A tensor without elements has none.
-    """
-    pairs: list[tuple[int, int]] = []
-    if 0 in a:
-        return pairs
+    """Return pairs of leading dims of the smallest groups of ``a`` and ``b`` of equal product."""
+    pairs = []
     i = j = 0
     left = [d for d, s in enumerate(a) if s != 1]
     right = [d for d, s in enumerate(b) if s != 1]
-    while i < len(left) and j < len(right):
+    while i < len(left) and j < len(right) and 0 not in a:  # without elements there are none
         first = (left[i], right[j])
         m, n = a[left[i]], b[right[j]]
         while m != n:
