@@ -22,8 +22,8 @@ arguments.add_argument("--steps", type=int, default=8)
 arguments.add_argument("--checkpoint", help="folder to save to and to continue from")
 args = arguments.parse_args()
 
-rank = init_from_env().rank  # NCCL if CUDA is available, else gloo
 plan = hap.Plan.load(args.plan)
+rank = init_from_env(devices=plan.device_names).rank  # NCCL if CUDA is available, else gloo
 torch.manual_seed(0)  # all ranks start from the same weights
 model = hap.compile(gpt2.model(), plan)  # instead of DistributedDataParallel
 optimizer = gpt2.optimizer(model.parameters())

@@ -39,6 +39,7 @@ from hap.ir.program import Program
 from hap.plan_cache import PlanCache
 from hap.plan_rows import check_rows
 from hap.rule_sources import with_rules
+from hap.runtime.agreement import check_weights, warn_of_other_gpu
 from hap.runtime.collectives import Comm, LocalComm, ProcessGroupComm
 from hap.runtime.hap_module import GradScaler, HapModule, clip_grad_norm_, emit
 from hap.runtime.launch import is_first_of_machine, rank_device, spawn
@@ -292,17 +293,21 @@ def compile(
 
     Raises:
         PlanError: the model differs from the planned one, or the world size does; no rule gives an
-            instruction of the plan; or the ranks hold different programs. The first and the third are
-            found with ``check`` only.
+            instruction of the plan; the ranks hold different programs, or different weights. Only with
+            ``check`` are the model, the rules and the weights compared.
         ModelError: the model can't be captured; with ``check`` only.
         InputError: there is no such backend, or what it needs is not installed.
     """
     if comm is None:
         comm = ProcessGroupComm() if dist.is_initialized() else LocalComm()
+    device = device or rank_device()
     if check:
         check_rows(plan)
         _check_model(plan, model, loss, comm)
-    return HapModule(plan, model, comm, device or rank_device(), seed=seed, backend=backend)
+        check_weights(model, comm)
+        if device.type == "cuda" and comm.world_size == plan.world_size:
+            warn_of_other_gpu(plan.cluster.devices[comm.rank], device)
+    return HapModule(plan, model, comm, device, seed=seed, backend=backend)
 
 
 def _check_model(plan: Plan, model: nn.Module, loss: Loss | None, comm: Comm) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,7 @@ from hap.errors import InputError, PlanError
 from hap.ir.batch import Batch, call
 from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plan import Plan
+from hap.runtime.agreement import check_batch
 from hap.runtime.checkpoints.checkpoint import Saved, load, save, wait_for_saves
 from hap.runtime.checkpoints.checkpoint_resume import Checkpoints
 from hap.runtime.elastic.emergency import EmergencySave
@@ -48,9 +51,10 @@ class Trainer:
         check: bool = True,
     ) -> None:  # fmt: skip
         if plan.world_size > 1 and not dist.is_initialized():
-            init_from_env(devices=[device.name for device in plan.cluster.devices])
+            init_from_env(devices=plan.device_names)
         self._file = file or model_file_of(plan)
-        torch.manual_seed(self._file.seed)
+        seed = self._file.seed
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed % 2**32)
         self._plan = plan
         self.batch_size = plan.batch_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -64,6 +68,7 @@ class Trainer:
         self._optimizer = make_optimizer(make, self.module)
         self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=_underflows(plan))
+        self._compares = check
 
     @property
     def seeks(self) -> bool:
@@ -101,7 +106,14 @@ class Trainer:
         last.follow(self.module, self._optimizer, step=done, scaler=self._scaler)
 
     def step(self, batch: Batch) -> float:
-        """Train on this rank's part of a global batch; return the global loss."""
+        """Train on this rank's part of a global batch; return the global loss.
+
+        Raises:
+            InputError: the ranks' first global batches differ; with ``check`` only.
+        """
+        if self._compares:
+            check_batch(batch, self.module._comm)
+            self._compares = False
         self._optimizer.zero_grad()
         loss = call(self.module, self._plan.local_batch(batch, self.rank))
         self._scaler.scale(loss).backward()

@@ -31,6 +31,11 @@ class RankBatchSampler(Sampler[list[int]]):
         self._global = plan.batch_size
         self._length, self._shuffle, self._seed, self._epoch = length, shuffle, seed, 0
         self._offset = 0
+        self._loaded = (
+            0,
+            0,
+            0,
+        )  # a position: batches since the first epoch began, epoch, samples of it
 
     @property
     def epoch(self) -> int:
@@ -44,13 +49,17 @@ class RankBatchSampler(Sampler[list[int]]):
     def state_dict(self, batches: int) -> dict[str, Any]:
         """Return the position after so many global batches since the first epoch began.
 
-        It is the same for all ranks and plans. The number is an argument because a loader with
+        It is the same for all ranks. A plan with another batch size goes on from the samples that were read. The number is an argument because a loader with
         workers reads batches before they are trained on.
         """
-        epoch, batch = divmod(batches, max(len(self), 1))
+        before, epoch, offset = self._loaded
+        batches_left, in_epoch = batches - before, (self._length - offset) // self._global
+        if batches_left >= in_epoch:
+            epochs, batches_left = divmod(batches_left - in_epoch, max(len(self), 1))
+            epoch, offset = epoch + 1 + epochs, 0
         return {
             "seed": self._seed, "shuffle": self._shuffle, "length": self._length,
-            "epoch": epoch, "offset": batch * self._global,
+            "batches": batches, "epoch": epoch, "offset": offset + batches_left * self._global,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,6 +76,8 @@ class RankBatchSampler(Sampler[list[int]]):
             )
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._epoch, self._offset = state["epoch"], state["offset"]
+        at = self._epoch * len(self) + self._offset // self._global
+        self._loaded = state.get("batches", at), self._epoch, self._offset
 
     def __len__(self) -> int:
         return self._length // self._global

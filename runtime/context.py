@@ -49,6 +49,8 @@ class Context:
         """Whether collectives run synchronously, by :meth:`in_turn`."""
         self.dropping = True
         """If False, dropout is disabled in training too, to compare with one device."""
+        self.at_once: int | None = None
+        """Elements of a random tensor that are drawn at once; all of them if ``None``."""
         self.drawn: dict[str, Tensor] | None = None
         """If not ``None``, collects a copy of all random numbers, by ``step/operator``, and ``/microbatch`` in a pipeline."""
         self._lost: dict[str, Tensor] = {}
@@ -119,16 +121,21 @@ class Context:
         if not self.dropping:
             return x.fill_(fixed(kind, numbers))
         generator = self._generator(device, site, place)
-        if kind == "rand":
-            x.uniform_(generator=generator)
-        elif kind == "randn":
-            x.normal_(generator=generator)
-        elif kind == "bernoulli":
-            x.bernoulli_(numbers[0], generator=generator)
-        else:
-            low, high = (0, *numbers)[-2:]
-            x.random_(int(low), int(high), generator=generator)
+        for part in self._drawn_at_once(x):
+            if kind == "rand":
+                part.uniform_(generator=generator)
+            elif kind == "randn":
+                part.normal_(generator=generator)
+            elif kind == "bernoulli":
+                part.bernoulli_(numbers[0], generator=generator)
+            else:
+                low, high = (0, *numbers)[-2:]
+                part.random_(int(low), int(high), generator=generator)
         return self._noted(site, x)
+
+    def _drawn_at_once(self, x: Tensor) -> Sequence[Tensor]:
+        """Return a new tensor, or parts of it that replicas on unlike GPUs draw alike."""
+        return [x] if self.at_once is None else x.view(-1).split(self.at_once)
 
     def _noted(self, site: str, x: Tensor) -> Tensor:
         if self.drawn is not None:
@@ -153,7 +160,9 @@ class Context:
         if not self._drops or p == 0:
             return torch.ones(shape, dtype=torch.bool, device=device)
         mask = torch.empty(shape, dtype=torch.bool, device=device)
-        mask.bernoulli_(1 - p, generator=self._generator(device, site, place))
+        generator = self._generator(device, site, place)
+        for part in self._drawn_at_once(mask):
+            part.bernoulli_(1 - p, generator=generator)
         return self._noted(site, mask)
 
     def scale(self, factor: float, device: torch.device) -> Tensor:

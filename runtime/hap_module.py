@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,17 @@ from hap.capture import torch_private
 from hap.capture.checks import check_names
 from hap.capture.computed_weights import computed_weights
 from hap.complex_tensors import as_real
-from hap.errors import PlanError
+from hap.errors import InputError, PlanError
 from hap.ir.batch import given, other_entries
 from hap.ir.plan import Plan
 from hap.ir.plan_digest import program_digest
+from hap.runtime.agreement import elements_at_once
 from hap.runtime.apart import apart
 from hap.runtime.collectives import Comm
 from hap.runtime.compiled import Runnable, captures, check_backend, runnable
 from hap.runtime.context import Context
 from hap.runtime.cuda_graphs import CudaGraphs, check_graphs
+from hap.runtime.drawn_numbers import draws
 from hap.runtime.emit import Emitted, Emitter
 from hap.runtime.lanes import lane_of
 from hap.runtime.pipeline.runner import pipeline
@@ -79,6 +81,8 @@ class HapModule(nn.Module):
         )
         lane = lane_of(comm, device)
         self._ctx = Context(self._comms[-1], seed, across=self._comms[0], lane=lane)
+        if device.type == "cuda" and comm.world_size > 1 and draws(plan.graph):
+            self._ctx.at_once = elements_at_once(comm, device)
         self._held: dict[str, tuple[dict[str, Any], str]] = {}
         self._same = {}  # every name of a tied tensor -> its first name
         for tensors in (
@@ -105,8 +109,10 @@ class HapModule(nn.Module):
         self._complex = {n for n, t in state.items() if t.is_complex() and n in roles}
         for name, buffer in _tensors(model).items():
             self._put(name, self._cut(name, buffer))
-        self.train(model.training)
         self._planned_in_training = model.training
+        self.train(model.training)
+        self._parts = [*self.modules()]
+        self._frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
         self._graphs = None
@@ -140,8 +146,35 @@ class HapModule(nn.Module):
         self._ctx.step += 1
         return loss
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the whole module.
+
+        Raises:
+            PlanError: ``mode`` is True, and the model was in ``eval()`` when it was planned.
+        """
+        if mode and not self._planned_in_training:
+            raise PlanError(
+                "the model was in eval() when it was planned, so that the plan has no dropout and keeps its "
+                "running statistics",
+                hint="call model.train() before hap.plan; models of from_pretrained are in eval()",
+            )
+        return super().train(mode)
+
     def _check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ``PlanError`` if the plan computes something else than this call asks for."""
+        mode = self.training
+        if any(part.training is not mode for part in self._parts):
+            raise PlanError(
+                "a submodule is in another mode than the module, which runs as a whole in train() or eval()",
+                hint="set its mode before hap.plan, or call train() or eval() of the whole module",
+            )
+        if torch.is_grad_enabled():
+            thawed = [name for name in self._frozen if self.get_parameter(name).requires_grad]
+            if thawed:
+                raise PlanError(
+                    f"the plan has no gradient for {thawed[0]!r}, which required no grad when it was planned",
+                    hint="set requires_grad before hap.plan, and plan anew to train other parameters",
+                )
         recipe, kind = self._plan.recipe, self._device.type
         if recipe.batch is not None and (other := other_entries(recipe.batch, args, kwargs)):
             raise PlanError(
@@ -156,6 +189,12 @@ class HapModule(nn.Module):
                     f"the module runs inside torch.autocast with {active}, the plan has {planned}",
                     hint=f'plan with autocast = "{active}", or leave torch.autocast out',
                 )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise PlanError(
+            "the module of a plan can't be copied: it holds this rank's communicator",
+            hint="copy its parameters: {n: p.detach().clone() for n, p in module.named_parameters()}",
+        )
 
     def without_dropout(self) -> None:
         """Disable dropout from now on, to compare with a run on one device."""
@@ -182,6 +221,11 @@ class HapModule(nn.Module):
             lone = "the batch is one tensor x: call model(x), not model(*x)"
             hint = lone if target == "*" else "pass plan.local_batch(batch, rank)"
             raise PlanError(f"{name} is missing", hint=hint)
+        if batch[target].requires_grad and torch.is_grad_enabled():
+            raise PlanError(
+                f"{name} requires grad, but the plan computes gradients of parameters only",
+                hint="make what computes it a part of the model, or pass x.detach()",
+            )
         entry = as_real(batch[target])
         if expected[:1] == (0,) and entry.shape[1:] == expected[1:]:
             return entry[:0].to(self._device)  # the row of RankBatchSampler
@@ -282,9 +326,20 @@ class HapModule(nn.Module):
 def clip_grad_norm_(module: HapModule, max_norm: float) -> Tensor:
     """Scale all gradients so that their *global* 2-norm is at most ``max_norm``.
 
-    Every rank must call it. Returns the norm before scaling, like
-    ``torch.nn.utils.clip_grad_norm_`` on one device.
+    A collective call: every rank must make it, after the gradients are unscaled. A norm that is not a number
+    makes all gradients so, as torch's default.
+
+    Returns:
+        The norm before scaling, a float64 tensor without dims.
+
+    Raises:
+        InputError: ``module`` is no module of :func:`hap.compile`.
     """
+    if not isinstance(module, HapModule):
+        raise InputError(
+            f"hap.clip_grad_norm_ of a {type(module).__name__}",
+            hint="pass the module that hap.compile returns: the norm is over its shards on all ranks",
+        )
     norm = module.grad_norm()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in module.parameters():

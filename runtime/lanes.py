@@ -116,9 +116,10 @@ class StreamLane(Lane):
         current = torch.cuda.current_stream(self._stream.device)
         assert pending.done is not None
         current.wait_event(pending.done)
-        tensor = pending.tensor()
-        tensor.record_stream(current)
-        return tensor
+        found = pending.tensor()
+        for tensor in _tensors([found]):  # what is issued beside collectives may have no result
+            tensor.record_stream(current)
+        return found
 
 
 def lane_of(comm: Comm, device: torch.device) -> Lane:

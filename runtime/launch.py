@@ -89,14 +89,14 @@ def init_from_env(backend: str | None = None, devices: Sequence[str] = ()) -> Wo
 
 def join_group(
     rank: int, size: int, local_rank: int, backend: str | None, store: Any = None,
-    devices: Sequence[str] = (),
+    devices: Sequence[str] = (), own: str = "",
 ) -> World:  # fmt: skip
     """Choose this rank's device, and join the process group.
 
     Args:
         local_rank: the place of this process on its machine.
         backend: as in :func:`init_from_env`.
-        devices: as in :func:`init_from_env`.
+        devices: as in :func:`init_from_env`; ``own`` is this rank's, by default that of its number.
         store: a store of torch.distributed, where the ranks meet; default: the one that MASTER_ADDR and MASTER_PORT name.
 
     Raises:
@@ -110,7 +110,7 @@ def join_group(
             0 if launcher() == SRUN and count == 1 else local_rank
         )  # srun may bind one GPU to each task
         if devices:
-            index = _number(devices, rank, count, index)
+            index = _number(devices, own or devices[rank], count, index)
         if index >= count:
             what = f"local rank {local_rank} has no CUDA device: this process sees {count}"
             raise InputError(what, hint="start as many ranks per machine as it has GPUs")
@@ -123,15 +123,15 @@ def join_group(
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
-def _number(devices: Sequence[str], rank: int, count: int, other: int) -> int:
+def _number(devices: Sequence[str], own: str, count: int, other: int) -> int:
     """Return the number of a rank's GPU on its machine.
 
     Args:
-        devices: the names of the ranks' devices.
+        devices: the names of the devices of all processes, among them this process's ``own``.
         count: the GPUs that this process sees.
         other: the result if they are only those in use, or the ranks of several nodes share a machine.
     """
-    node, _, number = devices[rank].rpartition(":")
+    node, _, number = own.rpartition(":")
     in_use = sum(name.rpartition(":")[0] == node for name in devices)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", in_use))
     return int(number) if here == in_use < count and number.isdigit() else other

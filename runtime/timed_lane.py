@@ -38,6 +38,10 @@ class TimedStreamLane(Lane):
         return self.idle(lambda: self._lane.wait(pending))
 
     def idle(self, wait: Callable[[], Result]) -> Result:
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # such an event measures no replay of the graph
+            return wait()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         result = wait()

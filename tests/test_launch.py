@@ -303,7 +303,7 @@ def test_a_rank_has_the_gpu_that_its_plan_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
-    assert [launch._number(devices, r, sees, r) for r in range(ranks_here)] == found
+    assert [launch._number(devices, devices[r], sees, r) for r in range(ranks_here)] == found
 
 
 @pytest.mark.gpu

@@ -38,8 +38,6 @@ COMMANDS = (
     "hap verify four.json --processes --device {device}",
     "hap verify four.json --processes --device {device} --dtype float32",
     "hap verify four.json --processes --device {device} --backend cudagraphs",
-    "hap plan lab/model.py --cluster four.yaml --all-devices --stages -o stages.json",
-    "hap verify stages.json --processes --device {device}",
     "hap plan {examples}/gpt2.py --cluster lab/cluster.yaml --all-devices -o gpt2.json",
     "torchrun --nproc-per-node={ranks} {examples}/plain_loop.py gpt2.json --checkpoint loop",
     "torchrun --nproc-per-node={ranks} {examples}/plain_loop.py gpt2.json --checkpoint loop --steps 10",

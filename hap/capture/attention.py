@@ -106,6 +106,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) 
         return "cpu" if q.device.type == "cpu" else "math"
     if q.dtype == torch.float64 or width * q.dtype.itemsize % 16:
         return "math"
+    if q.dtype == torch.bfloat16 and not _has_flash(q.device):
+        return "math"  # GPUs before Ampere have no kernel for it
     square = q.shape[-2] == k.shape[-2] or not causal
     half = q.dtype in (torch.bfloat16, torch.float16)
     flash = mask is None and half and square and width <= 256 and _has_flash(q.device)

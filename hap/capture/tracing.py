@@ -382,6 +382,14 @@ def _with_buffers(joint: torch_private.Joint, module: nn.Module) -> torch_privat
 def _held(joint: torch_private.Joint, node: fx.Node) -> TorchTensor:
     """Return a tensor that the trace keeps outside the graph: made in the forward from data."""
     value = getattr(joint.graph.owning_module, str(node.target))
+    if value.requires_grad:
+        raise ModelError(
+            f"the step reads a tensor of shape {tuple(value.shape)} that requires grad, and is no parameter "
+            "of the model: it would not be trained",
+            where=source_of(node),
+            hint="make it a parameter of the model, whose forward may return the loss; for a penalty on "
+            "the model's own parameters, compute it in the forward; for a constant, detach it",
+        )
     if torch_private.is_fake(value) or value.numel() > tensor_constants.LARGEST:
         raise tensor_constants.too_large(value.numel(), source_of(node))
     return value  # type: ignore[no-any-return]

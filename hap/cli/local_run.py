@@ -106,7 +106,7 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     try:
         ended = spawn(
             train_rank, nproc, args=(job,), backend=group, on_report=on_report,
-            devices=[device.name for device in plan.cluster.devices],
+            devices=plan.device_names,
             before_rank=lambda rank, pid: pids.append(pid),
             grace_s=LONGEST_S if job.checkpoints and survivable(plan) else GRACE_S,
         )  # fmt: skip

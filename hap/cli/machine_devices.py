@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ def gpus(named: list[tuple[str, int]]) -> list[Found]:
         InputError: a GPU resembles no type of the catalogue.
     """
     found = []
-    for (name, nbytes), count in Counter(named).items():
+    for (name, nbytes), alike in itertools.groupby(named):
         known = find(name)
         kind = known.device.kind if known else nearest(name)
         if kind is None:
@@ -74,5 +74,5 @@ def gpus(named: list[tuple[str, int]]) -> list[Found]:
             )
         memory = f"{int(nbytes * _ROOM) >> 20} MiB"
         comment = "" if known else f"{name} is not a known type: figures of the nearest, check them"
-        found.append(Found(kind=kind, count=count, memory=memory, comment=comment))
+        found.append(Found(kind=kind, count=len([*alike]), memory=memory, comment=comment))
     return found

@@ -56,7 +56,7 @@ def run_as_rank(job: RunJob) -> None:
         SavedAndEnded: There was a SIGTERM.
     """
     plan = Plan.load(job.path)
-    world = init_from_env(devices=[device.name for device in plan.cluster.devices])
+    world = init_from_env(devices=plan.device_names)
     try:
         check_world_size(plan, world.size)
         train_and_print(plan, job)

@@ -135,6 +135,11 @@ class Plan:
     def world_size(self) -> int:
         return self.cluster.world_size
 
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The names of the ranks' devices, ``node:number``."""
+        return tuple(device.name for device in self.cluster.devices)
+
     @cached_property
     def mesh(self) -> Mesh | None:
         """The ranks as machines by devices, if the plan has two mesh axes."""

@@ -92,7 +92,10 @@ class Meeting:
     def join(self, names: Sequence[str], backend: str | None = None) -> World:
         """Join the process group of some of the devices, numbered in their order."""
         group = PrefixStore("group", self.store)
-        return join_group(names.index(self.own), len(names), env_int("LOCAL_RANK"), backend, group)
+        return join_group(
+            names.index(self.own), len(names), env_int("LOCAL_RANK"), backend, group,
+            devices=self.names, own=self.own,
+        )  # fmt: skip
 
 
 def meet(cluster: Cluster) -> Meeting:

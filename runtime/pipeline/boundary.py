@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -113,9 +114,13 @@ class Boundary:
 
 
 def direction_comms(
-    plan: Plan, transfers: Sequence[Transfer], comm: Comm
+    plan: Plan, transfers: Sequence[Transfer], comm: Comm, device: torch.device
 ) -> dict[tuple[int, int], Comm]:
     """Return the communicator of each pair of stages (sender, receiver); a collective call.
+
+    Its ranks are connected. NCCL connects two ranks at their first message, and blocks both until the other one
+    has issued it as well: ranks that each expect another's first message would wait for ever. So they exchange
+    one element here, pair by pair, in one order on all ranks.
 
     NCCL runs the messages of one communicator in the order in which a rank issues them. In each of these a
     rank only sends or only receives, so that a message never waits behind a receive that depends on it.
@@ -125,7 +130,15 @@ def direction_comms(
     for src, dst in sorted({(t.src, t.dst) for t in transfers}):
         members = sorted((*stages[src].ranks, *stages[dst].ranks))
         others = [[rank] for rank in range(comm.world_size) if rank not in members]
-        found[src, dst] = comm.subgroup([members, *others])
+        group = found[src, dst] = comm.subgroup([members, *others])
+        element = torch.zeros(1, device=device)
+        for sender, receiver in itertools.product(stages[src].ranks, stages[dst].ranks):
+            if comm.rank == sender:
+                group.send(element, members.index(receiver))()
+            elif comm.rank == receiver:
+                group.receive(element, members.index(sender))()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     return found
 
 

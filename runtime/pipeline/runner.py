@@ -90,7 +90,7 @@ class _Stage:
             self._graph, self._stage.program, delayed=delayed, world_size=len(self._stage.ranks)
         )
         self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
-        comms = direction_comms(plan, transfers, comm)
+        comms = direction_comms(plan, transfers, comm, device)
         self._microbatches = self._made(comms, backend)
         first = self._microbatches[0]
         self.pieces = {

@@ -1,0 +1,175 @@
+"""What ranks must agree on, and uses of a module that would otherwise train something else in silence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hap
+from hap.capture.tracing import capture
+from hap.errors import HapError, InputError, ModelError, PlanError
+from hap.runtime.agreement import check_batch, check_weights
+from hap.runtime.batch_sampler import RankBatchSampler
+from hap.runtime.collectives import Comm, LocalComm
+from hap.runtime.context import Context
+from hap.runtime.emulate import run_ranks
+from hap.runtime.hap_module import HapModule
+from tests.random_plans import make_case, random_plan
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A frozen layer, a norm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.body.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(self.body(x)).tanh()), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(12, 8), torch.randint(5, (12,))
+
+
+def module_of(model: nn.Module) -> HapModule:
+    case = make_case(model, batch())
+    return HapModule(random_plan(case, 1, 0), model, LocalComm(), CPU)
+
+
+def raised_on_all(world: int, act: Callable[[Comm], None]) -> list[str]:
+    """Return the message of the error that each rank raises."""
+
+    def run(comm: Comm) -> str:
+        with pytest.raises(HapError) as error:
+            act(comm)
+        return error.value.what
+
+    return run_ranks(world, run)
+
+
+def test_unequal_weights_and_batches_are_found() -> None:
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
+
+    models, same = [model(0), model(0), model(1)], batch()
+    run_ranks(2, lambda comm: check_weights(models[comm.rank], comm))
+    run_ranks(2, lambda comm: check_batch({"x": same[0], "y": same[1]}, comm))
+    found = raised_on_all(3, lambda comm: check_weights(models[comm.rank], comm))
+    assert found == ["the ranks hold models with different weights"] * 3
+    found = raised_on_all(2, lambda comm: check_batch((same[0] + comm.rank,), comm))
+    assert found == ["the ranks have made different global batches"] * 2
+
+
+def test_tensors_of_every_dtype_are_compared() -> None:
+    kinds = [torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float64]
+    held = {str(kind): torch.ones(3, 5).to(kind) for kind in kinds} | {"empty": torch.empty(0, 2)}
+    for name in held:
+        other = {**held, name: torch.empty(1, 0) if name == "empty" else ~held[name].bool()}
+        run_ranks(2, lambda comm: check_batch(held, comm))
+        raised_on_all(2, lambda comm, other=other: check_batch((held, other)[comm.rank], comm))  # type: ignore[misc]
+
+
+WEIGHT = nn.Parameter(torch.randn(5))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, model: out + 0.1 * sum(p.square().sum() for p in model.parameters()),
+        lambda out, model: out * WEIGHT.exp().sum(),
+    ],
+)
+def test_a_loss_that_reads_parameters_from_outside_is_refused(loss: Any) -> None:
+    """They would be constants of the step, and never be trained."""
+    model = nn.Sequential(nn.Linear(8, 5))
+    with pytest.raises(ModelError, match="requires grad, and is no parameter") as error:
+        capture(model, torch.randn(12, 8), lambda out, x: loss(out.square().mean(), model))
+    assert "parameter of the model" in error.value.hint
+
+
+def test_an_input_that_requires_grad_is_refused() -> None:
+    module, (x, y) = module_of(Net()), batch()
+    with pytest.raises(PlanError, match=r"batch entry '0' requires grad"):
+        module(x.requires_grad_(), y)
+    with torch.no_grad():
+        module(x, y)
+
+
+def test_parameters_that_were_frozen_stay_so() -> None:
+    module = module_of(Net())
+    module(*batch()).backward()
+    module.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"no gradient for 'body.weight'"):
+        module(*batch())
+
+
+def test_modes_are_those_of_the_plan() -> None:
+    module = module_of(Net())
+    module.norm.eval()
+    with pytest.raises(PlanError, match="a submodule is in another mode"):
+        module(*batch())
+    module.eval()(*batch())
+    module.train()(*batch())
+    planned_in_eval = module_of(Net().eval())
+    planned_in_eval.eval()(*batch())
+    with pytest.raises(PlanError, match="in eval") as error:
+        planned_in_eval.train()
+    assert "model.train() before hap.plan" in error.value.hint
+
+
+def test_what_torch_allows_of_a_module_is_refused_by_name() -> None:
+    module = module_of(Net())
+    with pytest.raises(PlanError, match="can't be copied"):
+        copy.deepcopy(module)
+    with pytest.raises(InputError, match="clip_grad_norm_ of a generator"):
+        hap.clip_grad_norm_(module.parameters(), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_sampler_goes_on_where_a_plan_of_another_batch_size_ended() -> None:
+    """Twice: after each change the samples of the epoch that were read are not read again."""
+    length, read = 60, list[int]()
+
+    def sampler(rows: int) -> RankBatchSampler:
+        case = make_case(nn.Linear(8, 5), torch.randn(rows, 8), lambda out, x: out.square().mean())
+        return RankBatchSampler(random_plan(case, 1, 0), length, 0, seed=3)
+
+    state, done = None, 0
+    for rows, batches in ((6, 2), (3, 4), (4, 9)):
+        now = sampler(rows)
+        if state is not None:
+            now.load_state_dict(state)
+        taken = [ids for ids, _ in zip(now, range(batches), strict=False)]
+        read += [n for ids in taken for n in ids]
+        done += len(taken)
+        state = now.state_dict(done)
+    assert len(read) == length and sorted(read) == [*range(length)]
+    assert state is not None and (state["epoch"], state["offset"]) == (1, 0)
+
+
+def test_parts_of_random_tensors_fill_them() -> None:
+    """As unlike GPUs draw them: the same numbers for the same parts, and no part twice."""
+    context = Context(LocalComm(), seed=3)
+    for at_once in (7, 64):
+        context.at_once = at_once
+        masks = [context.mask((9, 11), CPU, 0.5, "site", 0) for _ in range(2)]
+        assert torch.equal(*masks) and 20 < int(masks[0].sum()) < 80
+        for kind, numbers in (
+            ("rand", ()),
+            ("randn", ()),
+            ("bernoulli", (0.5,)),
+            ("randint", (1, 9)),
+        ):
+            x = context.draw(kind, numbers, (9, 11), "site", 0, dtype=torch.float32, device=CPU)
+            assert x.isfinite().all() and not torch.equal(x.view(-1)[:7], x.view(-1)[7:14])
