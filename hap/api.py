@@ -19,7 +19,7 @@ from hap.capture.checks import check_module, check_parameters
 from hap.capture.fake_batch import fake_batch
 from hap.capture.fixed_entries import fix_entries
 from hap.capture.hidden_tensors import real_if_needed
-from hap.capture.model_file import ModelFile, load_model_file, model_file_of
+from hap.capture.model_file import ModelFile, load_model_file, model_file_of, with_weights
 from hap.capture.recompute import WAYS
 from hap.capture.tracing import Loss, capture, check_recipe
 from hap.capture.user_optimizer import MakeOptimizer, default_optimizer, examine
@@ -181,7 +181,8 @@ def plan_again(plan: Plan, cluster: Cluster, options: PlanOptions) -> Plan:
                 lambda mode: plan.graph, (), cluster, plan.optimizer.states, options
             )
             return _plan_of(chosen, cluster, source, graph, plan.optimizer, recipe)
-    return plan_file(f"{source.path}:{source.function}", cluster, options=options)
+    spec = f"{source.path}:{source.function}"
+    return plan_file(spec, cluster, options=options, arguments=source.arguments)
 
 
 def _plan_of(
@@ -224,6 +225,7 @@ def plan_file(
     *,
     options: PlanOptions = PlanOptions(),
     progress: Progress = lambda text: None,
+    arguments: str = "",
 ) -> Plan:
     """Return :func:`plan` of a model file, ``path.py`` or ``path.py:function``.
 
@@ -232,17 +234,17 @@ def plan_file(
 
     Args:
         cluster, options, progress: as in :func:`plan`.
+        arguments: the file's own, which the plan names; the caller sets ``sys.argv``.
 
     Raises:
-        ModelError: there is no such file, or it can't be used; the message has its line.
-        Those of :func:`plan`.
+        ModelError: the file can't be used; the message has its line. Those of :func:`plan`.
     """
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     file = load_model_file(spec)
     model, batch = build_without_data(file, progress)
     of_model = functools.partial(
         plan, batch=batch, cluster=cluster, loss=file.loss, optimizer=file.optimizer or default_optimizer,
-        autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function),
+        autocast=file.autocast, float32_matmul_precision=file.float32_matmul_precision, source=Source(path=str(file.path), function=file.function, arguments=arguments),
         rules=file.rules, fixed=file.fixed, options=options, progress=progress,
     )  # fmt: skip
     return real_if_needed(of_model, model, file.model, progress)
@@ -401,7 +403,14 @@ def verify(
         )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        args = (plan.to_json(), _spec(file), dtype, seed, backend, observer.draws)
+        args = (
+            plan.to_json(),
+            f"{file.path}:{file.function}",
+            dtype,
+            seed,
+            backend,
+            observer.draws,
+        )
         if device == "cpu":
             return spawn(_observe_rank, world_size, args=args)
         return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())
@@ -427,21 +436,6 @@ def _observe_rank(
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
     torch.manual_seed(seed)
     return with_weights(file.model(), file), file.batch()
-
-
-def with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
-    """Return the model, or a new one with weights if it is on the meta device."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise ModelError(
-            f"{file.function}() returns a model on the meta device, which has no weights",
-            where=file.path,
-            hint="planning needs none, but to verify or train, build it on the CPU",
-        )
-    return model
-
-
-def _spec(file: ModelFile) -> str:
-    return f"{file.path}:{file.function}"
 
 
 def code(plan: Plan, rank: int) -> str:

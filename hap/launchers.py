@@ -1,8 +1,11 @@
-"""The environment variables by which torchrun and srun number the processes that they start."""
+"""How a process was started: numbered by torchrun or srun, and with which arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -27,3 +30,13 @@ def numbered(name: str, default: int = 0) -> int:
     """Return a field of :class:`Launcher` for this process; without a launcher, or its variable, the default."""
     found = launcher()
     return int(os.environ.get(getattr(found, name), default)) if found else default
+
+
+@contextlib.contextmanager
+def started_as(argv: Sequence[str]) -> Iterator[None]:
+    """Set ``sys.argv``, which a model file may read, inside of the context."""
+    before, sys.argv = sys.argv, [*argv]
+    try:
+        yield
+    finally:
+        sys.argv = before

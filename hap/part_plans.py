@@ -77,7 +77,8 @@ class PartPlans:
 def main(whole: str, folder: str, *extra: str) -> None:
     """Make the plans for likely losses; those whose devices have too little memory are named."""
     plans = PartPlans(whole, folder)
-    sys.argv = [plans.whole.source.path, *extra]
+    source = plans.whole.source
+    sys.argv = [source.path, *extra] if extra else source.argv
     for names in plans.likely():
         try:
             plans.file(names)

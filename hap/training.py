@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hap.api import compile, with_weights
-from hap.capture.model_file import ModelFile, model_file_of
+from hap.api import compile
+from hap.capture.model_file import ModelFile, model_file_of, with_weights
 from hap.capture.user_optimizer import default_optimizer, examine, make_optimizer
 from hap.errors import InputError, PlanError
 from hap.ir.batch import Batch, call
@@ -189,6 +189,8 @@ def train(
     if last:
         last.forget(run.trainer.module)
     done, batches = checkpoints.resumed(run.trainer) if checkpoints else (0, run.trainer.batches())
+    if done >= steps and run.trainer.rank == 0:
+        print(f"{steps} steps are done already: ask for more to go on", file=sys.stderr, flush=True)
     run.measure(log, done, adapt)
     run.switch_s = 2 * (time.perf_counter() - begun)
     losses: list[float] = []

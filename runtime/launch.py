@@ -250,7 +250,11 @@ def spawn(
         ) from error
     # The parent holds the store, and the kernel chooses a free port for it.
     where = where or Where()
-    resource_tracker.ensure_running()  # inside a host, it would keep the host's namespace alive
+    # The tracker starts here: inside a host, it would keep the host's namespace alive. It warns of semaphores
+    # that killed ranks leave, as a progress bar has, and removes them.
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
     with where.inside(None):  # the store listens on all addresses of that host
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     # A fork of a server does not enter a host that is emulated.

@@ -324,6 +324,57 @@ def test_torchrun_starts_no_rank_again_on_several_machines() -> None:
     assert "--max-restarts for a plan on 2 machines" in message and "--elastic" in message
 
 
+PARSED = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+width = parser.parse_args().width
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 2))
+
+def batch():
+    return torch.randn(12, 8)
+
+def loss(output, batch):
+    return output.square().mean()
+
+def batches():
+    yield from torch.randn(30, 8).split(12)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_model_file_may_parse_arguments(folder: Path) -> None:
+    """Those of hap plan are kept for verify and run, those of hap run come first."""
+    (folder / "parsed.py").write_text(PARSED)
+    argv = [*sys.argv]
+    assert hap("plan", "parsed.py", "--cluster", "local:1", "--", "--width", "6").exit_code == 0
+    assert Plan.load("plan.json").source.argv == ["parsed.py", "--width", "6"]
+    assert hap("verify", "plan.json").exit_code == 0
+    answers = hap(
+        "what-if", "parsed.py", "--cluster", "local:1", "--rows", "24", "--", "--width", "3"
+    )
+    assert answers.exit_code == 0, answers.output
+    assert sys.argv == argv
+    message = refused(2, "run", "plan.json", "--steps", "1", "--", "--width", "5")
+    assert "float32[5, 8]" in message
+    message = hap("run", "plan.json", "--steps", "3").stderr
+    assert "the batch has shape (6, 8), the plan (12, 8)" in message and "drop_last" in message
+
+
+def test_ctrl_c_has_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(path: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "load", stop)
+    stopped = hap("show", "small.json")
+    assert (stopped.exit_code, stopped.stderr) == (130, "stopped by Ctrl-C\n")
+
+
 def test_a_plan_made_in_python_names_no_model_file(folder: Path) -> None:
     small_plan(path="").save(folder / "python.json")
     assert "the plan names no model file" in refused(2, "verify", "python.json")

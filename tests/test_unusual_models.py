@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hap
 from hap.capture import tensor_constants, torch_private
 from hap.capture.building import without_data
+from hap.capture.graph_break import GraphBreak
 from hap.capture.hidden_tensors import hidden_tensors
 from hap.capture.tracing import capture
 from hap.cli.commands import main
@@ -407,3 +408,16 @@ def test_numbers_beyond_the_range_of_a_dtype_are_infinite(dtype: torch.dtype) ->
     for data in (1e39, [-1e39, 1.0]):
         assert torch.equal(tensor_constants.tensor(data, dtype=dtype).isinf(),
                            torch.tensor(data, dtype=torch.float64).abs() > 1)  # fmt: skip
+
+
+def test_labels_that_the_forward_does_not_take_are_explained() -> None:
+    with pytest.raises(ModelError, match="takes 2 positional arguments") as error:
+        capture(
+            nn.Linear(4, 2), (torch.randn(6, 4), torch.randn(6, 2)), lambda out, batch: out.sum()
+        )
+    assert "y=None" in error.value.hint
+
+
+def test_explanations_of_torch_lose_their_parentheses() -> None:
+    text = "Data-dependent branching\n  Explanation: It saw a branch (e.g. `if x.sum() > 0:`) here."
+    assert str(GraphBreak(RuntimeError(text), on_data=True)).endswith(": It saw a branch here.")

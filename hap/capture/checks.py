@@ -301,6 +301,11 @@ def check_loss(
         if isinstance(error, AttributeError | KeyError) and "loss" in str(error):
             raise ModelError(f"the forward returns no loss: {error}", hint=fix) from error
         hint = "the model must run on the batch that batch() returns"
+        if "positional argument" in str(error) or "unexpected keyword" in str(error):
+            hint = (
+                "the forward gets every entry of the batch: let it take the labels too, as in "
+                "forward(self, x, y=None), where loss(output, batch) reads them"
+            )
         if "FlexAttention" in str(error):
             hint = "a plan is made and verified on the CPU: call scaled_dot_product_attention, with a mask"
         if "Sparse" in str(error):

@@ -13,7 +13,10 @@ class GraphBreak(Exception):
         text = str(error).strip()
         (first, *lines) = text.splitlines() or [type(error).__name__]
         told = next((x for x in lines if "Explanation: " in x), "").partition("Explanation: ")[2]
-        told = re.sub(r" in file `[^`]*`|\(.*?\)", "", told).partition(". ")[0].strip()
+        told = re.sub(r" in file `[^`]*`", "", told)
+        while (shorter := re.sub(r"\([^()]*\)", "", told)) != told:  # parentheses may be nested
+            told = shorter
+        told = " ".join(told.partition(". ")[0].split())
         super().__init__(f"{first.strip()}: {told}" if told else first)
         self.detail = text
         self.depends_on_data = on_data or bool(

@@ -181,6 +181,17 @@ def model_file_of(plan: Plan) -> ModelFile:
     return load_model_file(f"{plan.source.path}:{plan.source.function}")
 
 
+def with_weights(model: nn.Module, file: ModelFile) -> nn.Module:
+    """Return the model, or a new one with weights if it is on the meta device."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            f"{file.function}() returns a model on the meta device, which has no weights",
+            where=file.path,
+            hint="planning needs none, but to verify or train, build it on the CPU",
+        )
+    return model
+
+
 def _split(spec: str) -> tuple[str, str]:
     path, colon, name = spec.rpartition(":")
     if not colon or not name.isidentifier():

@@ -37,6 +37,9 @@ def answered(function: Callable[..., None]) -> Callable[..., None]:
             sys.stdout.flush()  # here, not at exit, where Python reports a broken pipe
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except KeyboardInterrupt:
+            click.echo("stopped by Ctrl-C", err=True)
+            raise SystemExit(128 + signal.SIGINT) from None
         except Exception as raised:
             if isinstance(raised, BrokenPipeError) and _unread():
                 raise SystemExit(128 + signal.SIGPIPE) from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from hap.cli.answers import Seconds, Seed, answered
 from hap.errors import InputError, VerifyError
 from hap.files import check_output
 from hap.ir.half_gradients import ROUNDINGS
-from hap.launchers import launcher
+from hap.launchers import launcher, started_as
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -112,21 +113,28 @@ def _command(
     "--time-limit", type=Seconds(), metavar="SECONDS",
     help="End the search after this time, with the best plan so far; Ctrl-C does so at once.",
 )  # fmt: skip
+@click.argument("extra", nargs=-1)
 def plan(
     model: str, cluster: str, output: str, as_json: bool, recompute: str | None,
-    time_limit: float | None, **options: Any,
+    time_limit: float | None, extra: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Plan MODEL, a file `model.py` or `model.py:function`.
 
+    Arguments after `--` are sys.argv of the model file. The plan keeps them for verify and run.
+
     Exit code 4: the search was stopped, and the plan is the best one until then; 5: there was none.
     """
-    check_output(output, model.rpartition(":")[0] or model, model, cluster)
+    path, arguments = model.rpartition(":")[0] or model, shlex.join(extra)
+    check_output(output, path, model, cluster)
     start = time.perf_counter()
     again = "" if recompute == "none" else recompute
     chosen = hap.PlanOptions(recompute=again, **options)
-    with cli.stoppable.planning_progress(time_limit) as progress:
+    with started_as([path, *extra]), cli.stoppable.planning_progress(time_limit) as progress:
         made = cli.stoppable.planned(
-            lambda: hap.api.plan_file(model, cluster, options=chosen, progress=progress), time_limit
+            lambda: hap.api.plan_file(
+                model, cluster, options=chosen, progress=progress, arguments=arguments
+            ),
+            time_limit,
         )
     made.save(output)
     _note(f"planned in {time.perf_counter() - start:.1f} s, written to {output}")
@@ -178,11 +186,12 @@ def verify(
 ) -> None:
     """Compare PLAN with one device: same loss, same gradients?"""
     made = hap.Plan.load(plan_file)
-    model_file = hap.api.model_file_of(made)
-    verdict = hap.api.verify(
-        made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend,
-        device=device,
-    )  # fmt: skip
+    with started_as(made.source.argv):
+        model_file = hap.api.model_file_of(made)
+        verdict = hap.api.verify(
+            made, model_file, processes=processes, dtype=dtype, seed=seed, backend=backend,
+            device=device,
+        )  # fmt: skip
     cli.terminal.emit(cli.verdict_screen.verdict_table(verdict))
     if not verdict.ok:
         raise VerifyError(

@@ -38,8 +38,8 @@ def run_elastic(job: RunJob) -> None:
     """
     assert job.checkpoints is not None
     folder = job.checkpoints.folder
-    sys.argv = [sys.argv[0], *job.extra]  # what the model file may read
     plans = PartPlans(job.path, Path(folder) / "plans")
+    sys.argv = job.argv(plans.whole)
     meeting = meet(plans.whole.cluster)
     job = replace(job, again=_all_again(meeting, folder))
     own, ending = meeting.names.index(meeting.own), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -133,10 +132,12 @@ def explain_screen(what: str, rows: Sequence[ForcedChoice]) -> RenderableType:
 
 def _changes(changes: Sequence[str]) -> str:
     """Return changes as text; those of similar layers together."""
-    groups = Counter((pattern(name), how) for name, _, how in (c.partition(" ") for c in changes))
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, _, how in (change.partition(" ") for change in changes):
+        groups.setdefault((pattern(name), how), []).append(name)
     lines = [
-        f"{name} {how}" + (f" ({count}x)" if count > 1 else "")
-        for (name, how), count in groups.most_common()
+        f"{alike} {how} ({len(names)}x)" if len(names) > 1 else f"{names[0]} {how}"
+        for (alike, how), names in sorted(groups.items(), key=lambda group: -len(group[1]))
     ]
     shown = lines[:_MOST_CHANGES] + [f"and {len(lines) - _MOST_CHANGES} more kinds"] * (
         len(lines) > _MOST_CHANGES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hap.cli.terminal import OnStep
 from hap.cli.worker import RunJob, check_world_size, train_rank
 from hap.errors import HapError
 from hap.ir.plan import Plan
+from hap.launchers import started_as
 from hap.part_plans import PartPlans
 from hap.runtime.checkpoints.checkpoint_layout import survivable
 from hap.runtime.elastic.emergency import LONGEST_S
@@ -38,7 +40,8 @@ def run_here(job: RunJob, nproc: int, on_step: OnStep) -> None:
     """
     plan = Plan.load(job.path)
     check_world_size(plan, nproc)
-    model_file_of(plan)  # reports a mistake in the file once, here, not once per rank
+    with started_as(job.argv(plan)):
+        model_file_of(plan)  # reports a mistake in the file once, here, not once per rank
     names = tuple(device.name for device in plan.cluster.devices)
     last = ""
     for left in range(job.max_restarts, -1, -1):
@@ -91,9 +94,12 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
     plan = Plan.load(job.path)
     gpus = torch.cuda.device_count()
     group = "nccl" if gpus >= nproc else "gloo"
-    if group == "gloo" and gpus:
-        text = f"{nproc} ranks under gloo on the CPU, since this machine has {gpus} GPUs"
-        print(text, file=sys.stderr, flush=True)
+    text = f"{nproc} rank{'s' * (nproc > 1)} under {group} on {'GPUs' if group == 'nccl' else 'the CPU'}"
+    planned = Counter(d.kind for d in plan.cluster.devices if not d.kind.endswith("cpu"))
+    if group == "gloo" and planned:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in planned.items())
+        text += f": the plan is for {kinds}, and this machine has {gpus} GPUs for them"
+    print(text, file=sys.stderr, flush=True)
     pids: list[int] = []
     noticed = False
 

@@ -117,12 +117,13 @@ def _link(link: Link) -> tuple[str, str]:
 def _model(plan: Plan) -> RenderableType:
     count, nbytes = _parameters(plan)
     source = f"{plan.source.path}:{plan.source.function}, " if plan.source.path else ""
+    autocast = f", autocast {plan.recipe.autocast}" if plan.recipe.autocast else ""
     text = Text(
         f"{source}{count:,} parameters ({format_bytes(nbytes)}), "
-        f"{len(plan.graph.nodes)} operators, optimizer {plan.optimizer}"
+        f"{len(plan.graph.nodes)} operators, optimizer {plan.optimizer}{autocast}"
     )
     undivided = _undivided(plan).most_common()
-    if undivided:
+    if undivided and plan.world_size > 1:
         names = [f"{op.removeprefix('aten.')} ({n}x)" for op, n in undivided[:_OPERATORS]]
         rest = sum(n for _, n in undivided[_OPERATORS:])
         more = f", and {rest} others" if rest else ""
@@ -341,7 +342,7 @@ def _communication(plan: Plan) -> RenderableType:
         label = tensor_label(plan, c.tensor)
         key = (pattern(label), c.kind, c.fused, c.nbytes, c.implementation, c.runner_up)
         kinds.setdefault(key, []).append(c)
-    if not kinds:
+    if not kinds or plan.world_size == 1:
         return Text("none")
     groups = sorted(kinds.values(), key=lambda group: -sum(c.seconds for c in group))
     rows = []

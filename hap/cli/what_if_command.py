@@ -10,6 +10,7 @@ import hap
 from hap import cli
 from hap.errors import InputError
 from hap.files import check_output
+from hap.launchers import started_as
 
 
 @click.argument("model")
@@ -41,12 +42,16 @@ from hap.files import check_output
 )  # fmt: skip
 @click.option("--plot", metavar="FILE", help="Draw samples/s and costs: an .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+@click.argument("extra", nargs=-1)
 def what_if(
     model: str, cluster: str, rows: str | None, link: str | None, add: tuple[str, ...],
     without: tuple[str, ...], swap: tuple[str, ...], memory: str | None, refine: int, cache: bool,
     all_devices: bool, allow_idle: bool, by: str, plot: str | None, as_json: bool,
+    extra: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Plan MODEL for other batches, links, memory and devices, one change at a time.
+
+    Arguments after `--` are sys.argv of the model file.
 
     Without a change: half and twice the rows, a quarter of and four times the rate between nodes,
     and without each kind of device.
@@ -62,9 +67,12 @@ def what_if(
     with cli.terminal.sweep_progress() as progress:
         kept = hap.plan_cache.PlanCache(_told) if cache else None
         asking = cli.what_if.Asking(refine=refine, options=options, cache=kept)
-        answers = cli.what_if.what_if(model, cluster, changes, asking, progress)
+        with started_as([model.rpartition(":")[0] or model, *extra]):
+            answers = cli.what_if.what_if(model, cluster, changes, asking, progress)
     if kept and kept.found:
-        _told(f"{kept.found} of {len(answers)} plans were kept from before, in {kept.folder}")
+        _told(
+            f"{kept.found} of {len(answers)} plans are repeated, or kept from before, in {kept.folder}"
+        )
     if plot is not None:
         cli.what_if_plot.draw(answers, plot)
         _told(f"written to {plot}")

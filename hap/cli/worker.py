@@ -46,6 +46,10 @@ class RunJob:
     adapt: bool = False
     again: bool = False
 
+    def argv(self, plan: Plan) -> list[str]:
+        """``sys.argv`` of the model file: with the arguments of this run, or else with the plan's."""
+        return [plan.source.path, *self.extra] if self.extra else plan.source.argv
+
 
 def run_as_rank(job: RunJob) -> None:
     """Train as the rank that the environment names; rank 0 prints the steps.
@@ -119,7 +123,7 @@ def _command(job: RunJob) -> list[str]:
 
 
 def _train(plan: Plan, job: RunJob, on_step: OnStep) -> None:
-    sys.argv = [plan.source.path, *job.extra]  # what the model file may read
+    sys.argv = job.argv(plan)
     first = dist.get_rank() == 0
     train(
         plan, model_file_of(plan), steps=job.steps, on_step=on_step if first else _ignore,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,10 +45,19 @@ FORMAT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of the model, for commands that load it again; empty for the Python API."""
+    """Origin of the model, for commands that load it again; empty for the Python API.
+
+    ``arguments``: those of the file, ``sys.argv`` without its name, as words of a shell.
+    """
 
     path: str = ""
     function: str = "model"
+    arguments: str = ""
+
+    @property
+    def argv(self) -> list[str]:
+        """``sys.argv`` of the file."""
+        return [self.path, *shlex.split(self.arguments)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +272,12 @@ class Plan:
             pair = -1 if entry.is_complex() else None  # of real ones, in the graph
             expected = self.graph.tensors[names[name]].shape[:pair]
             if tuple(entry.shape) != expected:
+                hint = "give the global batch that the plan was made for, or plan anew"
+                if tuple(entry.shape[1:]) == expected[1:] and len(entry) < expected[0]:
+                    hint = "a plan is for full global batches: give DataLoader drop_last=True, or plan anew"
+                label = "the batch" if name == "*" else f"batch entry {name!r}"
                 raise PlanError(
-                    f"batch entry {name!r} has shape {tuple(entry.shape)}, the plan {expected}",
-                    hint="give the global batch that the plan was made for, or plan anew",
+                    f"{label} has shape {tuple(entry.shape)}, the plan {expected}", hint=hint
                 )
             for level in self.levels(names[name], rank):
                 if level:
