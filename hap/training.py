@@ -28,6 +28,7 @@ from hap.runtime.elastic.emergency import EmergencySave
 from hap.runtime.elastic.notice import Notice, SavedAndEnded
 from hap.runtime.hap_module import GradScaler
 from hap.runtime.launch import init_from_env
+from hap.runtime.replicas import EVERY, equalize, on_unlike_gpus
 from hap.runtime.run_logger import RunLogger
 from hap.slow_devices import Decision, SlowDevices
 
@@ -68,7 +69,8 @@ class Trainer:
         self._optimizer = make_optimizer(make, self.module)
         self.loaded: Saved | None = None
         self._scaler = GradScaler(self.module, enabled=_underflows(plan))
-        self._compares = check
+        self._compares, self._done = check, 0
+        self._drifts = on_unlike_gpus(self.module)
 
     @property
     def seeks(self) -> bool:
@@ -119,6 +121,9 @@ class Trainer:
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
         self._scaler.update()
+        self._done += 1
+        if self._drifts and self._done % EVERY == 0:
+            equalize(self.module)
         return loss.item()  # type: ignore[no-any-return]
 
 
