@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import functools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +15,19 @@ from hap.errors import InputError, reason_of
 
 _LONGEST_NAME = 240
 """Limit in bytes of a file's name; that of the temporary file is a little longer."""
+
+
+def cache_folder() -> Path:
+    """Return ``$XDG_CACHE_HOME/hap``, by default in ``~/.cache``; one for this process if there is no home."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(_without_home() if home.startswith("~") else home) / "hap"
+
+
+@functools.cache
+def _without_home() -> str:
+    folder = tempfile.mkdtemp(prefix="hap-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def check_output(path: str, *inputs: str | None, hint: str = "change -o") -> None:
@@ -75,9 +91,13 @@ def write_whole(path: str | Path, parts: Iterable[str]) -> None:
     path = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.writelines(parts)
-        os.chmod(temporary, 0o644)
+            file.flush()
+            os.fsync(handle)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +16,7 @@ import torch
 
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
+from hap.files import cache_folder
 from hap.ir.graph import Graph
 from hap.ir.optimizer_kind import OptimizerKind
 from hap.ir.plan import Plan, Recipe
@@ -40,8 +40,7 @@ class PlanCache:
     """
 
     def __init__(self, progress: Callable[[str], None] = lambda text: None) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self.folder, self.found = Path(home) / "hap" / "plans", 0
+        self.folder, self.found = cache_folder() / "plans", 0
         self._progress = progress
 
     def key(
@@ -59,9 +58,9 @@ class PlanCache:
     def get(self, key: str) -> Plan | None:
         """Return the plan of a key, if it is there and readable."""
         file = self.folder / f"{key}.json"
-        if not file.exists():
-            return None
         try:
+            if not file.exists():
+                return None
             plan = Plan.load(file)
         except (HapError, OSError) as error:
             self._progress(f"a kept plan is damaged, planning again: {error}")

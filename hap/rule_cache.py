@@ -7,13 +7,12 @@ name and version. Discovery is deterministic, so a plan is the same with and wit
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from hap.files import write_whole
+from hap.files import cache_folder, write_whole
 from hap.synthesizer.rules.textual_rules import read
 
 VERSION = 4
@@ -24,8 +23,7 @@ _TORCH = ("aten.", "prims.")
 
 def folder() -> Path:
     """Return the folder of the rules: ``$XDG_CACHE_HOME/hap/rules``, by default in ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "hap" / "rules" / f"{VERSION}-torch-{torch.__version__}"
+    return cache_folder() / "rules" / f"{VERSION}-torch-{torch.__version__}"
 
 
 class RuleCache:

@@ -103,6 +103,10 @@ class Trainer:
         self.loaded = load(self.module, self._optimizer, folder, scaler=self._scaler)
         return self.loaded
 
+    def first_says(self, text: str) -> str:
+        """Return what the first rank passes; every rank must call it."""
+        return self.module._comm.texts(text)[0]
+
     def follow(self, last: EmergencySave, done: int) -> None:
         """Have what is trained here watched, from the step ``done`` on."""
         last.follow(self.module, self._optimizer, step=done, scaler=self._scaler)

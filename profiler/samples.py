@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from hap.cluster.work import Work
 from hap.errors import InputError
+from hap.files import write_whole
 
 FORMAT = 5
 _MANY = 8  # repeats
@@ -132,7 +133,7 @@ class Journal:
                 )
             self.records = {r.key: r for r in records if not isinstance(r, Header)}
         text = "".join(line(item) for item in (header, *self.records.values()))
-        path.write_text(text)  # without an incomplete last line
+        write_whole(path, [text])  # without an incomplete last line
         self._file = path.open("a")
 
     def add(self, record: Record) -> None:

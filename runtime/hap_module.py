@@ -112,6 +112,7 @@ class HapModule(nn.Module):
         self._planned_in_training = model.training
         self.train(model.training)
         self._parts = [*self.modules()]
+        self._numbers = {key for key, value in vars(model).items() if type(value) in (int, float)}
         self._frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
@@ -189,6 +190,14 @@ class HapModule(nn.Module):
                     f"the module runs inside torch.autocast with {active}, the plan has {planned}",
                     hint=f'plan with autocast = "{active}", or leave torch.autocast out',
                 )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_numbers", ()):
+            raise PlanError(
+                f"{name!r} is a number of the planned model, and a constant of the plan",
+                hint="keep what changes in a buffer, or in the batch",
+            )
+        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise PlanError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import InputError, reason_of
+from hap.files import write_whole
 from hap.ir.plan_digest import short_digest
 from hap.run_log import LoggedStep, RankFigures
 from hap.runtime.hap_module import HapModule
@@ -111,7 +112,10 @@ class RunLogger:
 
     def _write(self, text: str, mode: str) -> None:
         try:
-            with open(self._path, mode) as file:
+            if mode == "w":
+                write_whole(self._path, [text])
+                return
+            with open(self._path, mode, encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise InputError(

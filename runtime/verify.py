@@ -135,6 +135,8 @@ def verify(
     tolerance = tolerance_of(plan, dtype)
     kept = _without_unread(plan, observer.model, exact)
     rows = compare(plan, kept, ranks, tolerance, [alike] if alike else [])
+    if observer.widen and observer.device.type == "cpu" and _within_reach(rows):
+        _check_repeats(exact, _references(observer, loss, drawn)[0])
     others: list[Observed] = []
     while observer.widen and len(others) < ROUNDINGS and _within_reach(rows):
         others.append(_references(_rounded(observer, len(others)), loss, drawn)[0])
@@ -147,6 +149,18 @@ def verify(
         )
         bad = bad or next(row.tensor for row in rows if not row.ok)
     return Verdict(rows=rows, tolerance=tolerance, first_bad=bad, random=random)
+
+
+def _check_repeats(once: Observed, again: Observed) -> None:
+    """Raise ``ModelError`` if one device trains to other results the second time."""
+    for what, found in once.items():
+        for name, tensor in found.items():
+            if not torch.allclose(tensor, again[what][name], rtol=0, atol=0, equal_nan=True):
+                raise ModelError(
+                    f"the module computes something else each time that it is trained on one device: {what} of {name}",
+                    hint="keep what changes from step to step in a buffer, or in the batch: numbers that the "
+                    "forward or the loss reads elsewhere are constants of the plan",
+                )
 
 
 def _within_reach(rows: Sequence[ComparisonRow]) -> bool:

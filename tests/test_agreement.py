@@ -20,7 +20,7 @@ from hap.runtime.collectives import Comm, LocalComm
 from hap.runtime.context import Context
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import HapModule
-from tests.random_plans import make_case, random_plan
+from tests.random_plans import make_case, random_plan, verdict
 
 CPU = torch.device("cpu")
 
@@ -173,3 +173,76 @@ def test_parts_of_random_tensors_fill_them() -> None:
         ):
             x = context.draw(kind, numbers, (9, 11), "site", 0, dtype=torch.float32, device=CPU)
             assert x.isfinite().all() and not torch.equal(x.view(-1)[:7], x.view(-1)[7:14])
+
+
+def test_a_module_that_trains_to_other_results_the_second_time_is_not_verified() -> None:
+    """Its state is outside of the model, so that neither capture nor one device's module starts it anew."""
+
+    class Loss:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+            self.calls += 1
+            return out.square().mean() * self.calls
+
+    model = nn.Sequential(nn.Linear(8, 5))
+    case = make_case(model, torch.randn(12, 8), Loss())
+    with pytest.raises(ModelError, match="something else each time that it is trained"):
+        verdict(case, random_plan(case, 2, 0))
+
+
+def test_a_number_of_the_model_is_a_constant_of_the_plan() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.temperature = nn.Linear(8, 5), 2.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.layer(x) / self.temperature, y)
+
+    module = module_of(Scaled())
+    with pytest.raises(PlanError, match="'temperature' is a number of the planned model"):
+        module.temperature = 1.0
+    module.comment = 1.0  # is no number of the model
+
+
+def test_a_refused_capture_leaves_gradients_on() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = 2.0 if self.layer(x).sum() > 0 else 1.0
+            return self.layer(x).sum() * scale
+
+    with pytest.raises(ModelError):
+        capture(Broken(), torch.randn(12, 8))
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "cheap"])
+def test_batch_norm_trains_with_recomputation(recompute: str) -> None:
+    """Its running statistics are written before the backward, which does not read them again."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x)).relu()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 5))
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        return out.square().mean()
+
+    x = torch.randn(12, 8)
+    case = make_case(model, x, loss, graph=capture(model, x, loss, recompute=recompute))
+    assert any(node.name.endswith("_redone") for node in case.graph.nodes)
+    for seed in range(3):
+        assert verdict(case, random_plan(case, 2, seed)).ok

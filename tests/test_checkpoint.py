@@ -163,6 +163,67 @@ def test_the_newest_are_kept_and_named(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-10\n"
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: CheckpointFolder, step: int) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(CheckpointFolder, "_remove", fail)
+    with pytest.warns(UserWarning, match=r"can't be removed: Permission denied"):
+        saved(tmp_path, 1, 2, keep=1)
+    assert CheckpointFolder(tmp_path).steps() == [1, 2]
+
+
+def test_a_run_that_is_started_again_begins_where_it_began(tmp_path: Path) -> None:
+    """``--resume old/step-4``: until there is a checkpoint of its own."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    saved(old, 4)
+    first = Checkpoints(folder=str(new), resume=f"{old}/step-4")
+    again = first.again()
+    assert again.resume == f"auto:{old}/step-4" and again.again() == again
+    assert first._found() == again._found() == (old / "step-4", [])
+    saved(new, 6)
+    assert again._found() == (new / "step-6", [])
+    assert Checkpoints(folder=str(new)).again().resume == "auto"
+
+
+def test_the_first_rank_chooses_the_checkpoint(tmp_path: Path) -> None:
+    """Another rank may not see the newest folder yet, or may see none."""
+
+    class Trained:
+        batch_size, seeks = 0, True
+
+        def __init__(self, rank: int, says: str) -> None:
+            self.rank, self.says, self.loaded = rank, says, ""
+
+        def first_says(self, text: str) -> str:
+            self.says = text if self.rank == 0 else self.says
+            return self.says
+
+        def batches(self, start: int = 0) -> Iterator[Any]:
+            return iter([start])
+
+        def load(self, folder: str) -> Any:
+            self.loaded = folder
+
+    saved(tmp_path / "seen", 2, 5)
+    rows = json.loads((tmp_path / "seen" / "step-5" / INDEX).read_text())["batch_size"]
+    first = Trained(0, "")
+    first.batch_size = rows
+    step, batches = Checkpoints(folder=str(tmp_path / "seen"), resume="auto").resumed(first)
+    assert (step, next(batches)) == (5, 5)
+    other = Trained(1, first.says)
+    other.batch_size = rows
+    step, _ = Checkpoints(folder=str(tmp_path / "unseen"), resume="auto").resumed(other)
+    assert step == 5 and other.loaded == first.loaded == str(tmp_path / "seen" / "step-5")
+    lost = Trained(0, "")
+    with pytest.raises(CheckpointError):
+        Checkpoints(folder=str(tmp_path / "x"), resume=str(tmp_path / "none")).resumed(lost)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Checkpoints(folder=str(tmp_path / "seen"), resume="auto").resumed(Trained(1, lost.says))
+
+
 def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
     run = saved(tmp_path, 2)
     run.train(2, 4)

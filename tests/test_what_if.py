@@ -28,6 +28,7 @@ from hap.cli.what_if_changes import (
 )
 from hap.cluster.link import Link, MeasuredSet
 from hap.errors import ClusterError, InputError
+from hap.files import cache_folder
 from hap.ir.plan import Plan
 from hap.plan_cache import PlanCache
 from hap.synthesizer.plan_options import PlanOptions
@@ -361,3 +362,13 @@ def test_a_kept_plan_is_of_all_inputs(folder: Path) -> None:
     assert made(MODEL + sgd) == 0
     assert made(all_devices=True) == 0
     assert made(MODEL + "\n# the same model\n") == 1
+
+
+def test_without_a_home_nothing_is_written_into_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cache_folder().is_absolute() and cache_folder() == cache_folder()
+    assert not list(tmp_path.iterdir())

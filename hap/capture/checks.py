@@ -15,7 +15,7 @@ from hap.ir.graph import Graph
 
 RESERVED = frozenset({
     "__deepcopy__", "_check_call", "_code", "_comm", "_comms", "_complex", "_copies", "_ctx", "_cut", "_device", "_digest",
-    "_entry", "_frozen", "_graphs", "_held", "_inputs", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
+    "_entry", "_frozen", "_graphs", "_held", "_inputs", "_numbers", "_order", "_parts", "_persistent", "_plan", "_planned_in_training", "_put", "_same",
     "_state", "full_state_dict", "grad_norm", "in_turn", "load_full_state_dict", "record_draws",
     "without_dropout",
 })  # fmt: skip

@@ -74,6 +74,9 @@ class _Copies:
         self._graph = graph
         self._regions = {n: r for n, r in regions.items() if n not in graph.backward}
         self._made: dict[str, str] = {}
+        written = {o.target for o in graph.outputs if o.role == "buffer"}
+        # The step may have written them when the backward runs.
+        self._written = {i.tensor for i in graph.role("buffer") if i.target in written}
         self._inside = {
             out
             for node in graph.nodes
@@ -85,6 +88,8 @@ class _Copies:
     def _stays_inside(self, node: Node, out: str) -> bool:
         """Return whether only its own region and the backward read it."""
         if node.op in RANDOM and not self._has_mask(node, out):
+            return False
+        if self._written.intersection(node.inputs):
             return False
         region = self._regions[node.name]
         users = [u.name for u in self._graph.consumers[out] if u.name not in self._graph.backward]

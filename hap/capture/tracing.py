@@ -150,7 +150,18 @@ def captured(
     kinds = repeated_kinds(step.module)
     parts = torch_private.attention_in_parts()
     images = packed_in_one_call(step.module), features_scattered(step.module)
-    with mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers, images[0], images[1]:
+    grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
+    with (
+        grad,
+        mode,
+        gc_paused(),
+        casts_of_cuda(),
+        parts,
+        experts_by_row(),
+        layers,
+        images[0],
+        images[1],
+    ):
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original

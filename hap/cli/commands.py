@@ -222,7 +222,7 @@ def verify(
     help="Number of checkpoints that stay, the newest.",
 )  # fmt: skip
 @click.option(
-    "--resume", default="no", show_default=True, metavar="[auto|no|DIR/step-N]",
+    "--resume", default="no", show_default=True, metavar="[auto|auto:DIR|no|DIR/step-N]",
     help="auto: continue from the newest complete checkpoint, if there is one.",
 )  # fmt: skip
 @click.option(
@@ -255,7 +255,7 @@ def run(
             "--max-restarts, --elastic and --adapt without --checkpoint",
             hint="give --checkpoint DIR: what is started again resumes from there",
         )
-    if elastic and resume != "auto":
+    if elastic and not resume.startswith("auto"):
         raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
     if nproc is None and launcher():
         (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)

@@ -76,7 +76,7 @@ def _again(
     assert job.checkpoints is not None
     folder, name = job.checkpoints.folder, names[failure.rank]
     text = f"{name} was lost ({failure.what.partition(chr(10))[0]}); "
-    job = replace(job, checkpoints=replace(job.checkpoints, resume="auto"))
+    job = replace(job, checkpoints=job.checkpoints.again())
     if twice and len(names) > 1:
         names = tuple(other for other in names if other != name)
         plans = PartPlans(job.path, Path(folder) / "plans")
@@ -108,12 +108,17 @@ def _once(job: RunJob, nproc: int, on_report: _Steps) -> None:
         noticed = True
         _send(pids, number)
 
+    def begin(rank: int, pid: int) -> None:
+        pids.append(pid)
+        if noticed:
+            _send([pid], signal.SIGTERM)
+
     before = signal.signal(signal.SIGTERM, pass_on) if job.checkpoints else None
     try:
         ended = spawn(
             train_rank, nproc, args=(job,), backend=group, on_report=on_report,
             devices=plan.device_names,
-            before_rank=lambda rank, pid: pids.append(pid),
+            before_rank=begin,
             grace_s=LONGEST_S if job.checkpoints and survivable(plan) else GRACE_S,
         )  # fmt: skip
     except HapError:

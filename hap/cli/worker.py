@@ -107,7 +107,7 @@ def machine_lines(plan: Plan, job: RunJob) -> str:
     lines = launch_lines(_command(job), nodes)
     if job.checkpoints is None:
         return lines
-    resuming = replace(job, checkpoints=replace(job.checkpoints, resume="auto"))
+    resuming = replace(job, checkpoints=job.checkpoints.again())
     script = batch_script(_command(resuming), nodes)
     return f"{lines}\n\n# sbatch: a script that is queued again and resumes\n{script}"
 

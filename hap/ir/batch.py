@@ -149,7 +149,7 @@ def fixed_entries(form: Form) -> dict[str, Fixed]:
 
 
 def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return what a call's arguments have and a form has not, in words; ``None`` is as good as nothing."""
+    """Return how a call's arguments differ from a form, but for missing tensors, in words; ``None`` is as good as nothing."""
     known, found = leaves(form), leaves(form_of(args)) | leaves(form_of(kwargs))
     tensors = given(args, kwargs)
     if known.keys() == {LONE} and "0" in found:
@@ -165,6 +165,9 @@ def other_entries(form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         elif (value is TENSOR) != (known[name] is TENSOR) or value != known[name]:
             shown = ("a tensor" if v is TENSOR else repr(v) for v in (value, known[name]))
             other.append("{} ({}, planned: {})".format(name, *shown))
+    for name, value in known.items():
+        if name not in found and not (value is TENSOR or value is None or isinstance(value, Fixed)):
+            other.append(f"{name} (missing, planned: {value!r})")
     return other
 
 

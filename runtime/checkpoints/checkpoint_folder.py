@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class CheckpointFolder:
         """Make the empty folder of an unpublished checkpoint; remove what killed runs left."""
         self.recover()
         for left in self.path.glob("step-*.tmp"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=left != self.part(step))
         self.part(step).mkdir()
 
     def publish(self, part: Path, step: int, index: dict[str, Any], keep: int | None) -> None:
@@ -61,6 +62,15 @@ class CheckpointFolder:
         write_durably(self.path / f"{LATEST}.tmp", f"{final.name}\n")
         os.replace(self.path / f"{LATEST}.tmp", self.path / LATEST)
         _sync_folder(self.path)
+        try:
+            self._prune(step, keep)
+        except OSError as error:  # the new one is complete
+            warnings.warn(
+                f"{self.path}: an old checkpoint can't be removed: {reason_of(error)}", stacklevel=2
+            )
+
+    def _prune(self, step: int, keep: int | None) -> None:
+        """Remove incomplete checkpoints of later steps, and all complete ones but the last ``keep``."""
         for other in self.steps():
             if other > step and not is_complete(self.at(other)):
                 self._remove(other)

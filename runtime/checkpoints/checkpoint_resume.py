@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from hap.errors import CheckpointError, InputError, reason_of
 from hap.runtime.checkpoints.checkpoint import Saved
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, read_index
+
+AUTO = "auto"
 
 
 class Resumable(Protocol):
@@ -27,6 +30,10 @@ class Resumable(Protocol):
 
     def load(self, folder: str) -> Saved: ...
 
+    def first_says(self, text: str) -> str:
+        """Return what the first rank passes; a collective call."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
@@ -36,7 +43,8 @@ class Checkpoints:
         folder: where they are saved.
         every: steps between two.
         keep: number of the newest that stay.
-        resume: ``auto`` for the newest complete one if there is any, ``no``, or one's folder.
+        resume: ``auto`` for the newest complete one if there is any, ``auto:FOLDER`` for that of a folder
+            if there is none, ``no``, or one's folder.
     """
 
     folder: str
@@ -63,9 +71,17 @@ class Checkpoints:
         if found is not None:
             CheckpointFolder(self.folder).check_newest(read_index(found[0])["step"])
 
+    def again(self) -> Checkpoints:
+        """Return the checkpoints of a run that goes on where this one ended, or begins as it did."""
+        if self.resume.startswith(AUTO):
+            return self
+        return replace(self, resume=AUTO if self.resume == "no" else f"{AUTO}:{self.resume}")
+
     def _check_writable(self) -> None:
         """Write a temporary file in the folder, or in the one that it would be made in."""
         folder = Path(self.folder)
+        if folder.is_symlink() and not folder.exists():
+            raise CheckpointError("this link leads nowhere", where=self.folder, hint="remove it")
         try:
             there = next(place for place in (folder, *folder.parents) if place.exists())
             with tempfile.TemporaryFile(dir=there):
@@ -86,9 +102,34 @@ class Checkpoints:
         """Return the checkpoint to resume from, and what is wrong with newer ones."""
         if self.resume == "no":
             return None
-        if self.resume != "auto":
+        if not self.resume.startswith(AUTO):
             return newest(self.resume)
-        return newest(self.folder) if CheckpointFolder(self.folder).steps() else None
+        if CheckpointFolder(self.folder).steps():
+            return newest(self.folder)
+        first = self.resume.removeprefix(AUTO).removeprefix(":")
+        return newest(first) if first else None
+
+    def _chosen(self, run: Resumable) -> dict[str, Any]:
+        """Return what the first rank finds; other ranks may not see the newest folder yet.
+
+        Raises:
+            CheckpointError: on all ranks, if it finds none.
+        """
+        found: dict[str, Any] = {}
+        if run.rank == 0:
+            try:
+                if chosen := self._found():
+                    path, skipped = chosen
+                    index = read_index(path)
+                    found = {"path": str(path), "skipped": skipped}
+                    found |= {"step": int(index["step"]), "rows": int(index["batch_size"])}
+            except CheckpointError as error:
+                found = {"error": [error.what, error.where, error.hint]}
+        found = json.loads(run.first_says(json.dumps(found)))
+        if "error" in found:
+            what, where, hint = found["error"]
+            raise CheckpointError(what, where=where, hint=hint)
+        return found
 
     def resumed(self, run: Resumable) -> tuple[int, Iterator[Any]]:
         """Load the checkpoint to resume from; returns the steps that are done, and the next batches.
@@ -96,24 +137,22 @@ class Checkpoints:
         Unless the model file can begin with any batch, those of the steps that are done are drawn
         again before the random generators are restored: so the data goes on as it would have.
         """
-        found = self._found()
-        if found is None:
+        found = self._chosen(run)
+        if not found:
             return 0, run.batches()
-        path, skipped = found
-        index = read_index(path)
-        step, rows = int(index["step"]), int(index["batch_size"])
+        path, step, rows = found["path"], found["step"], found["rows"]
         if rows not in (0, run.batch_size):
             raise CheckpointError(
                 f"it was trained with batches of {rows} rows, this plan has {run.batch_size}",
-                where=str(path),
+                where=path,
                 hint="plan for the same global batch; to change it, start from the weights alone, "
                 "with hap export and hap import",
             )
         batches = run.batches(step if run.seeks else 0)
         for _ in range(0 if run.seeks else step):
             next(batches)
-        run.load(str(path))
+        run.load(path)
         if run.rank == 0:
-            lines = [f"incomplete, skipped: {reason}" for reason in skipped]
+            lines = [f"incomplete, skipped: {reason}" for reason in found["skipped"]]
             print(*lines, f"resumed from {path}", sep="\n", file=sys.stderr, flush=True)
         return step, batches
