@@ -83,8 +83,8 @@ class SlowDevices:
             slowness: of each device, from :meth:`changed`.
             switch_s: what saving, loading and compiling anew takes.
 
-        Raises:
-            HapError: there is no plan for these speeds.
+        Returns:
+            The decision; without a plan if there is none for these speeds, or it is not worth the switch.
         """
         cluster = slowed(self._original, slowness)
         at = max(range(len(slowness)), key=lambda r: abs(slowness[r] - self._planned[r]))

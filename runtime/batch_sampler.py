@@ -17,10 +17,13 @@ class RankBatchSampler(Sampler[list[int]]):
 
     All ranks draw the same order. This rank gets its own rows of every global batch, by its share
     of the batch. A rank without rows gets one, because loaders cannot stack none; its module
-    ignores it. An incomplete last global batch is dropped.
+    ignores it. An incomplete last global batch is dropped: a dataset smaller than one has no batches.
 
     Args:
+        plan: its batch, and each rank's rows of it.
         length: number of samples in the dataset.
+        rank: this process's, from 0.
+        shuffle: another order in each epoch; without it, that of the dataset.
         seed: seed of the order, together with the epoch; the same on every rank.
     """
 

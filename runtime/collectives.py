@@ -25,18 +25,23 @@ Waiting = Callable[[], object]
 
 
 class Comm(ABC):
-    """One rank's communicator. All ranks call the collectives in the same order."""
+    """One rank's communicator. All ranks call the collectives in the same order.
+
+    Tensors have one dtype and, but for sharded dims, one shape on all ranks. ``sizes`` are those of the ranks'
+    shards along a dim, in rank order, and may be 0. ``how`` is an implementation of the collective, one of
+    :data:`hap.cluster.link.IMPLEMENTATIONS`.
+    """
 
     rank: int
     world_size: int
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
-        """Return the whole tensor of shards that have ``sizes`` along ``dim``."""
+        """Return the whole tensor of shards: ``(..., sizes[rank], ...) -> (..., sum(sizes), ...)``."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sizes, how: str) -> Tensor:
-        """Return this rank's shard of the sum of all ranks' terms, which have the full shape."""
+        """Return this rank's shard of the sum of all terms: ``(..., sum(sizes), ...) -> (..., sizes[rank], ...)``."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, how: str) -> Tensor:
@@ -63,7 +68,10 @@ class Comm(ABC):
     def all_to_all(
         self, x: Tensor, src: int, dst: int, src_sizes: Sizes, dst_sizes: Sizes, how: str
     ) -> Tensor:
-        """Return this rank's shard along dim ``dst``; ``x`` is its shard along dim ``src``."""
+        """Return this rank's shard along dim ``dst``; ``x`` is its shard along dim ``src``.
+
+        ``(..., src_sizes[rank], ..., sum(dst_sizes), ...) -> (..., sum(src_sizes), ..., dst_sizes[rank], ...)``
+        """
 
     @abstractmethod
     def send(self, x: Tensor, rank: int) -> Waiting:

@@ -272,7 +272,7 @@ class HapModule(nn.Module):
         return {name: held[leaf] for name, (held, leaf) in self._held.items()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's state dict with whole tensors; all ranks must call it."""
+        """Return the model's state dict with whole tensors, on this rank's device; a collective call."""
         state = self._state()
         whole = {}
         for name in self._same:
