@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -434,7 +436,7 @@ def _observe_rank(
 
 
 def _real_build(file: ModelFile, seed: int) -> tuple[nn.Module, Batch]:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed % 2**32)
     return with_weights(file.model(), file), file.batch()
 
 

@@ -25,7 +25,7 @@ from hap.errors import HapError
 _DONE = "done"
 BEAT_S = 1.0
 DEAD_S = 30.0
-"""A dead rank is reported within this many seconds: DEAD_S, and a margin for a busy machine."""
+"""Seconds without a heartbeat after which a rank counts as dead."""
 
 
 class Watch:

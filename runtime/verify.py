@@ -114,6 +114,7 @@ def verify(
 
     Raises:
         VerifyError: a rank failed.
+        ModelError: one device trains to other results the second time.
     """
     # Rounding products to TF32 is not an error of the plan: compare at torch's highest precision.
     exact_products = replace(plan.recipe, float32_matmul_precision="highest")

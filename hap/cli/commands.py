@@ -3,7 +3,7 @@
 
 Exit codes: 0; 1 the program does not compute what one device computes, or a rank failed;
 2 bad input; 3 nothing fits in memory; 4 planning was stopped, and wrote its best plan so far; 5 it was
-stopped before there was one. Heavy modules come through the lazy face ``hap``, so
+stopped before there was one; 75, 130, 141 and 143 are in docs/troubleshooting.md. Heavy modules come through the lazy face ``hap``, so
 that ``hap --help`` is quick. Commands with a file of their own, such as ``hap report``, are added
 by ``_command``.
 """
@@ -223,13 +223,17 @@ def verify(
 )  # fmt: skip
 @click.option(
     "--resume", default="no", show_default=True, metavar="[auto|auto:DIR|no|DIR/step-N]",
-    help="auto: continue from the newest complete checkpoint, if there is one.",
+    help="auto: continue from the newest complete checkpoint, if there is one. auto:DIR: else from that of "
+    "DIR. DIR/step-N: from this one.",
 )  # fmt: skip
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Start all ranks again at most this often after a loss, from the newest checkpoint.",
+    help="Start all ranks again at most this often after a failure, from the newest checkpoint; on several "
+    "machines with --elastic.",
 )  # fmt: skip
-@click.option("--elastic", is_flag=True, help="Print torchrun lines that outlive lost machines.")
+@click.option(
+    "--elastic", is_flag=True, help="Print torchrun lines for a run that survives failed machines."
+)
 @click.option("--adapt", is_flag=True, help="Plan anew when a device becomes slower or faster.")
 @click.argument("extra", nargs=-1)
 def run(
@@ -239,7 +243,7 @@ def run(
 ) -> None:  # fmt: skip
     """Train the model of PLAN, or print the lines that start the training.
 
-    Arguments after `--` are sys.argv of the model file. A plan for one machine runs here, a process
+    Arguments after `--` replace those that the plan keeps for the model file. A plan for one machine runs here, a process
     per rank: on GPUs under NCCL if there is one for each rank, else on the CPU under gloo. For a
     plan on several machines this prints the lines to start there; --nproc runs all ranks here.
     Under torchrun or srun this process is one rank. Without --checkpoint no weights are saved.

@@ -1,4 +1,4 @@
-"""The screen of ``hap plan``, the listing of ``hap show``, the table of ``hap verify``.
+"""The screen of ``hap plan`` and the listing of ``hap show``.
 
 The same plan gives the same screen: nothing here reads a clock.
 """
