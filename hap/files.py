@@ -17,6 +17,10 @@ _LONGEST_NAME = 240
 """Limit in bytes of a file's name; that of the temporary file is a little longer."""
 
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)  # here, where no other thread makes files
+
+
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/hap``, by default in ``~/.cache``; one for this process if there is no home."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -95,9 +99,7 @@ def write_whole(path: str | Path, parts: Iterable[str]) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(handle)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+        os.chmod(temporary, 0o666 & ~_UMASK)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

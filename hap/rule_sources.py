@@ -44,7 +44,7 @@ def with_rules(
             read(lines)
         except ValueError as error:
             raise ModelError(f"the rule of {op}: {error}", hint="see docs/rules.md") from error
-    for op in given.keys() - {node.op for node in graph.nodes}:
+    for op in sorted(given.keys() - {node.op for node in graph.nodes}):
         progress(f"the rule of {op} is not used: the step has no such operator")
     needed: dict[str, tuple[str, ...]] = {}
     seen: set[str] = set()
@@ -67,10 +67,14 @@ def with_rules(
     return replace(graph, rules=needed) if needed else graph
 
 
+_interrupted: dict[str, tuple[str, ...]] = {}
+"""The rules of kinds of calls whose discovery was interrupted in this process."""
+
+
 def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
     """The rule of a call by running the operator; if it runs on no sample, all is replicated."""
     op = call.node.op
-    known = cache.get(op, kind(call))
+    known = cache.get(op, kind(call)) or _interrupted.get(kind(call))
     if known is not None:
         return known
     progress(f"discovering the rows of {op}")
@@ -80,7 +84,9 @@ def _found(call: Call, cache: RuleCache, progress: Progress) -> tuple[str, ...]:
         progress(f"{error.what}; every rank runs all of it")
         lines = ("origin replicated", f"# {' '.join(error.what.split())}")
         if isinstance(error, InterruptedRunError):
-            return lines  # the machine may have been busy, or short of memory: the next plan tries again
+            # The machine may have been busy, or short of memory: the next process tries again.
+            _interrupted[kind(call)] = lines
+            return lines
     cache.put(op, kind(call), lines)
     return lines
 

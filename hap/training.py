@@ -121,13 +121,13 @@ class Trainer:
             check_batch(batch, self.module._comm)
             self._compares = False
         self._optimizer.zero_grad()
+        if self._drifts and self._done and self._done % EVERY == 0:
+            equalize(self.module)
         loss = call(self.module, self._plan.local_batch(batch, self.rank))
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._done += 1
-        if self._drifts and self._done % EVERY == 0:
-            equalize(self.module)
         return loss.item()  # type: ignore[no-any-return]
 
 

@@ -111,9 +111,10 @@ class HapModule(nn.Module):
             self._put(name, self._cut(name, buffer))
         self._planned_in_training = model.training
         self.train(model.training)
-        self._parts = [*self.modules()]
+        self._parts = [*self.modules()][1:]
         self._numbers = {key for key, value in vars(model).items() if type(value) in (int, float)}
-        self._frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
+        frozen = (name for name, p in self.named_parameters() if not p.requires_grad)
+        self._frozen = [(name, *self._held[name]) for name in frozen]
         wanted = [i for i in plan.graph.inputs if i.role != "tangent"]
         self._order = [(i.role, i.target, i.tensor) for i in wanted]
         self._graphs = None
@@ -165,12 +166,12 @@ class HapModule(nn.Module):
         """Raise ``PlanError`` if the plan computes something else than this call asks for."""
         mode = self.training
         if any(part.training is not mode for part in self._parts):
+            what = "a submodule is in another mode than the module, which runs as a whole in train() or eval()"
             raise PlanError(
-                "a submodule is in another mode than the module, which runs as a whole in train() or eval()",
-                hint="set its mode before hap.plan, or call train() or eval() of the whole module",
+                what, hint="set its mode before hap.plan, or call train() or eval() of the whole"
             )
         if torch.is_grad_enabled():
-            thawed = [name for name in self._frozen if self.get_parameter(name).requires_grad]
+            thawed = [name for name, held, leaf in self._frozen if held[leaf].requires_grad]
             if thawed:
                 raise PlanError(
                     f"the plan has no gradient for {thawed[0]!r}, which required no grad when it was planned",

@@ -40,7 +40,5 @@ def equalize(module: HapModule) -> None:
                 alike.setdefault((comm, own[name].dtype), []).append(own[name])
     with torch.no_grad():
         for (comm, _), replicas in alike.items():
-            first = comm.rank == 0
-            given = [x.detach() if first else torch.zeros_like(x) for x in replicas]
-            for x, held in zip(replicas, comm.all_reduce_many(given, "one shot"), strict=True):
-                x.copy_(held)
+            for x in replicas:  # one by one: little memory beside them
+                x.copy_(comm.all_reduce(x if comm.rank == 0 else torch.zeros_like(x), "one shot"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ class RunLogger:
 
     def _write(self, text: str, mode: str) -> None:
         try:
-            if mode == "w":
+            if mode == "w" and (os.path.isfile(self._path) or not os.path.exists(self._path)):
                 write_whole(self._path, [text])
                 return
             with open(self._path, mode, encoding="utf-8") as file:

@@ -183,8 +183,15 @@ def test_a_run_that_is_started_again_begins_where_it_began(tmp_path: Path) -> No
     again = first.again()
     assert again.resume == f"auto:{old}/step-4" and again.again() == again
     assert first._found() == again._found() == (old / "step-4", [])
+    saved(new, 2)
+    assert again._found() == (old / "step-4", []), "a checkpoint of a run before"
     saved(new, 6)
     assert again._found() == (new / "step-6", [])
+    assert (
+        Checkpoints(folder=str(new), resume="autosave/step-5")
+        .again()
+        .resume.startswith("auto:autosave")
+    )
     assert Checkpoints(folder=str(new)).again().resume == "auto"
 
 

@@ -361,6 +361,7 @@ def test_an_interrupted_run_is_tried_again(
     monkeypatch.setattr(rule_sources, "discovered_apart", fails)
     (call, *_) = calls_of("aten.addcmul.default")
     for _ in range(2):
+        monkeypatch.setattr(rule_sources, "_interrupted", {})  # another process
         lines = rule_sources._found(call, RuleCache(pytest.fail), lambda text: None)
         assert lines == ("origin replicated", "# it failed")
     assert len(tried) == (1 if error is NoSampleError else 2)

@@ -223,8 +223,8 @@ def verify(
 )  # fmt: skip
 @click.option(
     "--resume", default="no", show_default=True, metavar="[auto|auto:DIR|no|DIR/step-N]",
-    help="auto: continue from the newest complete checkpoint, if there is one. auto:DIR: else from that of "
-    "DIR. DIR/step-N: from this one.",
+    help="auto: continue from the newest complete checkpoint, if there is one. auto:DIR: from that of DIR, "
+    "unless the own folder has a later one. DIR/step-N: from this one.",
 )  # fmt: skip
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
@@ -259,7 +259,7 @@ def run(
             "--max-restarts, --elastic and --adapt without --checkpoint",
             hint="give --checkpoint DIR: what is started again resumes from there",
         )
-    if elastic and not resume.startswith("auto"):
+    if elastic and resume != "auto" and not resume.startswith("auto:"):
         raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
     if nproc is None and launcher():
         (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)

@@ -80,7 +80,8 @@ def _again(
     if twice and len(names) > 1:
         names = tuple(other for other in names if other != name)
         plans = PartPlans(job.path, Path(folder) / "plans")
-        job = replace(job, path=str(plans.file(names)))
+        with started_as(job.argv(plans.whole)):
+            job = replace(job, path=str(plans.file(names)))
         text += f"it was so twice, so going on without it, by {job.path}"
         names = tuple(device.name for device in Plan.load(job.path).cluster.devices)
     else:

@@ -8,6 +8,7 @@ from hap.capture.building import build_without_data
 from hap.capture.model_file import load_model_file
 from hap.capture.tracing import capture
 from hap.errors import InputError, UnsupportedOpError
+from hap.launchers import started_as
 from hap.rule_discovery import Discovery, calls_in, calls_of, discovered, full_name
 from hap.synthesizer.rules import RULES, Call, Row
 
@@ -52,8 +53,9 @@ def discovered_text(op: str, model: str | None = None) -> str:
 def _calls(op: str, model: str | None) -> list[Call]:
     if model is None:
         return calls_of(op)
-    file = load_model_file(model)
-    model_and_batch = build_without_data(file, lambda text: None)
+    with started_as([model.rpartition(":")[0] or model]):
+        file = load_model_file(model)
+        model_and_batch = build_without_data(file, lambda text: None)
     graph = capture(*model_and_batch, file.loss, autocast=file.autocast)
     calls = calls_in(graph, op)
     if not calls:

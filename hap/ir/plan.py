@@ -273,7 +273,8 @@ class Plan:
             expected = self.graph.tensors[names[name]].shape[:pair]
             if tuple(entry.shape) != expected:
                 hint = "give the global batch that the plan was made for, or plan anew"
-                if tuple(entry.shape[1:]) == expected[1:] and len(entry) < expected[0]:
+                alike = 0 < entry.dim() == len(expected) and entry.shape[1:] == expected[1:]
+                if alike and len(entry) < expected[0]:
                     hint = "a plan is for full global batches: give DataLoader drop_last=True, or plan anew"
                 label = "the batch" if name == "*" else f"batch entry {name!r}"
                 raise PlanError(

@@ -17,6 +17,11 @@ from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, 
 AUTO = "auto"
 
 
+def goes_on(resume: str) -> bool:
+    """Return whether a run resumes from the newest checkpoint of its own folder."""
+    return resume == AUTO or resume.startswith(f"{AUTO}:")
+
+
 class Resumable(Protocol):
     """A training run that can load a checkpoint."""
 
@@ -43,8 +48,8 @@ class Checkpoints:
         folder: where they are saved.
         every: steps between two.
         keep: number of the newest that stay.
-        resume: ``auto`` for the newest complete one if there is any, ``auto:FOLDER`` for that of a folder
-            if there is none, ``no``, or one's folder.
+        resume: ``auto`` for the newest complete one if there is any, ``auto:FOLDER`` for that of another
+            folder unless its own has a later one, ``no``, or one's folder.
     """
 
     folder: str
@@ -73,7 +78,7 @@ class Checkpoints:
 
     def again(self) -> Checkpoints:
         """Return the checkpoints of a run that goes on where this one ended, or begins as it did."""
-        if self.resume.startswith(AUTO):
+        if goes_on(self.resume):
             return self
         return replace(self, resume=AUTO if self.resume == "no" else f"{AUTO}:{self.resume}")
 
@@ -102,12 +107,13 @@ class Checkpoints:
         """Return the checkpoint to resume from, and what is wrong with newer ones."""
         if self.resume == "no":
             return None
-        if not self.resume.startswith(AUTO):
+        if not goes_on(self.resume):
             return newest(self.resume)
-        if CheckpointFolder(self.folder).steps():
-            return newest(self.folder)
         first = self.resume.removeprefix(AUTO).removeprefix(":")
-        return newest(first) if first else None
+        found = [newest(first)] if first else []
+        if CheckpointFolder(self.folder).steps():
+            found.append(newest(self.folder))  # if both are of one step, this one
+        return max(reversed(found), key=lambda one: read_index(one[0])["step"], default=None)
 
     def _chosen(self, run: Resumable) -> dict[str, Any]:
         """Return what the first rank finds; other ranks may not see the newest folder yet.
