@@ -194,10 +194,8 @@ class HapModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_numbers", ()):
-            raise PlanError(
-                f"{name!r} is a number of the planned model, and a constant of the plan",
-                hint="keep what changes in a buffer, or in the batch",
-            )
+            what = f"{name!r} is a number of the planned model, and a constant of the plan"
+            raise PlanError(what, hint="keep what changes in a buffer, or in the batch")
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
