@@ -326,10 +326,9 @@ def compare(
                 floor = largest * FLOOR
             error = _error(wholes, reference, floor, like.dtype)
             allowed = ROOM * _error(own, reference, floor, like.dtype)
-            if (
-                allowed == INFINITE
-            ):  # the module itself overflows in its precision: compare with that
-                error, allowed = min(error, _error(wholes, like, floor, like.dtype)), 0.0
+            if allowed == INFINITE:  # the module itself overflows in its precision: or as that does
+                scale = max(map(_largest, alike[0][what].values())) * _floor(like.dtype, tolerance)
+                error, allowed = min(error, _error(wholes, like, scale, like.dtype)), 0.0
             ok = error <= max(tolerance, allowed)
             rows.append(ComparisonRow(tensor=name, what=label, error=error, ok=ok))
     return tuple(rows)

@@ -122,7 +122,9 @@ def test_sigterm_saves_and_ends(
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
-    found = re.fullmatch(r"SIGTERM: step (\d+) is saved; --resume auto continues from it\n", errors)
+    begun, saved = errors.splitlines()
+    assert begun.startswith("3 ranks under gloo on the CPU")
+    found = re.fullmatch(r"SIGTERM: step (\d+) is saved; --resume auto continues from it", saved)
     assert found
     assert CheckpointFolder(tmp_path / "c").steps() == [int(found[1])]
     assert _hap(planned, *options, "--resume", "auto").wait(120) == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hap.runtime import emulate
 from tests.fuzz.check import Outcome, check
 from tests.fuzz.grammar import recipes
-from tests.fuzz.recipe import HardwareModel, Recipe
+from tests.fuzz.recipe import Machine, Recipe
 
 SMALL = Recipe(
     params={"p0": (3, 4), "p1": (3,)},
@@ -25,7 +25,7 @@ SMALL = Recipe(
         "loss = F.cross_entropy(v0, x1)",
         "return loss",
     ),
-    devices=(HardwareModel("a", 1e9), HardwareModel("b", 3e9)),
+    devices=(Machine("a", 1e9), Machine("b", 3e9)),
 )
 
 

@@ -13,12 +13,12 @@ from hap.runtime.collectives import Comm
 from hap.runtime.emulate import run_ranks
 from hap.runtime.hap_module import emit
 from tests.fuzz.check import Outcome, check
-from tests.fuzz.recipe import HardwareModel, Recipe
+from tests.fuzz.recipe import Machine, Recipe
 from tests.random_plans import make_case, random_plan
 
 RIGHT = (Outcome.CLEAN, Outcome.DISCOVERED)
 
-TWO = (HardwareModel("a", 1e9), HardwareModel("a", 1e9))
+TWO = (Machine("a", 1e9), Machine("a", 1e9))
 
 
 def test_a_rank_that_goes_on_changes_nothing_that_another_still_reads() -> None:
