@@ -405,14 +405,8 @@ def verify(
         )  # fmt: skip
 
     def run(world_size: int, observer: Any) -> list[Any]:
-        args = (
-            plan.to_json(),
-            f"{file.path}:{file.function}",
-            dtype,
-            seed,
-            backend,
-            observer.draws,
-        )
+        spec = f"{file.path}:{file.function}"
+        args = (plan.to_json(), spec, dtype, seed, backend, observer.draws)
         if device == "cpu":
             return spawn(_observe_rank, world_size, args=args)
         return spawn(_observe_rank, world_size, args=args, backend="nccl", where=SharedGpus())

@@ -34,11 +34,8 @@ class RankBatchSampler(Sampler[list[int]]):
         self._global = plan.batch_size
         self._length, self._shuffle, self._seed, self._epoch = length, shuffle, seed, 0
         self._offset = 0
-        self._loaded = (
-            0,
-            0,
-            0,
-        )  # a position: batches since the first epoch began, epoch, samples of it
+        # A position: batches since the first epoch began, epoch, samples of it.
+        self._loaded = 0, 0, 0
 
     @property
     def epoch(self) -> int:

@@ -106,9 +106,8 @@ def join_group(
     device = torch.device("cpu")
     if "nccl" in backend:
         count = torch.cuda.device_count()
-        index = (
-            0 if launcher() == SRUN and count == 1 else local_rank
-        )  # srun may bind one GPU to each task
+        bound = launcher() == SRUN and count == 1  # srun may bind one GPU to each task
+        index = 0 if bound else local_rank
         if devices:
             index = _number(devices, own or devices[rank], count, index)
         if index >= count:

@@ -126,7 +126,7 @@ def test_a_chain_of_layers_has_no_view() -> None:
 
 
 def test_casts_of_the_backward_are_found_in_any_order_of_tensors() -> None:
-    """What ends the table of tensors, such as the new views, may be defined in the middle."""
+    """New views and aliases are at the end of the table, wherever the step defines them."""
     graph = capture(MODELS["chain"](), batch(), loss, autocast="bfloat16")
     assert {*graph.defined} == {*graph.tensors}
     found = widened_later(graph)

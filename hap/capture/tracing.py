@@ -149,7 +149,7 @@ def captured(
     layers = dynamo_private.in_one_piece(LAYERS, {**ctc.FUNCTIONS, **UNTRACED})
     kinds = repeated_kinds(step.module)
     parts = torch_private.attention_in_parts()
-    images = packed_in_one_call(step.module), features_scattered(step.module)
+    packed, scattered = packed_in_one_call(step.module), features_scattered(step.module)
     grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
     with (
         grad,
@@ -159,8 +159,8 @@ def captured(
         parts,
         experts_by_row(),
         layers,
-        images[0],
-        images[1],
+        packed,
+        scattered,
     ):
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()

@@ -259,7 +259,7 @@ def run(
             "--max-restarts, --elastic and --adapt without --checkpoint",
             hint="give --checkpoint DIR: what is started again resumes from there",
         )
-    if elastic and resume != "auto" and not resume.startswith("auto:"):
+    if elastic and job.checkpoints and not job.checkpoints.goes_on:
         raise InputError("--elastic without --resume auto", hint="give --resume auto as well")
     if nproc is None and launcher():
         (cli.elastic_run.run_elastic if elastic else cli.worker.run_as_rank)(job)

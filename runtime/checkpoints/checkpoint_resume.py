@@ -17,11 +17,6 @@ from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder, newest, 
 AUTO = "auto"
 
 
-def goes_on(resume: str) -> bool:
-    """Return whether a run resumes from the newest checkpoint of its own folder."""
-    return resume == AUTO or resume.startswith(f"{AUTO}:")
-
-
 class Resumable(Protocol):
     """A training run that can load a checkpoint."""
 
@@ -57,6 +52,11 @@ class Checkpoints:
     keep: int | None = 3
     resume: str = "no"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run resumes from the newest checkpoint of its own folder, if there is one."""
+        return self.resume == AUTO or self.resume.startswith(f"{AUTO}:")
+
     def check(self) -> None:
         """Check the folder before the ranks start.
 
@@ -78,7 +78,7 @@ class Checkpoints:
 
     def again(self) -> Checkpoints:
         """Return the checkpoints of a run that goes on where this one ended, or begins as it did."""
-        if goes_on(self.resume):
+        if self.goes_on:
             return self
         return replace(self, resume=AUTO if self.resume == "no" else f"{AUTO}:{self.resume}")
 
@@ -107,7 +107,7 @@ class Checkpoints:
         """Return the checkpoint to resume from, and what is wrong with newer ones."""
         if self.resume == "no":
             return None
-        if not goes_on(self.resume):
+        if not self.goes_on:
             return newest(self.resume)
         first = self.resume.removeprefix(AUTO).removeprefix(":")
         found = [newest(first)] if first else []
