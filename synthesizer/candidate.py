@@ -21,8 +21,8 @@ _WORTH = 1e-2
 _LITTLE = 5e-3
 """Skip the estimate if overlap could save less than this fraction of the step."""
 
-Merit = tuple[float, float]
-"""(lacking bytes of the rank that lacks most, seconds of a step)."""
+Objective = tuple[float, float]
+"""(lacking bytes of the rank that lacks most, seconds of a step); the least is the best."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,37 +86,37 @@ class Candidate:
         return not self._lacking(self._in_place).any() or not self.lacking_bytes.any()
 
     @property
-    def merit(self) -> Merit:
+    def objective(self) -> Objective:
         """Sort key of candidates: those that fit first, then the faster ones."""
         return float(self.lacking_bytes.max()), self.timeline.step_s
 
     @cached_property
-    def estimated_merit(self) -> Merit:
-        """An estimate of :attr:`merit` that is much cheaper to compute."""
+    def estimated_objective(self) -> Objective:
+        """An estimate of :attr:`objective` that is much cheaper to compute."""
         serial_s = self.serial.step_s
-        if not self.overlap or serial_s <= self.least_merit[1] * (1 + _LITTLE):
-            return self.least_merit[0], serial_s
-        return self.least_merit[0], self._orders.estimate_s()
+        if not self.overlap or serial_s <= self.least_objective[1] * (1 + _LITTLE):
+            return self.least_objective[0], serial_s
+        return self.least_objective[0], self._orders.estimate_s()
 
     @property
-    def serial_merit(self) -> Merit:
-        """:attr:`merit` with nothing overlapped."""
+    def serial_objective(self) -> Objective:
+        """:attr:`objective` with nothing overlapped."""
         return float(self.serial_lacking_bytes.max()), self.serial.step_s
 
     @cached_property
-    def least_merit(self) -> Merit:
-        """The larger of computing and communicating; rarely above :attr:`estimated_merit`."""
+    def least_objective(self) -> Objective:
+        """The larger of computing and communicating; rarely above :attr:`estimated_objective`."""
         busiest_s = max(float(self.serial.compute_s.max()), self.serial.communicate_s)
         return float(self.serial_lacking_bytes.max()), busiest_s
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the least by :attr:`Candidate.estimated_merit`; most candidates need no estimate."""
+    """Return the least by :attr:`Candidate.estimated_objective`; most candidates need no estimate."""
     best: Candidate | None = None
-    for candidate in sorted(candidates, key=lambda c: c.least_merit):
-        if best is not None and candidate.least_merit >= best.estimated_merit:
+    for candidate in sorted(candidates, key=lambda c: c.least_objective):
+        if best is not None and candidate.least_objective >= best.estimated_objective:
             break
-        if best is None or candidate.estimated_merit < best.estimated_merit:
+        if best is None or candidate.estimated_objective < best.estimated_objective:
             best = candidate
     if best is None:
         raise ValueError("no candidates")

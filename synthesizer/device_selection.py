@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hap.background import BackgroundTask, background_task, each
 from hap.cluster.topology import Cluster
 from hap.errors import HapError
-from hap.other_process import Ahead, ahead, each
-from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.candidate import Candidate, Objective, fastest
 from hap.synthesizer.synthesize import Searched, Synthesizer, proportional_shares
 
 Ranks = tuple[int, ...]
@@ -45,23 +45,23 @@ class Selection:
 
 
 @dataclass(slots=True)
-class PartAhead:
+class PartTask:
     """The search on a part of the cluster in another process; ``tell`` hears of its ``first`` pair."""
 
     synthesizer: Synthesizer
     left: Ranks
-    process: Ahead[Searched]
-    tell: Callable[[Merit], None]
+    process: BackgroundTask[Searched]
+    tell: Callable[[Objective], None]
     first: Selection | None = None
 
-    def rival(self) -> Merit | None:
-        """Return the estimated merit of the search's first pair, without waiting for its end."""
+    def rival(self) -> Objective | None:
+        """Return the estimated objective of the search's first pair, without waiting for its end."""
         with contextlib.suppress(HapError):  # no program there is no rival
-            said = self.process.said()
+            said = self.process.first()
             pair = self.synthesizer.judge(*said) if said else self.synthesizer.first
             self.first = Selection(synthesizer=self.synthesizer, pair=pair, left=self.left)
-            self.tell(pair.merit)
-        return self.first.pair.estimated_merit if self.first else None
+            self.tell(pair.objective)
+        return self.first.pair.estimated_objective if self.first else None
 
     @property
     def selection(self) -> Selection:
@@ -71,16 +71,16 @@ class PartAhead:
 
 
 @contextlib.contextmanager
-def fastest_kind_ahead(
-    whole: Synthesizer, keep: frozenset[int], tell: Callable[[Merit], None]
-) -> Iterator[PartAhead | None]:
+def fastest_kind_task(
+    whole: Synthesizer, keep: frozenset[int], tell: Callable[[Objective], None]
+) -> Iterator[PartTask | None]:
     """Search on the fastest kind of devices, often the best part, unless that leaves out ``keep``."""
     speed = np.round(whole.hardware.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
     if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
-        with ahead(part.searched) as process:
-            yield PartAhead(part, _others(whole, kept), process, tell)
+        with background_task(part.searched) as process:
+            yield PartTask(part, _others(whole, kept), process, tell)
     else:
         yield None
 
@@ -88,7 +88,7 @@ def fastest_kind_ahead(
 def select_devices(
     whole: Synthesizer, best: Candidate, known: Sequence[Selection],
     progress: Callable[[str], None] = lambda text: None, keep: frozenset[int] = frozenset(),
-    part: PartAhead | None = None, promise: Callable[[Cluster], None] = lambda part: None,
+    part: PartTask | None = None, promise: Callable[[Cluster], None] = lambda part: None,
 ) -> Selection:  # fmt: skip
     """The fastest selection of devices.
 
@@ -114,8 +114,8 @@ def select_devices(
     estimated = [judged[s.left] for s in few if s.left in judged]
     estimated += all_balanced([s for s in few if s.left not in judged])
     estimated += [part.first] if part and part.first else []
-    promising = _best(estimated, lambda pair: pair.estimated_merit) if estimated else None
-    if promising and promising.pair.estimated_merit < best.estimated_merit:
+    promising = _best(estimated, lambda pair: pair.estimated_objective) if estimated else None
+    if promising and promising.pair.estimated_objective < best.estimated_objective:
         progress(f"searching without {len(promising.left)} devices that cost more than they bring")
         promise(promising.synthesizer.cluster)
         if part and promising.left == part.left:
@@ -127,31 +127,32 @@ def select_devices(
         found.append(replace(searched, pair=pair))
     if part:
         part.process.stop()
-    return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.merit)
+    return _best([s for s in found if not keep & {*s.left}], lambda pair: pair.objective)
 
 
 def _fastest_of(rough: Sequence[Selection]) -> list[Selection]:
     """The :data:`MOST` fastest, with an estimate for those alone that may be among them."""
     found: list[tuple[tuple[bool, float], int, Selection]] = []
     full = [_overfull(s) for s in rough]
-    least = [(full[k], s.pair.least_merit[1]) for k, s in enumerate(rough)]
+    least = [(full[k], s.pair.least_objective[1]) for k, s in enumerate(rough)]
     for k in sorted(range(len(rough)), key=least.__getitem__):
         if len(found) == MOST and least[k] > found[-1][0]:
             break
-        found = sorted([*found, ((full[k], rough[k].pair.estimated_merit[1]), k, rough[k])])[:MOST]
+        estimated_s = rough[k].pair.estimated_objective[1]
+        found = sorted([*found, ((full[k], estimated_s), k, rough[k])])[:MOST]
     return [selection for *_, selection in found]
 
 
 def _best(
-    found: Sequence[Selection], merit: Callable[[Candidate], tuple[float, float]]
+    found: Sequence[Selection], objective: Callable[[Candidate], tuple[float, float]]
 ) -> Selection:
     """The one with the fewest devices among those about as fast as the fastest."""
-    lacking, step_s = min(merit(s.pair) for s in found)
+    lacking, step_s = min(objective(s.pair) for s in found)
     close = [
         s for s in found
-        if merit(s.pair)[0] == lacking and merit(s.pair)[1] <= step_s * CLOSE
+        if objective(s.pair)[0] == lacking and objective(s.pair)[1] <= step_s * CLOSE
     ]  # fmt: skip
-    return min(close, key=lambda s: (s.devices, merit(s.pair)))
+    return min(close, key=lambda s: (s.devices, objective(s.pair)))
 
 
 def subsets(whole: Synthesizer, best: Candidate) -> Iterator[Ranks]:

@@ -18,14 +18,14 @@ from hap.ir.mesh import is_mesh
 from hap.ir.prediction import Alternative, Prediction
 from hap.synthesizer.axis_roles import batch_axis
 from hap.synthesizer.baselines import METHODS, baselines
-from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.candidate import Candidate, Objective, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import (
-    PartAhead,
+    PartTask,
     Ranks,
     Selection,
-    fastest_kind_ahead,
+    fastest_kind_task,
     on_one_device,
     select_devices,
     without_slowest,
@@ -42,7 +42,7 @@ from hap.synthesizer.stages.stage_prediction import predict_pipeline, stage_boun
 from hap.synthesizer.stages.stage_search import Pipeline, StageSearch
 from hap.synthesizer.synthesize import Synthesizer
 from hap.synthesizer.two_axes import MeshCandidate, best_on_mesh
-from hap.synthesizer.two_axes_ahead import TwoAxesAhead, searched_ahead
+from hap.synthesizer.two_axes_task import TwoAxesTask, two_axes_task
 from hap.units import format_bytes, format_seconds
 
 Progress = Callable[[str], None]
@@ -113,7 +113,7 @@ def choose_in_space(
         return choose(whole, cluster, states, options, progress)
     except TooEntangledError:
         by_a_star = _synthesizer(whole, cluster, states, options, bound)
-        beaten = by_a_star.first.estimated_merit
+        beaten = by_a_star.first.estimated_objective
     space, left = whole, NARROW[0]
     for narrow, now in enumerate(NARROW[1:], 1):
         if not by_a_star.gap:
@@ -125,7 +125,7 @@ def choose_in_space(
         left = now
         with contextlib.suppress(TooEntangledError):
             narrower = _synthesizer(space, cluster, states, options, None)
-            if narrower.first.estimated_merit > beaten:
+            if narrower.first.estimated_objective > beaten:
                 break  # even narrower ones are no better
             return choose(space, cluster, states, options, progress, narrower)
     progress("the graph is too entangled for the exact search; now with everything free, by A*")
@@ -172,15 +172,15 @@ def choose(
     known: list[Selection] = []
     try:
         with contextlib.ExitStack() as stack:
-            begun = _Begun(stack, synthesizer, optimizer_states, options)
-            return _searched(synthesizer, optimizer_states, options, progress, known, begun)
+            tasks = _Tasks(stack, synthesizer, optimizer_states, options)
+            return _searched(synthesizer, optimizer_states, options, progress, known, tasks)
     except PlanningStopped as stop:
         if options.mesh or not (known or synthesizer.found):
             raise
         return _so_far(synthesizer, known, stop)
 
 
-class _Begun:
+class _Tasks:
     """Searches in other processes: on the fastest kind, and over two axes; ``stack`` ends them."""
 
     def __init__(
@@ -189,28 +189,28 @@ class _Begun:
     ) -> None:  # fmt: skip
         self._stack, self._synthesizer = stack, synthesizer
         self._states, self._options = optimizer_states, options
-        self.part: PartAhead | None = None
+        self.part: PartTask | None = None
         if not options.all_devices and not options.mesh:
             keep = _ranks(synthesizer.cluster, options.keep)
-            self.part = stack.enter_context(fastest_kind_ahead(synthesizer, keep, self.tell))
-        self.two_axes: dict[Cluster, TwoAxesAhead] = {}
-        self._merit: Merit | None = None
+            self.part = stack.enter_context(fastest_kind_task(synthesizer, keep, self.tell))
+        self.two_axes: dict[Cluster, TwoAxesTask] = {}
+        self._objective: Objective | None = None
         self.begin_two_axes(synthesizer.cluster)
 
     def begin_two_axes(self, on: Cluster) -> None:
         """Begin the search over two mesh axes on a cluster, if that will be long."""
         whole, options = self._synthesizer, self._options
         if whole.is_long and options.mesh is None and _mesh_is_searched(whole, on, options):
-            search = searched_ahead(whole.space, on, self._states, whole.engine)
+            search = two_axes_task(whole.space, on, self._states, whole.engine)
             self.two_axes[on] = self._stack.enter_context(search)
-            if self._merit:
-                self.two_axes[on].tell(self._merit)
+            if self._objective:
+                self.two_axes[on].tell(self._objective)
 
-    def tell(self, merit: Merit) -> None:
+    def tell(self, objective: Objective) -> None:
         """Tell all searches over two axes of a plan."""
-        self._merit = min(self._merit or merit, merit)
+        self._objective = min(self._objective or objective, objective)
         for search in self.two_axes.values():
-            search.tell(self._merit)
+            search.tell(self._objective)
 
 
 def _so_far(
@@ -219,7 +219,7 @@ def _so_far(
     """The best pair of a search that was stopped, without baselines and bounds."""
     if not known:
         known = [Selection(synthesizer=synthesizer, pair=fastest(synthesizer.found))]
-    chosen = min(known, key=lambda s: s.pair.merit)
+    chosen = min(known, key=lambda s: s.pair.objective)
     if not chosen.pair.fits:
         raise stop
     cost = chosen.synthesizer.cost(chosen.pair)
@@ -231,22 +231,22 @@ def _so_far(
 
 def _searched(
     synthesizer: Synthesizer, optimizer_states: int, options: PlanOptions, progress: Progress,
-    known: list[Selection], begun: _Begun,
+    known: list[Selection], tasks: _Tasks,
 ) -> PlannedPair:  # fmt: skip
     """The best pair of the whole search.
 
     Args:
         known: gets the pairs that a search which is stopped may return.
-        begun: searches in other processes.
+        tasks: searches in other processes.
     """
     space, cluster, graph = synthesizer.space, synthesizer.cluster, synthesizer.space.graph
-    best = synthesizer.best(progress, begun.part.rival if begun.part else None)
+    best = synthesizer.best(progress, tasks.part.rival if tasks.part else None)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     progress("judging the alternatives")
     beside = baselines(space, cluster, optimizer_states, every=options.compare)
     others = [c for c in beside.values() if isinstance(c, Candidate) and not options.pins]
-    best = min([best, *others], key=lambda c: c.merit)
-    begun.tell(best.merit)
+    best = min([best, *others], key=lambda c: c.objective)
+    tasks.tell(best.objective)
     known.append(Selection(synthesizer=synthesizer, pair=best))
     selections = _fewer_devices(synthesizer, best)
     left: Ranks = ()
@@ -255,7 +255,7 @@ def _searched(
         keep = _ranks(cluster, options.keep)
         judged = [] if options.pins else list(selections.values())  # on one device all is whole
         chosen = select_devices(
-            synthesizer, best, judged, progress, keep, begun.part, begun.begin_two_axes
+            synthesizer, best, judged, progress, keep, tasks.part, tasks.begin_two_axes
         )
         synthesizer, best, left = chosen.synthesizer, chosen.pair, chosen.left
         known[:] = [chosen]
@@ -265,7 +265,7 @@ def _searched(
         progress(f"a search was cut short, at most {synthesizer.gap:.2%} above the cheapest cost")
     fewer = {name: (_named(cluster, s), s.pair) for name, s in selections.items()}
     notes = {method.name: method.note for method in METHODS} if options.compare else {}
-    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, begun)
+    two = _on_two_axes(synthesizer, cluster, optimizer_states, options, best, progress, tasks)
     fastest_pair = two.pair if two else best
     search, why_not = _stage_search(synthesizer, cluster, optimizer_states, options, progress)
     staged = _in_stages(search, fastest_pair, progress) if search else None
@@ -379,7 +379,7 @@ def _mesh_is_searched(synthesizer: Synthesizer, cluster: Cluster, options: PlanO
 
 def _on_two_axes(
     synthesizer: Synthesizer, cluster: Cluster, optimizer_states: int, options: PlanOptions,
-    best: Candidate, progress: Progress, begun: _Begun,
+    best: Candidate, progress: Progress, tasks: _Tasks,
 ) -> MeshCandidate | None:  # fmt: skip
     """The best pair over two mesh axes if it is asked for, or faster than ``best``.
 
@@ -388,11 +388,11 @@ def _on_two_axes(
     cut_short = options.mesh is None and not options.pins and synthesizer.engine is bound
     if cut_short and is_mesh(cluster):
         progress("two mesh axes are searched only with --mesh: searches would be cut short")
-    limit = None if options.mesh else best.merit
+    limit = None if options.mesh else best.objective
 
     def found_on(part: Cluster) -> MeshCandidate | None:
-        if part in begun.two_axes and limit:
-            return begun.two_axes[part].best(limit, progress)
+        if part in tasks.two_axes and limit:
+            return tasks.two_axes[part].best(limit, progress)
         return best_on_mesh(
             synthesizer.space, part, optimizer_states, synthesizer.engine, progress,
             lambda: limit, synthesizer.exponent,
@@ -403,10 +403,10 @@ def _on_two_axes(
         if _mesh_is_searched(synthesizer, part, options)
     ]  # fmt: skip
     found = [found_on(part) for part in parts]
-    two = min((c for c in found if c), key=lambda c: c.pair.merit, default=None)
+    two = min((c for c in found if c), key=lambda c: c.pair.objective, default=None)
     if two is None and options.mesh:
         raise InputError("no program leaves every machine a share", hint="plan over one axis")
-    return two if two and (options.mesh or two.pair.merit < best.merit) else None
+    return two if two and (options.mesh or two.pair.objective < best.objective) else None
 
 
 def _must_fit(

@@ -36,7 +36,7 @@ def aligned(synthesizer: Synthesizer, pair: Candidate) -> Candidate:
         return pair
     found = replace(synthesizer.judge(pair.program, shares), overlap=pair.overlap)
     most_s = pair.timeline.step_s * (1 + _WORTH)
-    return found if found.merit <= (pair.merit[0], most_s) else pair
+    return found if found.objective <= (pair.objective[0], most_s) else pair
 
 
 def blocks(graph: Graph, axes: Axes) -> dict[str, int]:

@@ -12,12 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
+from hap.background import Caller, background_task, each
 from hap.cluster.topology import Cluster
 from hap.errors import InputError, NoProgramError, SearchLimitError, TooEntangledError
 from hap.ir.axes import Axes, Shares
 from hap.ir.placement import Placement, R
 from hap.ir.program import Program
-from hap.other_process import Told, ahead, each
 from hap.synthesizer.bounds.branching import Branching, busiest_axis
 from hap.synthesizer.bounds.lower_bound import (
     AnyShares,
@@ -26,7 +26,7 @@ from hap.synthesizer.bounds.lower_bound import (
     Relaxation,
     Relaxed,
 )
-from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.candidate import Candidate, Objective, fastest
 from hap.synthesizer.cost.cost_model import CostModel, Crossing
 from hap.synthesizer.cost.hardware_model import HardwareModel, PerRank
 from hap.synthesizer.cost.serial_cost import choose_implementations, simulate
@@ -133,12 +133,12 @@ class Synthesizer:
 
     def best(
         self, progress: Callable[[str], None] = lambda text: None,
-        rival: Callable[[], Merit | None] | None = None,
+        rival: Callable[[], Objective | None] | None = None,
     ) -> Candidate:  # fmt: skip
         """Return the best pair over all starts, even if it exceeds the memory.
 
         The programs behind the lower bounds are starts as well. If the first start is :data:`FAR`
-        behind the merit that ``rival`` returns, of other devices, it is the only one.
+        behind the objective that ``rival`` returns, of other devices, it is the only one.
 
         Raises:
             HapError: the allowed placements admit no program, or the engine finds none.
@@ -160,9 +160,9 @@ class Synthesizer:
         if rival:  # a bound that may be useless would take the core of the rival's search
             alternate(next(starts), "start 1")
             if (beaten := rival()) and not beaten[0]:
-                behind = fastest(found).estimated_merit[1] > beaten[1] * FAR
+                behind = fastest(found).estimated_objective[1] > beaten[1] * FAR
         if not behind:
-            with ahead(lambda told: self.relaxed, apart=self.is_long) as bounding:
+            with background_task(lambda caller: self.relaxed, apart=self.is_long) as bounding:
                 for number, shares in enumerate(starts, 2 if rival else 1):
                     if number == 3 and fastest(found).fits:
                         break  # the start by memory is needed only if memory is short
@@ -190,14 +190,14 @@ class Synthesizer:
         """Search from the programs of the lower bound, and from parts of the cluster if it is far."""
         found, best, programs = self.found, fastest(self.found), self.relaxed.programs
         if best.fits:
-            programs = tuple(p for p in programs if self._links_s(p) < best.estimated_merit[1])
+            programs = tuple(p for p in programs if self._links_s(p) < best.estimated_objective[1])
         under = [self._under(p, best.shares) for p in programs]
         balanced = each(self.balance, under, apart=self.is_long)
         for pair, shares in zip(under, balanced, strict=True):
             found.append(self.judge(pair.program, shares))
             if found[-1] is fastest(found):
                 alternate(shares, "the program of the lower bound")
-        far = self.relaxed.bound_s < fastest(found).estimated_merit[1] * (1 - WIDE)
+        far = self.relaxed.bound_s < fastest(found).estimated_objective[1] * (1 - WIDE)
         if self._slow or not far:
             return
         if probes := [self.probe(shares) for shares in self.subset_starts()]:
@@ -206,9 +206,9 @@ class Synthesizer:
             if fastest(found) in found[-2:]:
                 alternate(found[-1].shares, "a part of the cluster")
 
-    def searched(self, told: Told) -> Searched:
+    def searched(self, caller: Caller) -> Searched:
         """Return the best pair in a form for another process; say the first one before."""
-        told.say((self.first.program, self.first.shares))
+        caller.tell((self.first.program, self.first.shares))
         best = self.best()
         return Searched(
             program=best.program, shares=best.shares, gap=self.gap, exponent=self.exponent,
@@ -301,9 +301,9 @@ class Synthesizer:
 
         exponent = lowest_fitting(fits, LOWEST_PRICE, short.highest, self.exponent)
         self.exponent = short.highest if exponent is None else exponent
-        return min(found, key=self._merit)
+        return min(found, key=self._objective)
 
-    def _merit(self, pair: Candidate) -> Merit:
+    def _objective(self, pair: Candidate) -> Objective:
         return float(self._lacking(pair).max()), pair.serial.step_s
 
     def _lacking(self, pair: Candidate) -> PerRank:
@@ -417,7 +417,7 @@ def proportional_shares(axes: Axes, weights: PerRank) -> Shares:
 
 def _moved(before: Candidate, after: Candidate) -> bool:
     """Return whether new shares of a program shorten its step, or change its excess of memory."""
-    (lack, step_s), (new_lack, new_step_s) = before.serial_merit, after.serial_merit
+    (lack, step_s), (new_lack, new_step_s) = before.serial_objective, after.serial_objective
     return lack != new_lack or new_step_s < step_s * (1 - _SETTLED)
 
 

@@ -18,7 +18,7 @@ from hap.ir.mesh import Mesh, origin
 from hap.ir.placement import Placement
 from hap.ir.program import Program
 from hap.synthesizer.baselines import data_parallel, expert_parallel, sharded_storage
-from hap.synthesizer.candidate import Candidate, Merit, fastest
+from hap.synthesizer.candidate import Candidate, Objective, fastest
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.mesh_cost import Between, mesh_cost
 from hap.synthesizer.pins import pinned
@@ -111,13 +111,13 @@ class InsideSynthesizer(Synthesizer):
 def best_on_mesh(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine = eliminate,
     progress: Callable[[str], None] = lambda text: None,
-    beat: Callable[[], Merit | None] = lambda: None,
+    beat: Callable[[], Objective | None] = lambda: None,
     exponent: int | None = None, allowed: Allowed | None = None, ways: Sequence[str] = WAYS,
 ) -> MeshCandidate | None:  # fmt: skip
     """Return the best pair of programs over the two axes; ``None`` if there is none.
 
     Args:
-        beat: the merit of a known candidate. Programs between machines are skipped if their
+        beat: the objective of a known candidate. Programs between machines are skipped if their
             optimistic time, with each machine as one device, is not below it.
         exponent: first guess of the price of memory.
         allowed: restricts the placements between machines.
@@ -126,11 +126,11 @@ def best_on_mesh(
     mesh = Mesh(cluster)
     found: list[MeshCandidate] = []
     pairs = list(_between(space, mesh, optimizer_states, engine, progress, exponent, allowed, ways))
-    for name, pair in sorted(pairs, key=lambda named: named[1].least_merit[0] > 0):
+    for name, pair in sorted(pairs, key=lambda named: named[1].least_objective[0] > 0):
         limit = beat()
-        if limit and pair.least_merit >= limit:
+        if limit and pair.least_objective >= limit:
             continue
-        if pair.least_merit[0] and any(not c.pair.least_merit[0] for c in found):
+        if pair.least_objective[0] and any(not c.pair.least_objective[0] for c in found):
             continue  # it lacks memory even with each machine as one device
         progress(f"search inside the machines, {name} between them")
         between = Between(mesh=mesh, graph=space.graph, program=pair.program, shares=_used(pair))
@@ -146,15 +146,15 @@ def best_on_mesh(
     return _fastest(found, beat())
 
 
-def _fastest(found: Sequence[MeshCandidate], limit: Merit | None) -> MeshCandidate | None:
-    """Return the one of the least merit that may be below ``limit``; schedules take long."""
+def _fastest(found: Sequence[MeshCandidate], limit: Objective | None) -> MeshCandidate | None:
+    """Return the one of the least objective that may be below ``limit``; schedules take long."""
     best = None
-    for candidate in sorted(found, key=lambda c: c.pair.least_merit):
-        if limit and candidate.pair.least_merit >= limit:
+    for candidate in sorted(found, key=lambda c: c.pair.least_objective):
+        if limit and candidate.pair.least_objective >= limit:
             break  # even with all communication hidden
-        merit = candidate.pair.merit
-        if best is None or not limit or merit < limit:
-            best, limit = candidate, min(limit or merit, merit)
+        objective = candidate.pair.objective
+        if best is None or not limit or objective < limit:
+            best, limit = candidate, min(limit or objective, objective)
     return best
 
 

@@ -74,7 +74,7 @@ def test_no_plan_is_slower_than_any_baseline(model: str, on: str) -> None:
     found = [Synthesizer(space_of(model), CLUSTERS[on], 2).best()]
     usual = {method.name for method in METHODS if method.usual}
     found += [c for n, c in made(model, on).items() if n in usual and isinstance(c, Candidate)]
-    plan = min(found, key=lambda c: c.merit)
+    plan = min(found, key=lambda c: c.objective)
     for name, other in made(model, on).items():
         if isinstance(other, Candidate) and other.fits:
             assert plan.timeline.step_s <= other.timeline.step_s * (1 + 1e-9), name

@@ -44,21 +44,21 @@ def test_the_most_promising_parts_need_few_estimates() -> None:
         rough = [rough_part(rng.randint(0, 9), rng.randint(0, 3), k, asked) for k in range(12)]
         found = [s.left[0] for s in _fastest_of(rough)]
         asked, seen = [], list(asked)
-        order = sorted(range(12), key=lambda k: rough[k].pair.estimated_merit[1])
+        order = sorted(range(12), key=lambda k: rough[k].pair.estimated_objective[1])
         assert found == order[:MOST]
         assert set(found) <= set(seen)
-        last = rough[found[-1]].pair.estimated_merit[1]
-        assert all(rough[k].pair.least_merit[1] <= last for k in seen)
+        last = rough[found[-1]].pair.estimated_objective[1]
+        assert all(rough[k].pair.least_objective[1] <= last for k in seen)
 
 
 def rough_part(least: int, more: int, number: int, asked: list[int]) -> Any:
     class Pair(SimpleNamespace):
         @property
-        def estimated_merit(self) -> tuple[float, int]:
+        def estimated_objective(self) -> tuple[float, int]:
             asked.append(number)
             return 0.0, least + more
 
-    pair = Pair(least_merit=(0.0, least), serial=SimpleNamespace(peak_bytes=np.zeros(2)))
+    pair = Pair(least_objective=(0.0, least), serial=SimpleNamespace(peak_bytes=np.zeros(2)))
     part = SimpleNamespace(cluster=cluster(device(0), device(1)))
     return SimpleNamespace(synthesizer=part, pair=pair, left=(number,))
 
@@ -106,7 +106,7 @@ def test_searches_in_other_processes_change_no_plan(
     """Slow devices are left out, so that the searches on the fast ones count."""
     monkeypatch.setattr("hap.synthesizer.synthesize.LONG", 0)
     apart = planned(1024, 512, 31, on)
-    monkeypatch.setattr("hap.other_process._has_core", lambda: False)
+    monkeypatch.setattr("hap.background._has_core", lambda: False)
     here = planned(1024, 512, 31, on)
     assert apart.program == here.program and apart.shares == here.shares
     assert apart.prediction == here.prediction
@@ -122,7 +122,7 @@ def test_a_search_far_behind_its_rival_is_brief(step_s: float, starts: int) -> N
     pair = synthesizer.best(said.append, lambda: (0.0, step_s))
     assert len({text.split(",")[0] for text in said if "from start" in text}) == starts
     assert ("bounding the step from below" in said) == (starts > 1)
-    assert pair.fits and synthesizer.relaxed.bound_s <= pair.estimated_merit[1]
+    assert pair.fits and synthesizer.relaxed.bound_s <= pair.estimated_objective[1]
 
 
 def test_a_rival_without_room_is_none() -> None:

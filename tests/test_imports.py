@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 HOMES = {"profiler", "synthesizer", "runtime"}
 
 BASE = {"hap.complex_tensors", "hap.errors", "hap.files", "hap.gc_pause", "hap.launchers", "hap.run_log",
-        "hap.other_process", "hap.units"}  # fmt: skip
+        "hap.background", "hap.units"}  # fmt: skip
 """Modules of ``hap`` that import nothing of the product but each other."""
 
 FOLDERS = {

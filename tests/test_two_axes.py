@@ -26,7 +26,7 @@ from hap.ir.plan import Plan
 from hap.ir.program import Compute, Value
 from hap.runtime.verify import verify
 from hap.synthesizer.baselines import data_parallel
-from hap.synthesizer.candidate import Merit
+from hap.synthesizer.candidate import Objective
 from hap.synthesizer.cost.cost_model import CostModel
 from hap.synthesizer.cost.hardware_model import HardwareModel
 from hap.synthesizer.cost.serial_cost import simulate
@@ -45,7 +45,7 @@ from hap.synthesizer.two_axes import (
     _used,
     best_on_mesh,
 )
-from hap.synthesizer.two_axes_ahead import searched_ahead
+from hap.synthesizer.two_axes_task import two_axes_task
 from tests.random_plans import (
     Case,
     RandomPrices,
@@ -251,24 +251,24 @@ def test_the_search_in_another_process_finds_the_same_pair() -> None:
     expected = best_on_mesh(case.space, cluster, 2)
     assert expected is not None
     reports: list[str] = []
-    with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
+    with two_axes_task(case.space, cluster, 2, eliminate) as ahead:
         found = ahead.best((math.inf, math.inf), reports.append)
     assert found is not None and reports
-    assert found.pair.merit == expected.pair.merit
+    assert found.pair.objective == expected.pair.objective
     assert found.pair.program == expected.pair.program
     assert found.between.program == expected.between.program
-    with searched_ahead(case.space, cluster, 2, eliminate) as ahead:
-        assert ahead.best(expected.pair.merit, reports.append) is None, "no better than that"
+    with two_axes_task(case.space, cluster, 2, eliminate) as ahead:
+        assert ahead.best(expected.pair.objective, reports.append) is None, "no better than that"
 
 
 def test_the_programs_between_machines_can_be_searched_apart() -> None:
     case, cluster = benchmark_case("mlp", "tiny"), machines((3.0, 1.0), (2.0, 1.0))
 
-    def searched(*ways: str) -> tuple[list[str], Merit]:
+    def searched(*ways: str) -> tuple[list[str], Objective]:
         reports: list[str] = []
         found = best_on_mesh(case.space, cluster, 2, progress=reports.append, ways=ways)
         assert found is not None
-        return reports, found.pair.merit
+        return reports, found.pair.objective
 
     (first, one), (second, other), (both, best) = (
         searched(*ways) for ways in (WAYS[:1], WAYS[1:], WAYS)
@@ -283,23 +283,23 @@ def test_the_fastest_pair_is_found_by_few_schedules() -> None:
 
     class Pair:
         def __init__(self) -> None:
-            self.least_merit = float(rng.randrange(2)), rng.random()
-            self._merit = self.least_merit[0], self.least_merit[1] + rng.random()
+            self.least_objective = float(rng.randrange(2)), rng.random()
+            self._objective = self.least_objective[0], self.least_objective[1] + rng.random()
 
         @property
-        def merit(self) -> tuple[float, float]:
+        def objective(self) -> tuple[float, float]:
             nonlocal made
             made += 1
-            return self._merit
+            return self._objective
 
     for _ in range(200):
         found: list[Any] = [SimpleNamespace(pair=Pair()) for _ in range(4)]
         limit = rng.choice([None, (0.0, 0.5), (0.0, 1.5)])
-        best, least = _fastest(found, limit), min(c.pair._merit for c in found)
+        best, least = _fastest(found, limit), min(c.pair._objective for c in found)
         if limit and least >= limit:
-            assert best is None or best.pair._merit >= limit
+            assert best is None or best.pair._objective >= limit
         else:
-            assert best is not None and best.pair._merit == least
+            assert best is not None and best.pair._objective == least
     assert made < 4 * 200 * 3 // 4
 
 

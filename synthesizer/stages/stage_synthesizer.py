@@ -101,7 +101,7 @@ class StageSynthesizer(Synthesizer):
         pair = self.search(next(self.starts()))
         if self.cluster.world_size > 1:
             pair = self.search(self.balance(pair))
-            pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._merit)
+            pair = min((pair, self.judge(pair.program, self.balance(pair))), key=self._objective)
         program, shares = of_microbatch(pair)
         if not buckets:
             return program, shares

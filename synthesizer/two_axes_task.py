@@ -12,12 +12,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hap.background import BackgroundTask, Caller, background_task
 from hap.cluster.topology import Cluster
 from hap.ir.axes import Shares
 from hap.ir.mesh import Mesh
 from hap.ir.program import Program
-from hap.other_process import Ahead, Told, ahead
-from hap.synthesizer.candidate import Merit
+from hap.synthesizer.candidate import Objective
 from hap.synthesizer.cost.mesh_cost import Between
 from hap.synthesizer.device_selection import CLOSE
 from hap.synthesizer.search.program_space import Space
@@ -26,38 +26,38 @@ from hap.synthesizer.two_axes import WAYS, InsideSynthesizer, MeshCandidate, bes
 
 Pair = tuple[Program, Shares]
 
-Found = tuple[list[Pair], Merit | None, list[str]]
-"""The programs between and inside the machines, if any; their merit; what the search reported."""
+Found = tuple[list[Pair], Objective | None, list[str]]
+"""The programs between and inside the machines, if any; their objective; what the search reported."""
 
 
 @dataclass(frozen=True, slots=True)
-class TwoAxesAhead:
+class TwoAxesTask:
     """A search that has begun."""
 
     space: Space
     cluster: Cluster
     states: int
     engine: Engine
-    processes: tuple[Ahead[Found], ...]
+    processes: tuple[BackgroundTask[Found], ...]
 
-    def tell(self, merit: Merit) -> None:
+    def tell(self, objective: Objective) -> None:
         """Tell the search of a plan; the one that it has to beat is at most :data:`CLOSE` slower."""
-        self._tell((merit[0], merit[1] * CLOSE))
+        self._tell((objective[0], objective[1] * CLOSE))
 
-    def _tell(self, merit: Merit) -> None:
+    def _tell(self, objective: Objective) -> None:
         for process in self.processes:
-            process.tell(merit)
+            process.tell(objective)
 
-    def best(self, beat: Merit, progress: Callable[[str], None]) -> MeshCandidate | None:
+    def best(self, beat: Objective, progress: Callable[[str], None]) -> MeshCandidate | None:
         """Return the best pair of programs if it beats ``beat``; wait for the search."""
         best: list[Pair] = []
         for process in self.processes:
             self._tell(beat)
-            pairs, merit, reports = process.result()
+            pairs, objective, reports = process.result()
             for text in reports:
                 progress(text)
-            if merit is not None and merit < beat:
-                best, beat = pairs, merit
+            if objective is not None and objective < beat:
+                best, beat = pairs, objective
         if not best:
             return None
         (program, shares), (inner, inner_shares) = best
@@ -69,24 +69,24 @@ class TwoAxesAhead:
 
 
 @contextlib.contextmanager
-def searched_ahead(
+def two_axes_task(
     space: Space, cluster: Cluster, optimizer_states: int, engine: Engine
-) -> Iterator[TwoAxesAhead]:
+) -> Iterator[TwoAxesTask]:
     """Search in another process inside the context."""
 
-    def search(ways: Sequence[str], told: Told) -> Found:
+    def search(ways: Sequence[str], caller: Caller) -> Found:
         reports: list[str] = []
         best = best_on_mesh(
-            space, cluster, optimizer_states, engine, reports.append, told, ways=ways
+            space, cluster, optimizer_states, engine, reports.append, caller.latest, ways=ways
         )
         pairs = (best.between, best.pair) if best else ()
-        merit = best.pair.merit if best else None
-        return [(c.program, dict(c.shares)) for c in pairs], merit, reports
+        objective = best.pair.objective if best else None
+        return [(c.program, dict(c.shares)) for c in pairs], objective, reports
 
     with contextlib.ExitStack() as stack:
         # The second one has a core once the planner waits for both.
         processes = tuple(
-            stack.enter_context(ahead(functools.partial(search, ways), nice=nice))
+            stack.enter_context(background_task(functools.partial(search, ways), nice=nice))
             for ways, nice in ((WAYS[:1], 10), (WAYS[1:], 19))
         )
-        yield TwoAxesAhead(space, cluster, optimizer_states, engine, processes)
+        yield TwoAxesTask(space, cluster, optimizer_states, engine, processes)

@@ -1,4 +1,4 @@
-"""Compute in another process, a fork, while this one goes on.
+"""Tasks in another process, a fork, while this one goes on.
 
 A fork has the tables of a search without a copy. ``concurrent.futures`` would have to pickle them.
 """
@@ -32,27 +32,25 @@ class _Message:
     failed: bool = False
 
 
-class Told:
-    """The way from a computation to the first process; without effect if this is the first one.
-
-    A call returns what the first process has told last; ``None`` before it has.
-    """
+class Caller:
+    """The process that wants the result, as the computation sees it: without a pipe, this one."""
 
     def __init__(self, pipe: Connection | None = None, known: Any = None) -> None:
         self._pipe, self._known = pipe, known
 
-    def __call__(self) -> Any:
+    def latest(self) -> Any:
+        """Return what the first process has told last; ``None`` before it has."""
         while self._pipe and self._pipe.poll():
             self._known = self._pipe.recv()
         return self._known
 
-    def say(self, what: Any) -> None:
+    def tell(self, what: Any) -> None:
         """Let the first process know something before the result."""
         if self._pipe:
             self._pipe.send(_Message(what))
 
 
-class Ahead(Generic[Result]):
+class BackgroundTask(Generic[Result]):
     """A computation that has begun.
 
     Args:
@@ -62,7 +60,7 @@ class Ahead(Generic[Result]):
     """
 
     def __init__(
-        self, work: Callable[[Told], Result], pipe: Connection | None = None,
+        self, work: Callable[[Caller], Result], pipe: Connection | None = None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._work, self._pipe, self.stop = work, pipe, stop
@@ -76,7 +74,7 @@ class Ahead(Generic[Result]):
             with contextlib.suppress(ConnectionError):
                 self._pipe.send(what)
 
-    def said(self) -> Any:
+    def first(self) -> Any:
         """Wait for what the computation says first, and return it; ``None`` if it says nothing."""
         if self._pipe and not self._first:
             with contextlib.suppress(EOFError, ConnectionError):  # result() warns of it
@@ -102,13 +100,13 @@ class Ahead(Generic[Result]):
         if message and not message.failed:
             found: Result = message.value
             return found
-        return self._work(Told(known=self._told))
+        return self._work(Caller(known=self._told))
 
 
 @contextlib.contextmanager
-def ahead(
-    work: Callable[[Told], Result], *, apart: bool = True, nice: int = 0
-) -> Iterator[Ahead[Result]]:
+def background_task(
+    work: Callable[[Caller], Result], *, apart: bool = True, nice: int = 0
+) -> Iterator[BackgroundTask[Result]]:
     """Compute in another process inside the context, or where there is no core for it, at the end.
 
     Args:
@@ -116,7 +114,7 @@ def ahead(
         nice: of the process; above 0 for a result that is needed late, or perhaps not at all.
     """
     if not (apart and _has_core()):
-        yield Ahead(work)
+        yield BackgroundTask(work)
         return
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -124,7 +122,7 @@ def ahead(
     process.start()
     theirs.close()  # so that the end of the process closes the pipe
     try:
-        yield Ahead(work, ours, process.kill)
+        yield BackgroundTask(work, ours, process.kill)
     finally:
         process.kill()
         process.join()
@@ -140,13 +138,15 @@ def _has_core() -> bool:
     )
 
 
-def _compute(work: Callable[[Told], Any], nice: int, pipe: Connection, parent: Connection) -> None:
+def _compute(
+    work: Callable[[Caller], Any], nice: int, pipe: Connection, parent: Connection
+) -> None:
     parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.nice(nice)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        message = _Message(work(Told(pipe)), last=True)
+        message = _Message(work(Caller(pipe)), last=True)
     except HapError:  # the parent computes again, and raises the error
         message = _Message(last=True, failed=True)
     pipe.send(message)
@@ -163,7 +163,9 @@ def _end_with_parent() -> None:
 def each(work: Callable[[Item], Result], items: Sequence[Item], *, apart: bool) -> list[Result]:
     """The result for each item; with ``apart`` every other one is computed in another process."""
     others = items[1::2]
-    with ahead(lambda told: [*map(work, others)], apart=apart and bool(others)) as process:
+    with background_task(
+        lambda caller: [*map(work, others)], apart=apart and bool(others)
+    ) as process:
         found = [*map(work, items[::2])]
         second = process.result()
     return [(second if k % 2 else found)[k // 2] for k in range(len(items))]

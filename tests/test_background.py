@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
+from hap.background import Caller, background_task, each
 from hap.errors import HapError
-from hap.other_process import Told, ahead, each
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -26,59 +26,59 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def test_the_result_is_that_of_the_work(cores: int) -> None:
-    with ahead(lambda told: os.getpid()) as process:
+    with background_task(lambda caller: os.getpid()) as process:
         assert (process.result() == os.getpid()) == (cores == 1)
 
 
 def test_the_work_hears_what_it_is_told(cores: int) -> None:
-    def listen(told: Told) -> str:
+    def listen(caller: Caller) -> str:
         end = time.monotonic() + 60
-        while told() is None and time.monotonic() < end:
+        while caller.latest() is None and time.monotonic() < end:
             time.sleep(0.01)
-        return str(told())
+        return str(caller.latest())
 
-    with ahead(listen, nice=10) as process:
+    with background_task(listen, nice=10) as process:
         process.tell("enough")
         assert process.result() == "enough"
 
 
 def test_what_is_told_last_counts(cores: int) -> None:
-    def work(told: Told) -> str:
-        while told() != "last":
+    def work(caller: Caller) -> str:
+        while caller.latest() != "last":
             time.sleep(0.01)
         return "done"
 
-    with ahead(work) as process:
+    with background_task(work) as process:
         for what in ("first", "second", "last"):
             process.tell(what)
         assert process.result() == "done"
 
 
 def test_the_first_process_hears_what_the_work_says_before_its_result(cores: int) -> None:
-    def work(told: Told) -> str:
-        told.say("early")
-        told.say("later")
-        while cores > 1 and told() != "enough":
+    def work(caller: Caller) -> str:
+        caller.tell("early")
+        caller.tell("later")
+        while cores > 1 and caller.latest() != "enough":
             time.sleep(0.01)
         return "done"
 
-    with ahead(work) as process:
-        assert process.said() == process.said() == ("early" if cores > 1 else None)
+    with background_task(work) as process:
+        assert process.first() == process.first() == ("early" if cores > 1 else None)
         process.tell("enough")
         assert process.result() == "done"
 
 
 @pytest.mark.parametrize("said", [False, True])
 def test_work_that_says_nothing_has_its_result(cores: int, said: bool) -> None:
-    with ahead(lambda told: 3) as process:
-        assert not said or process.said() is None
+    with background_task(lambda caller: 3) as process:
+        assert not said or process.first() is None
         assert process.result() == 3
 
 
 @pytest.mark.parametrize("end", [lambda: os._exit(1), lambda: time.sleep(600)])
 def test_work_that_nobody_waits_for_ends_with_the_context(end: Callable[[], None]) -> None:
     begun = time.monotonic()
-    with ahead(lambda told: end()):
+    with background_task(lambda caller: end()):
         pass
     assert time.monotonic() - begun < 60
 
@@ -86,12 +86,12 @@ def test_work_that_nobody_waits_for_ends_with_the_context(end: Callable[[], None
 def test_work_whose_process_ends_is_repeated_here(cores: int) -> None:
     here = os.getpid()
 
-    def work(told: Told) -> str:
+    def work(caller: Caller) -> str:
         if os.getpid() != here:
             os._exit(1)
-        return f"here, told {told()}"
+        return f"here, told {caller.latest()}"
 
-    with ahead(work) as process, warnings.catch_warnings(record=True) as warned:
+    with background_task(work) as process, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         process.tell("this")
         assert process.result() == "here, told this"
@@ -100,12 +100,12 @@ def test_work_whose_process_ends_is_repeated_here(cores: int) -> None:
 
 
 def test_an_error_is_raised_where_the_result_is_wanted(cores: int) -> None:
-    def work(told: Told) -> None:
+    def work(caller: Caller) -> None:
         raise HapError("there is no program")
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the process has not failed
-        with ahead(work) as process, pytest.raises(HapError, match="no program"):
+        with background_task(work) as process, pytest.raises(HapError, match="no program"):
             process.result()
 
 
@@ -119,30 +119,30 @@ def test_each_item_has_its_result_in_order(count: int, apart: bool, cores: int) 
 
 
 def test_nothing_is_forked_inside_of_a_process_of_its_own(cores: int) -> None:
-    def nested(told: Told) -> bool:
-        with ahead(lambda told: os.getpid()) as inner:
+    def nested(caller: Caller) -> bool:
+        with background_task(lambda caller: os.getpid()) as inner:
             return inner.result() == os.getpid()
 
-    with ahead(nested) as process:
+    with background_task(nested) as process:
         assert process.result()
 
 
 def test_work_that_is_stopped_ends_at_once() -> None:
     begun = time.monotonic()
-    with ahead(lambda told: time.sleep(600)) as process:
+    with background_task(lambda caller: time.sleep(600)) as process:
         process.stop()
     assert time.monotonic() - begun < 60
 
 
 KILLED = """
 import os, signal, time
-from hap.other_process import ahead
+from hap.background import background_task
 
-def work(told):
+def work(caller):
     print(os.getpid(), flush=True)
     time.sleep(600)
 
-with ahead(work), ahead(work):
+with background_task(work), background_task(work):
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 """
