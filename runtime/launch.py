@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from <malloc.h>
 
 _to_parent: Connection | None = None  # in a spawned rank: the pipe to the parent
 _send_lock = threading.Lock()
+
+
+def end_as_lost(text: str) -> NoReturn:
+    """Print a message and end this process at once, although its threads wait for a lost peer."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(LOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from hap.cli.commands import main
 from hap.cluster.cluster_file import load_cluster
 from hap.errors import InputError
 from hap.part_plans import PartPlans
+from hap.runtime import heartbeats
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
-from hap.runtime.elastic import heartbeats
-from hap.runtime.elastic.heartbeats import Heartbeats
 from hap.runtime.elastic.meeting import NODE, own_device
+from hap.runtime.heartbeats import Heartbeats
 from hap.runtime.launch_lines import elastic_lines
 from hap.synthesizer.plan_options import PlanOptions
 
@@ -258,18 +258,29 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_it_back(
 @pytest.mark.slow
 def test_heartbeats_that_stop_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "PERIOD_S", 0.05)
-    monkeypatch.setattr(heartbeats, "PATIENCE_S", 0.5)
     store, lost = HashStore(), dict[int, str]()
     both = [
-        Heartbeats(store, ("a:0", "b:0"), n, lambda text, n=n: lost.setdefault(n, text))
+        Heartbeats(store, ("a:0", "b:0"), n, lambda text, n=n: lost.setdefault(n, text), 0.5)
         for n in (0, 1)
     ]  # fmt: skip
     with both[0]:
-        with both[1]:
+        with pytest.raises(KeyboardInterrupt), both[1]:
+            both[1].at("step 3")
             time.sleep(1)
             assert not lost
-        _until(lambda: bool(lost), 5)
-    assert lost == {0: "no heartbeat from b:0 for 0 s: it counts as lost"}
+            raise KeyboardInterrupt
+        _until(lambda: bool(lost), 30)
+    assert lost == {0: "no heartbeat from b:0 for 0 s, last seen at step 3: it counts as lost"}
+
+
+def test_a_process_at_its_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "PERIOD_S", 0.05)
+    store, lost = HashStore(), list[str]()
+    with Heartbeats(store, ("a:0", "b:0"), 0, lost.append, 0.5):
+        with Heartbeats(store, ("a:0", "b:0"), 1, lost.append, 0.5):
+            time.sleep(0.2)
+        time.sleep(1)
+    assert not lost
 
 
 def test_a_process_finds_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

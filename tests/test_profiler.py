@@ -31,9 +31,10 @@ from hap.profiler import device_figures, fixed_costs
 from hap.profiler.call_timing import QUICK, seconds_in_queue, seconds_of_host, seconds_per_call
 from hap.profiler.fit import predict
 from hap.profiler.probes import HOST, LAUNCH, UPDATE, Arena, Probe, probes
-from hap.profiler.rank_watch import Watch
 from hap.profiler.samples import ExchangeRecord, Header, Journal, OpRecord, RankInfo, line, read
-from hap.runtime.launch import report, spawn
+from hap.runtime.elastic.meeting import connect
+from hap.runtime.heartbeats import Heartbeats
+from hap.runtime.launch import LOST, report, spawn
 from hap.synthesizer.cost.operator_work import ALWAYS_LOWERED, node_work
 from tests.known_device import TRUTH
 from tests.short_profile import shortly
@@ -428,15 +429,15 @@ def silent_rank() -> str:
     """Rank 1 stops; rank 0 waits to be told, then resumes it."""
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    heard: list[HapError] = []
+    heard: list[str] = []
     told = threading.Event()
 
-    def on_death(error: HapError) -> None:
-        heard.append(error)
+    def lost(text: str) -> None:
+        heard.append(text)
         told.set()
 
-    with Watch(dist.get_rank(), ["on a", "on b"], on_death=on_death, dead_s=4) as watch:
-        watch.at("mm 512")
+    with Heartbeats(connect(), ["a", "rank 1 (on b)"], dist.get_rank(), lost, 4) as beats:
+        beats.at("mm 512")
         dist.barrier()
         if dist.get_rank() == 1:
             told.wait(3)  # the store now knows its progress
@@ -445,21 +446,20 @@ def silent_rank() -> str:
             told.wait(60)
             os.kill(pids[1], signal.SIGCONT)
         report("awake")
-    return str(heard[0]) if heard and dist.get_rank() == 0 else ""
+    return heard[0] if heard and dist.get_rank() == 0 else ""
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_a_rank_that_stops_is_named_by_the_others() -> None:
     told, _ = spawn(silent_rank, 2, timeout_s=150)
-    assert "rank 1 (on b) died, or stopped answering" in told
-    assert "last seen at mm 512" in told
+    assert told == "no heartbeat from rank 1 (on b) for 4 s, last seen at mm 512: it counts as lost"
 
 
 HASTY = """\
 from hap.cli.commands import main
-from hap.profiler.rank_watch import Watch
-Watch.__init__.__kwdefaults__["dead_s"] = 8
+from hap.profiler import rank_watch
+rank_watch.PATIENCE_S = 8.0
 main()
 """
 """The command ``hap``, which takes a rank for dead sooner."""
@@ -488,8 +488,8 @@ def test_under_torchrun_the_dead_rank_is_named_and_the_run_ends(tmp_path: Path) 
         assert "samples" in first
         processes[1].kill()
         _, errors = processes[0].communicate(timeout=100)
-        assert processes[0].returncode == 1
-        assert "rank 1 (on b) died" in errors
+        assert processes[0].returncode == LOST
+        assert "no heartbeat from rank 1 (on b) for 8 s" in errors
     finally:
         for process in processes:
             process.kill()

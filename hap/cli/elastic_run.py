@@ -21,9 +21,10 @@ from hap.ir.plan import Plan
 from hap.part_plans import PartPlans
 from hap.runtime.checkpoints.checkpoint_folder import CheckpointFolder
 from hap.runtime.elastic.emergency import save_what_is_left
-from hap.runtime.elastic.heartbeats import Heartbeats, end
 from hap.runtime.elastic.meeting import Meeting, meet
 from hap.runtime.elastic.notice import SavedAndEnded
+from hap.runtime.heartbeats import Heartbeats
+from hap.runtime.launch import end_as_lost
 from hap.units import format_seconds
 
 
@@ -51,7 +52,7 @@ def run_elastic(job: RunJob) -> None:
             if not _of_peer(error):
                 raise
             reason = str(error).partition("\n")[0]
-            end(f"{meeting.own}: another rank is lost ({reason})")
+            end_as_lost(f"{meeting.own}: another rank is lost ({reason})")
     if ending is not None:  # all processes end: none waits for another
         raise ending
     meeting.leave()
@@ -60,7 +61,7 @@ def run_elastic(job: RunJob) -> None:
 def _lost(text: str) -> NoReturn:
     print(text, file=sys.stderr, flush=True)
     save_what_is_left()
-    end("this rank ends")
+    end_as_lost("this rank ends")
 
 
 def _train(

@@ -39,7 +39,7 @@ from hap.profiler import (
 )
 from hap.profiler.collective_bench import gathered_from_all
 from hap.profiler.probes import Arena, Probe, probes, product_probe
-from hap.profiler.rank_watch import Watch
+from hap.profiler.rank_watch import watched
 from hap.profiler.samples import (
     BesideRecord,
     ExchangeRecord,
@@ -151,15 +151,14 @@ def measure_as_rank(settings: Settings, progress: Progress | None = None) -> Non
     nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     header = _header(settings, device, rank)
-    names = [f"on {r.node}" for r in header.ranks]
-    with Watch(rank, names) as watch:
+    with watched(rank, [r.node for r in header.ranks]) as at:
         known = _shared(_known(settings, header) if rank == 0 else None)
         journal = Journal(settings.samples, header, resume=settings.resume) if rank == 0 else None
         work = _Work.of(settings, device, header)
         done = 0
         for item in work.steps(known):
             if isinstance(item, str):
-                watch.at(item)
+                at(item)
                 if rank == 0:
                     progress(done, work.total, item)
                 continue

@@ -1,1 +1,1 @@
-"""Runs that outlive their ranks: notices, heartbeats, and the meeting of the devices that are there."""
+"""Runs that outlive their ranks: notices, and the meeting of the devices that are there."""

@@ -27,7 +27,6 @@ from hap.runtime.checkpoints.checkpoint_shard import ShardSavePlanner
 from hap.runtime.checkpoints.checkpoint_storage import SafetensorsWriter, file_of, metadata_of
 from hap.runtime.checkpoints.checkpoint_values import encode, random_states
 from hap.runtime.checkpoints.checkpoint_writing import writing_of
-from hap.runtime.elastic.heartbeats import end
 from hap.runtime.elastic.survivors import (
     DECIDE_S,
     PERIOD_S,
@@ -38,6 +37,7 @@ from hap.runtime.elastic.survivors import (
     new_folder,
 )
 from hap.runtime.hap_module import HapModule
+from hap.runtime.launch import end_as_lost
 
 FREEZE_S = 3.0
 """The longest wait for the end of an update that is in progress."""
@@ -216,7 +216,7 @@ class _Watch:
             if self._survivors.heard():
                 self.attempt()
                 if not self._closed.wait(_RAISE_S):
-                    end(f"rank {self._model._comm.rank}: another rank is lost")
+                    end_as_lost(f"rank {self._model._comm.rank}: another rank is lost")
 
     def attempt(self) -> None:
         """Stand still, agree, and write this rank's part; once."""

@@ -72,7 +72,7 @@ class Meeting:
 
     def connection(self) -> Store:
         """Return another connection to the store, for another thread."""
-        return _store(False)
+        return connect()
 
     def tell(self, key: str, text: str) -> None:
         """Set what the others :meth:`hear`."""
@@ -105,7 +105,7 @@ def meet(cluster: Cluster) -> Meeting:
         InputError: two processes are the same device, or one is none of the cluster's.
     """
     size, own = env_int("WORLD_SIZE"), own_device(cluster)
-    store = _store(env_int("RANK") == 0)
+    store = connect(env_int("RANK") == 0)
     store.set(f"device/{env_int('RANK')}", own)
     here = [store.get(f"device/{rank}").decode() for rank in range(size)]
     twice = next((name for name in here if here.count(name) > 1), None)
@@ -118,7 +118,7 @@ def meet(cluster: Cluster) -> Meeting:
     return Meeting(store=store, names=names, own=own)
 
 
-def _store(serves: bool) -> Store:
+def connect(serves: bool = False) -> Store:
     """Connect to the launcher's store, or to one that the first process serves."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     made = TCPStore(
