@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from hap.capture import torch_private
 from hap.runtime import messages
 
 Sizes = Sequence[int]
+
+LATE = timedelta(minutes=30)
+"""How long collectives wait for late ranks, which may compile, capture or plan meanwhile."""
 
 Waiting = Callable[[], object]
 """Waits until a message has left or arrived."""
@@ -271,7 +275,9 @@ class ProcessGroupComm(Comm):
         # single rank: NCCL splits its communicator in one call of all ranks.
         ranks = [known[rank] for rank in mine]
         return ProcessGroupComm(
-            dist.new_group(ranks, use_local_synchronization=True, device_id=_bound_device())
+            dist.new_group(
+                ranks, timeout=LATE, use_local_synchronization=True, device_id=_bound_device()
+            )
         )
 
 

@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from hap.errors import HapError, InputError
 from hap.launchers import SRUN, launcher, numbered
+from hap.runtime.collectives import LATE
 from hap.runtime.rank_process import RankProcess, end_with_parent, environment, kill, start
 
 T = TypeVar("T")
@@ -124,7 +125,9 @@ def join_group(
     if device.type == "cpu":
         keep_memory()
     on_cuda = device if device.type == "cuda" else None
-    dist.init_process_group(backend, rank=rank, world_size=size, device_id=on_cuda, store=store)
+    dist.init_process_group(
+        backend, timeout=LATE, rank=rank, world_size=size, device_id=on_cuda, store=store
+    )
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 

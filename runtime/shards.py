@@ -44,15 +44,17 @@ def _gather_from_stage(
 ) -> Tensor:
     """Join the shards of the stage that holds a tensor; its first rank sends the whole to all."""
     owners, (every, beside) = _owners(plan, tensor), comms
-    (_, inner), mine = plan.levels(tensor, rank), rank in owners
+    _, inner = plan.levels(tensor, rank)
     if any(plan.levels(tensor, r)[1] for r in owners) and inner:
         shard = beside.all_gather(shard, inner.dim, inner.sizes, "padded")
     if len(owners) == plan.world_size:
         return shard.clone()
     shape = plan.graph.tensors[tensor].shape
-    sizes = [shape[0] if r == owners[0] else 0 for r in range(plan.world_size)]
-    part = shard if mine and rank == owners[0] else shard.new_empty((0, *shape[1:]))
-    return every.all_gather(part, 0, sizes, "padded").clone()
+    rows, *others = shape or (1,)
+    sizes = [rows if r == owners[0] else 0 for r in range(plan.world_size)]
+    part = shard.reshape(rows, *others) if rank == owners[0] else shard.new_empty((0, *others))
+    # "padded" would take as much memory as all ranks' parts of equal size.
+    return every.all_gather(part, 0, sizes, "grouped").reshape(shape).clone()
 
 
 def _owners(plan: Plan, tensor: str) -> list[int]:

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 import hap
 from hap import api
+from hap.cli import worker
 from hap.errors import HapError, InputError, PlanError
 from hap.runtime import launch
+from hap.runtime.elastic.notice import SavedAndEnded
 from hap.runtime.launch import init_from_env, report, spawn
 from hap.runtime.launch_lines import batch_script, launch_lines
 from tests.random_plans import benchmark_case, random_plan
@@ -437,3 +439,24 @@ def test_one_rank_of_a_machine_captures_the_model_and_all_refuse_it() -> None:
     assert first == second
     assert (once, never) == (1, 0)
     assert "planned" in first
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(None, True), (InputError("no"), False), (SavedAndEnded(3), True)]
+)
+def test_a_rank_that_fails_does_not_wait_for_the_others(
+    error: Exception | None, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends a group with all of its ranks, which may wait for this one."""
+    seen = []
+    monkeypatch.setattr(worker.Plan, "load", lambda path: mock.Mock(device_names=("a:0",)))
+    monkeypatch.setattr(worker, "init_from_env", mock.Mock())
+    monkeypatch.setattr(worker, "check_world_size", mock.Mock())
+    monkeypatch.setattr(worker, "train_and_print", mock.Mock(side_effect=error))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append("left"))
+    if error is None:
+        worker.run_as_rank(mock.Mock())
+    else:
+        with pytest.raises(type(error)):
+            worker.run_as_rank(mock.Mock())
+    assert bool(seen) == left

@@ -458,7 +458,7 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
 
 HASTY = """\
 from hap.cli.commands import main
-from hap.profiler import rank_watch
+from hap.cli import rank_watch
 rank_watch.PATIENCE_S = 8.0
 main()
 """

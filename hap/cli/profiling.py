@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hap.cli.rank_watch import watched
 from hap.cluster.catalogue import find
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.cluster_text import cluster_yaml
@@ -39,7 +40,6 @@ from hap.profiler import (
 )
 from hap.profiler.collective_bench import gathered_from_all
 from hap.profiler.probes import Arena, Probe, probes, product_probe
-from hap.profiler.rank_watch import watched
 from hap.profiler.samples import (
     BesideRecord,
     ExchangeRecord,

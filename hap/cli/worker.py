@@ -64,8 +64,11 @@ def run_as_rank(job: RunJob) -> None:
     try:
         check_world_size(plan, world.size)
         train_and_print(plan, job)
-    finally:
+    except SavedAndEnded:  # all ranks raise it
         dist.destroy_process_group()
+        raise
+    # After another error this would wait for ranks that wait for this one, before its message is printed.
+    dist.destroy_process_group()
 
 
 def train_and_print(plan: Plan, job: RunJob) -> None:

@@ -47,6 +47,18 @@ def turns(microbatches: int, in_flight: int, delay: int = 0) -> Iterator[Turn]:
         )
 
 
+def first_turns(
+    microbatches: int, in_flight: int, delay: int, stage: int, stages: int
+) -> Iterator[Turn]:
+    """Yield a stage's turns in the first step on GPUs: those of 1F1B, with the delay of at most one.
+
+    In the first step a host waits for its whole GPU, to load kernels and to measure them. Messages are kernels
+    that wait for their other end. If the host waits between any two turns, this order still ends, if
+    each receive is posted at its turn; with more microbatches in flight two stages wait for each other.
+    """
+    return turns(microbatches, min(in_flight, stages - stage), min(delay, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class StageWork:
     """Work of a stage in a simulated step.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from hap.errors import InputError
 from hap.ir.graph import Graph
 from hap.ir.pipeline_order import AHEAD
 from hap.ir.plan import Plan
@@ -27,13 +29,14 @@ class Boundary:
         graphs, stages: those of a microbatch.
         rank: this rank in the plan.
         comm: the communicator of :func:`direction_comms`.
+        receiving: the stream of :func:`receive_stream`.
     """
 
     def __init__(
         self, graphs: Sequence[Graph], stages: Sequence[Stage], transfer: Transfer, rank: int,
-        comm: Comm,
+        comm: Comm, receiving: torch.cuda.Stream | None = None,
     ) -> None:  # fmt: skip
-        self.transfer, self._comm = transfer, comm
+        self.transfer, self._comm, self._receiving = transfer, comm, receiving
         tensor = transfer.tensor
         src, dst = stages[transfer.src], stages[transfer.dst]
         self.given = given_placement(graphs[transfer.src], src.program, transfer)
@@ -87,6 +90,10 @@ class Boundary:
 
     def receive(self, dtype: torch.dtype, device: torch.device) -> Arrival:
         """Start to receive this rank's part."""
+        with torch.cuda.stream(self._receiving):  # without effect if that is None
+            return self._receive(dtype, device)
+
+    def _receive(self, dtype: torch.dtype, device: torch.device) -> Arrival:
         into = torch.empty(self._shape, dtype=dtype, device=device)
         pieces = []
         for number in range(self.pieces):
@@ -142,41 +149,70 @@ def direction_comms(
     return found
 
 
+def receive_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream of a GPU in which receives are issued, so that they do not wait for its computing.
+
+    Raises:
+        InputError: the environment has the GPU run all streams one after the other.
+    """
+    if device.type != "cuda":
+        return None
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise InputError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: messages between stages would wait behind computing that waits "
+            "for them",
+            hint="unset it, or set it to 8 or more",
+        )
+    return torch.cuda.Stream(device)
+
+
+def receives_ahead(device: torch.device) -> int:
+    """Return for how many microbatches ahead receives are posted.
+
+    gloo's receives wait in memory. NCCL's are kernels that wait on the GPU: a host that waits for its whole
+    GPU, as to load a kernel, would wait for all of them. There each is posted at its turn, and arrives
+    earlier because the host is ahead of the GPU.
+    """
+    return 0 if device.type == "cuda" else AHEAD
+
+
 Arrivals = dict[Value, "Arrival"]
 
 
 class Incoming:
     """The tensors that one direction brings to a stage, microbatch by microbatch.
 
-    Receives are posted in the order in which the tensors are sent, a few microbatches ahead.
+    Receives are posted in the order in which the tensors are sent.
 
     Args:
         count: the number of microbatches.
         each: posts the receives of a microbatch.
         once: posts those of what comes after all of them.
+        ahead: the result of :func:`receives_ahead`.
     """
 
     def __init__(
-        self, count: int, each: Callable[[int], Arrivals], once: Callable[[], Arrivals]
+        self, count: int, each: Callable[[int], Arrivals], once: Callable[[], Arrivals], ahead: int
     ) -> None:
-        self._count, self._each, self._once = count, each, once
+        self._count, self._each, self._once, self._ahead = count, each, once, ahead
         self._posted: list[Arrivals] = []
         self.once: Arrivals = {}
         """Arrivals of sums, once per step; their receives are posted after all others."""
-        self._post(AHEAD)
+        self._post(ahead)
 
     def take(self, number: int) -> dict[Value, Tensor]:
         """Return the tensors of a microbatch as soon as they are there."""
+        self._post(number + 1)
         arrivals, self._posted[number] = self._posted[number], {}
         found = {value: arrival.wait() for value, arrival in arrivals.items()}
-        self._post(number + 1 + AHEAD)
+        self._post(number + 1 + self._ahead)
+        if number + 1 == self._count:
+            self.once = self._once()
         return found
 
     def _post(self, until: int) -> None:
         for number in range(len(self._posted), min(until, self._count)):
             self._posted.append(self._each(number))
-        if len(self._posted) == self._count and not self.once:
-            self.once = self._once()
 
 
 class Arrival:
@@ -196,6 +232,8 @@ class Arrival:
         waits = self._pieces[number]
         while waits:
             waits.pop(0)()
+        if self._into.is_cuda:  # made in the stream of receives
+            self._into.record_stream(torch.cuda.current_stream(self._into.device))
         if len(self._pieces) == 1:
             return self._into
         first, end = piece(0, len(self._into), number, len(self._pieces))

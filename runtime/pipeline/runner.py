@@ -7,7 +7,7 @@ its backward returns the gradients that the forward computed, times the gradient
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from hap.ir.graph import Graph
 from hap.ir.graph_builder import RANDOM
 from hap.ir.mesh import offsets
 from hap.ir.microbatch_sizes import size_of, sized_stages
-from hap.ir.pipeline_order import AHEAD, Turn, turns
+from hap.ir.pipeline_order import AHEAD, Turn, first_turns, turns
 from hap.ir.plan import Plan
 from hap.ir.program import Value
 from hap.ir.stages import Stage, Transfer
@@ -27,7 +27,15 @@ from hap.runtime.compiled import Library, Runnable
 from hap.runtime.context import Context
 from hap.runtime.emit import Emitter
 from hap.runtime.lanes import Pending
-from hap.runtime.pipeline.boundary import Arrival, Arrivals, Boundary, Incoming, direction_comms
+from hap.runtime.pipeline.boundary import (
+    Arrival,
+    Arrivals,
+    Boundary,
+    Incoming,
+    direction_comms,
+    receive_stream,
+    receives_ahead,
+)
 from hap.runtime.pipeline.piecewise import Pieces
 from hap.runtime.pipeline.segments import (
     AFTER,
@@ -39,6 +47,7 @@ from hap.runtime.pipeline.segments import (
     executables,
 )
 from hap.runtime.pipeline.segments import layout as layout_of
+from hap.runtime.pipeline.stage_inputs import dtype_of, inputs_of
 from hap.runtime.pipeline.sums import Env, Sums
 
 
@@ -64,7 +73,7 @@ def pipeline(
     plan: Plan, comm: Comm, device: torch.device, *, widen: bool, backend: str
 ) -> Runnable:
     """Return the functions of a rank of a plan with stages."""
-    stage = _Stage(plan, comm, device, widen, backend)
+    stage = PipelineStage(plan, comm, device, widen, backend)
     buffers = tuple(o.target for o in plan.graph.outputs if o.role == "buffer")
     return Runnable(
         forward=stage.forward, backward=stage.backward, buffers=buffers,
@@ -76,7 +85,7 @@ Sent = list[tuple[Tensor, Waiting]]
 """Tensors that are on their way, which must live until they have arrived."""
 
 
-class _Stage:
+class PipelineStage:
     def __init__(
         self, plan: Plan, comm: Comm, device: torch.device, widen: bool, backend: str
     ) -> None:
@@ -90,6 +99,7 @@ class _Stage:
             self._graph, self._stage.program, delayed=delayed, world_size=len(self._stage.ranks)
         )
         self._transfers = [t for t in transfers if self._number in (t.src, t.dst)]
+        self._receiving = receive_stream(device)
         comms = direction_comms(plan, transfers, comm, device)
         self._microbatches = self._made(comms, backend)
         first = self._microbatches[0]
@@ -114,6 +124,17 @@ class _Stage:
         self._half = any(t.dtype == "float16" for t in self._graph.tensors.values())
         self.loss_scale = 1.0
         """The gradient of the loss in the backwards of microbatches."""
+        self._ahead = receives_ahead(device)
+        self._warm = self._ahead > 0
+        """Whether the host waits no longer for the whole device, as GPUs' hosts do in the first step."""
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the turns of a step."""
+        stages, own = self._plan.stages, self._stage
+        assert stages is not None
+        if self._warm:
+            return turns(self._count, own.in_flight, own.delay)
+        return first_turns(self._count, own.in_flight, own.delay, self._number, len(stages.stages))
 
     def _made(self, comms: Mapping[tuple[int, int], Comm], backend: str) -> list[Microbatch]:
         """Return the microbatches; those of equal size share one unless they draw random numbers."""
@@ -139,7 +160,9 @@ class _Stage:
             found[key] = Microbatch(
                 graph=graphs[self._number], stage=stage,
                 boundaries=[
-                    Boundary(graphs, stages, t, self._comm.rank, comms[t.src, t.dst])
+                    Boundary(
+                        graphs, stages, t, self._comm.rank, comms[t.src, t.dst], self._receiving
+                    )
                     for t in self._transfers
                 ],
                 runs=executables(
@@ -176,13 +199,15 @@ class _Stage:
 class _Step:
     """One step of a stage on one rank."""
 
-    def __init__(self, stage: _Stage, ctx: Context, given: dict[str, Tensor]) -> None:
+    def __init__(self, stage: PipelineStage, ctx: Context, given: dict[str, Tensor]) -> None:
         self._s, self._ctx, self._given = stage, ctx, given
         self._layout: SegmentLayout = stage._layout
         self._env: Env = {}
-        self._parts: list[Env] = [{} for _ in range(stage._count)]
+        self._parts: list[Env] = []
         sent = {b.sends for b in stage._microbatches[0].boundaries}
         self._sums = Sums(self._layout, sent)
+        self._reached: list[torch.cuda.Event] = []
+        """Where the GPU is at the begin of the latest turns."""
         self._sending: list[Sent] = []
         """Gradients on their way to earlier stages, and tensors that cross once per step."""
         self._activations: dict[int, Sent] = {}
@@ -196,7 +221,7 @@ class _Step:
         s, wanted, across = self._s, self._ctx.wanted, self._ctx.across
         self._ctx.total, total = self._sums.total, self._ctx.total
         try:
-            self._take_inputs()
+            self._env, self._parts = inputs_of(s, self._given)
             weights = self._crossing(backward=False, once=True, sending=False)
             before = self._receive(weights)
             coming = {False: self._incoming(backward=False)}
@@ -211,7 +236,7 @@ class _Step:
                 self._run(StageSegment.COUNT, part, number)
             self._sums.finish(self._env)
             self._run(StageSegment.COUNTED, self._env)
-            for turn in turns(s._count, s._stage.in_flight, s._stage.delay):
+            for turn in s.turns():
                 if wanted or not turn.backward:
                     self._take_turn(turn, coming[turn.backward])
             self._env |= self._kept
@@ -220,6 +245,7 @@ class _Step:
             gradients = self._end(coming[True].once) if wanted else []
             for sent in (*self._sending, *self._activations.values()):
                 self._wait(sent)
+            s._warm |= wanted
             return [self._ctx.idle(self._loss), *gradients]
         finally:
             self._ctx.across, self._ctx.microbatch, self._ctx.total = across, None, total
@@ -227,6 +253,7 @@ class _Step:
     def _take_turn(self, turn: Turn, coming: Incoming) -> None:
         """Run the forward or the backward of a microbatch, or what was delayed of the backward."""
         number, part = turn.microbatch, self._parts[turn.microbatch]
+        self._keep_pace()
         if turn.weights:
             self._run_turn(turn, part)
         else:
@@ -239,7 +266,7 @@ class _Step:
             sent = []
             for b in self._crossing(turn.backward, once=False, sending=True, number=number):
                 sent += b.send(self._value(b.sends, part))
-            if turn.backward:
+            if turn.backward or not self._ctx.wanted:
                 self._sending.append(sent)
                 if len(self._sending) > AHEAD:
                     self._wait(self._sending.pop(0))
@@ -252,6 +279,13 @@ class _Step:
         if last or not self._ctx.wanted:
             self._parts[number] = {}
             self._kept = {v: part[v] for v in self._s.kept if v in part}
+
+    def _keep_pace(self) -> None:
+        """Let the host be a few turns ahead of its GPU, no more: messages that arrive early take memory."""
+        if self._s._device.type == "cuda":
+            self._reached.append(torch.cuda.current_stream(self._s._device).record_event())
+            if len(self._reached) > AHEAD:
+                self._reached.pop(0).synchronize()
 
     def _run_turn(self, turn: Turn, part: Env) -> None:
         segment = StageSegment.BACKWARD if turn.backward else StageSegment.FORWARD
@@ -295,7 +329,7 @@ class _Step:
 
         # Weights that cross once are received before: see run().
         after = (lambda: arrivals(once=True)) if backward else dict[Value, Arrival]
-        return Incoming(self._s._count, arrivals, after)
+        return Incoming(self._s._count, arrivals, after, self._s._ahead)
 
     def _arrived(self, arrivals: Arrivals) -> None:
         for value, arrival in arrivals.items():
@@ -337,39 +371,7 @@ class _Step:
         tensor = b.transfer.tensor
         if self._s._widen and "float" in self._s._graph.tensors[tensor].dtype:
             return torch.float64
-        return _dtype(self._s._graph, tensor)
-
-    def _take_inputs(self) -> None:
-        """Give the inputs to the step, and to each microbatch its rows."""
-        s, program = self._s, self._s._stage.program
-        for i in s._graph.inputs:
-            value = Value(i.tensor, program.inputs[i.tensor])
-            if i.role == "tangent":
-                shape = s._graph.tensors[i.tensor].shape
-                dtype = torch.float64 if s._widen else _dtype(s._graph, i.tensor)
-                self._env[value] = torch.full(shape, s.loss_scale, dtype=dtype, device=s._device)
-            elif i.role == "input":
-                self._cut_input(i.tensor, value)
-            elif i.role != "received":
-                self._env[value] = self._given[_whole_name(s._plan, i.target, i.role)]
-
-    def _cut_input(self, tensor: str, value: Value) -> None:
-        s, place = self._s, self._s.place
-        plan, entry = s._plan, _origin_entry(s._plan, s._graph, tensor)
-        whole = self._given[entry]
-        over_time = Value(entry, plan.program.inputs[entry])
-        for number, part in enumerate(self._parts):
-            rows = whole
-            if over_time.placement.sharded:
-                sizes = plan.program.sizes(plan.graph, over_time, plan.shares)
-                start = sum(sizes[:number])
-                rows = rows.narrow(over_time.placement.dim, start, sizes[number])
-            if value.placement.sharded:
-                each = s._microbatches[number]
-                sizes = each.stage.program.sizes(each.graph, value, each.stage.shares)
-                start = sum(sizes[:place])
-                rows = rows.narrow(value.placement.dim, start, sizes[place])
-            part[value] = rows
+        return dtype_of(self._s._graph, tensor)
 
     def _run(
         self, segment: StageSegment, part: Env, number: int = 0, *, again: bool = False
@@ -407,7 +409,7 @@ class _Step:
         assert s._plan.stages is not None
         last = s._plan.stages.stages[-1]
         tensor = s._plan.graph.loss
-        dtype = torch.float64 if s._widen else _dtype(s._plan.graph, tensor)
+        dtype = torch.float64 if s._widen else dtype_of(s._plan.graph, tensor)
         mine = torch.empty(0, dtype=dtype, device=s._device)
         if s._comm.rank == last.ranks[0]:
             ends = zip(s._graph.outputs, last.program.outputs, strict=True)
@@ -415,17 +417,3 @@ class _Step:
             mine = self._env[value].reshape(1)
         sizes = [int(r == last.ranks[0]) for r in range(s._comm.world_size)]
         return s._comm.all_gather(mine, 0, sizes, "padded").reshape(())
-
-
-def _dtype(graph: Any, tensor: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, graph.tensors[tensor].dtype)
-    return found
-
-
-def _whole_name(plan: Plan, target: str, role: str) -> str:
-    return next(i.tensor for i in plan.graph.inputs if (i.target, i.role) == (target, role))
-
-
-def _origin_entry(plan: Plan, graph: Any, tensor: str) -> str:
-    target = next(i.target for i in graph.inputs if i.tensor == tensor)
-    return _whole_name(plan, target, "input")
