@@ -77,7 +77,7 @@ def fastest_kind_task(
     """Search on the fastest kind of devices, often the best part, unless that leaves out ``keep``."""
     speed = np.round(whole.hardware.speed, 12)
     kept = tuple(np.flatnonzero(speed == speed.max()).tolist())
-    if whole.is_long and 1 < len(kept) < len(speed) and keep <= {*kept}:
+    if 1 < len(kept) < len(speed) and keep <= {*kept}:
         part = whole.on(whole.cluster.keep(kept))
         with background_task(part.searched) as process:
             yield PartTask(part, _others(whole, kept), process, tell)

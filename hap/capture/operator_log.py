@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hap.capture import torch_private
+from hap.capture.source_lines import raised_at
 from hap.errors import ModelError
 
 
@@ -25,6 +27,7 @@ class OperatorLog(torch_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
+        self._stop: int | None = None
         # Number of a storage -> how its constants were made, and the storage, so that it stays.
         self._made: dict[int, tuple[str, Any]] = {}
 
@@ -37,6 +40,22 @@ class OperatorLog(torch_private.TorchDispatchMode):
         seen, self.seen = self.seen, []
         return seen
 
+    def line_of(
+        self, place: int, run: Callable[[], object], skip: tuple[type[Exception], ...]
+    ) -> str:
+        """Return the user's line that computes the operator at a place of another forward."""
+        self._stop = place
+        try:
+            run()
+        except _StoppedError as stopped:
+            return raised_at(stopped)
+        except skip:
+            return ""
+        finally:
+            self._stop = None
+            self.take()
+        return ""
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
         named = kwargs or {}
         given = [*_tensors([args, *named.values()])]
@@ -47,6 +66,8 @@ class OperatorLog(torch_private.TorchDispatchMode):
         result = func(*args, **named)
         if not constant:
             if func is not torch_private.DEVICE_OF:  # asked once for each tensor, no computation
+                if len(self.seen) == self._stop:
+                    raise _StoppedError
                 self.seen.append(what)
             if one and func._schema.is_mutable:
                 for tensor in given:
@@ -144,19 +165,48 @@ def _at(then: Any, key: Any) -> Any:
     return then[key] if key < len(then) else _MISSING
 
 
-def check_same(run: Callable[[], object], changed: str) -> None:
-    """Raise ``ModelError`` if a second step differs, since the forward changes a plain attribute."""
-    log, seen = OperatorLog(), []
-    with log:
-        for _ in range(2):
-            run()
-            seen.append(log.take())
-    if seen[0] != seen[1]:
-        raise computes_something_else(changed)
+class _StoppedError(Exception):
+    """The forward has come to an operator whose line is asked for."""
 
 
-def computes_something_else(changed: str) -> ModelError:
+def first_difference(seen: Sequence[str], again: Sequence[str]) -> int | None:
+    """Return the place of the first operator in which two forwards differ."""
+    pairs = itertools.zip_longest(seen, again)
+    return next((k for k, (first, second) in enumerate(pairs) if first != second), None)
+
+
+def check_same(
+    run: Callable[[], object], log: OperatorLog, seen: Sequence[str], changed: str
+) -> None:
+    """Raise ``ModelError`` if later forwards differ, since the forward changes a plain attribute.
+
+    Args:
+        seen: the operators of the first forward.
+    """
+    log.take()
+    for _ in range(2):
+        run()
+        if log.take() != seen:
+            raise computes_something_else(changed)
+
+
+def computes_something_else(changed: str, line: str = "") -> ModelError:
+    """Return the error for a forward that differs from the one before.
+
+    Args:
+        changed: the name of an attribute that it changes, if there is one.
+        line: the user's line of the first operator that differs, if it is known.
+    """
+    if changed:
+        name = changed.rpartition(".")[2]
+        return ModelError(
+            f"the forward changes the attribute {changed!r}, and then computes something else",
+            where=line,
+            hint=f"keep it as a tensor in a buffer, and write into it: self.{name} += 1",
+        )
     return ModelError(
-        f"the forward changes the attribute {changed!r}, and then computes something else",
-        hint="keep it as a tensor in a buffer, and write into it: self.steps += 1",
+        "the forward computes something else when it is called a second time",
+        where=line,
+        hint="keep counts, and tensors that the forward writes into, in buffers; draw random numbers by "
+        "torch.rand; if the first call initializes the module, call it once on a batch in model()",
     )

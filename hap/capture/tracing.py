@@ -45,11 +45,18 @@ from hap.capture.constant_masks import simplify_masks
 from hap.capture.deepstack import features_scattered
 from hap.capture.experts import experts_by_row
 from hap.capture.fixed_entries import tensor_of
+from hap.capture.function_caches import no_fakes_in_caches
 from hap.capture.generation_caches import leave_out_caches
 from hap.capture.graph_break import GraphBreak
 from hap.capture.joint import joint_of
 from hap.capture.layer_calls import watched
-from hap.capture.operator_log import Attributes, OperatorLog, check_same, computes_something_else
+from hap.capture.operator_log import (
+    Attributes,
+    OperatorLog,
+    check_same,
+    computes_something_else,
+    first_difference,
+)
 from hap.capture.packed_attention import packed_in_one_call
 from hap.capture.padding import HINT as ROWS_HINT
 from hap.capture.recompute import WAYS, Region
@@ -152,16 +159,9 @@ def captured(
     packed, scattered = packed_in_one_call(step.module), features_scattered(step.module)
     grad = torch.set_grad_enabled(torch.is_grad_enabled())  # a trace that fails may leave it off
     with (
-        grad,
-        mode,
-        gc_paused(),
-        casts_of_cuda(),
-        parts,
-        experts_by_row(),
-        layers,
-        packed,
-        scattered,
-    ):
+        no_fakes_in_caches(), grad, mode, gc_paused(), casts_of_cuda(), parts, experts_by_row(), layers,
+        packed, scattered,
+    ):  # fmt: skip
         with dynamo_private.as_if_compiling():
             skip = torch_private.data_dependent_errors()
             given = nn.ModuleList([step.module, module])  # hooks may change the original
@@ -171,22 +171,23 @@ def captured(
                     check_loss(lambda: step(*tensors), raised_at, skip)
                 seen = log.take()
                 counter = changed_number(numbers, numbers_of(given)).partition(".")[2]
-                if kept := attributes.kept():  # of use to the next forward, or to this one alone
-                    with contextlib.suppress(*skip):
-                        step(*tensors)
-                    differs = log.take() != seen
-                    if not differs and attributes.restore(log, saved):
-                        counter = ""
+                kept = attributes.kept()  # of use to the next forward, or to this one alone
+                with contextlib.suppress(*skip):
+                    step(*tensors)
+                place = first_difference(seen, log.take())
+                line = "" if place is None else log.line_of(place, lambda: step(*tensors), skip)
+                if place is None and attributes.restore(log, saved):
+                    counter = ""
         check_gradient_hooks(step.module)  # those that the forward registers
         after = state_of(step.module)
         check_state(before, after, saved)
-        if kept and differs:
-            raise computes_something_else(kept[0][0])
+        if place is not None:
+            raise computes_something_else(kept[0][0] if kept else counter, line)
         try:
             joint = joint_of(step, tensors, kinds, calls)
             if counter:
-                with dynamo_private.as_if_compiling():
-                    check_same(lambda: step(*tensors), counter)
+                with dynamo_private.as_if_compiling(), log, torch_private.known_numbers():
+                    check_same(lambda: step(*tensors), log, seen, counter)
         except GraphBreak as error:
             raise _not_one_graph(str(error), error.line, error.depends_on_data) from error
         except torch_private.data_dependent_errors() as error:

@@ -122,6 +122,14 @@ def product_operations(graph: Graph) -> dict[str, float]:
     return found or {"float32": 1.0}
 
 
+LOOKUPS = {
+    "aten.embedding.default",
+    "aten.gather.default",
+    "aten.index.Tensor",
+    "aten.index_select.default",
+}
+
+
 def node_work(node: Node, graph: Graph) -> Work:
     """Return the work of the undivided operator; both figures are 0 if it runs no kernel."""
     call = Call(node=node, tensors=graph.tensors)
@@ -129,6 +137,8 @@ def node_work(node: Node, graph: Graph) -> Work:
     dtype = call.out.dtype
     if node.op in FREE:
         return Work("memory", dtype, 0.0, 0.0)
+    if node.op in LOOKUPS:
+        tensors[0] = call.out  # of the table, what is written is read
     traffic = float(sum(t.nbytes for t in tensors))
     small = traffic <= SMALL_BYTES
     if node.op in FLOPS:

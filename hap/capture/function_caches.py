@@ -1,0 +1,35 @@
+"""Results that ``functools.lru_cache`` keeps: a capture must leave none without data in them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hap.capture import torch_private
+
+_CACHED = type(functools.lru_cache(len))
+
+
+@contextlib.contextmanager
+def no_fakes_in_caches() -> Iterator[None]:
+    """Clear the caches of functions that hold tensors without data at the end of the context."""
+    try:
+        yield
+    finally:
+        for cached in gc.get_objects():
+            if type(cached) is _CACHED and any(map(_holds_fake, gc.get_referents(cached))):
+                cached.cache_clear()
+
+
+def _holds_fake(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor):
+        return torch_private.is_fake(value)
+    if not depth or not isinstance(value, dict | list | tuple):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return any(_holds_fake(each, depth - 1) for each in inside)
