@@ -25,6 +25,16 @@ VIEWS = {
     "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
 }  # fmt: skip
 SUM = "aten.sum.dim_IntList"
+LOOKUPS = frozenset(
+    {
+        "aten.embedding.default",
+        "aten.gather.default",
+        "aten.index.Tensor",
+        "aten.index_select.default",
+    }
+)
+"""Operators that read as much of their first tensor as they write."""
+
 RANDOM = {
     "aten.native_dropout.default", "aten.bernoulli.p", "aten.rand.default",
     "aten.rand_like.default", "aten.randn.default", "aten.randn_like.default",

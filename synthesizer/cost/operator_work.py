@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from hap.cluster.work import SMALL_BYTES, Work
 from hap.ir.graph import FREE, Graph, Node
+from hap.ir.graph_builder import LOOKUPS
 from hap.ir.image_operators import MAX_POOLS, POOLS
 from hap.synthesizer.rules.rule_table import Call, numel
 from hap.synthesizer.rules.textual_rules import lines_of, written_flops
@@ -116,18 +117,9 @@ def product_operations(graph: Graph) -> dict[str, float]:
     """Return the floating-point operations of a step's products by dtype; float32 if there are none."""
     found: dict[str, float] = {}
     for node in graph.nodes:
-        work = node_work(node, graph)
-        if node.op in FLOPS and work.flops:
+        if node.op in FLOPS and (work := node_work(node, graph)).flops:
             found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
     return found or {"float32": 1.0}
-
-
-LOOKUPS = {
-    "aten.embedding.default",
-    "aten.gather.default",
-    "aten.index.Tensor",
-    "aten.index_select.default",
-}
 
 
 def node_work(node: Node, graph: Graph) -> Work:
@@ -147,8 +139,7 @@ def node_work(node: Node, graph: Graph) -> Work:
             dtype = graph.products
         if dtype == "float32" and kind in ALWAYS_LOWERED:
             dtype = "tfloat32"
-        steps = call.ins[0].shape[1] if node.op in STEP_LAUNCHES else 1
-        launches = steps * STEP_LAUNCHES.get(node.op, 1)
+        launches = STEP_LAUNCHES[node.op] * call.ins[0].shape[1] if node.op in STEP_LAUNCHES else 1
         return Work(kind, dtype, flops(call), traffic, small, launches)
     said = written_flops(call, lines_of(call, graph.rules) or ())
     if said is not None:
@@ -164,9 +155,8 @@ _UPDATE_KERNELS = (1, 3, 9)
 def update_work(dtype: str, states: int) -> Work:
     """Return the optimizer's work per element and byte; multiply it by both.
 
-    It reads parameter, gradient and states, and writes parameter and states: the minimum of an
-    optimizer with one kernel. Torch's SGD, SGD with momentum and Adam by
-    default run 1, 3 and 9 elementwise kernels, which are counted as operations.
+    It reads parameter, gradient and states, and writes parameter and states: the minimum, of one kernel.
+    Torch's SGD, SGD with momentum and Adam run 1, 3 and 9 by default, which are counted as operations.
     """
     kernels = _UPDATE_KERNELS[min(states, len(_UPDATE_KERNELS) - 1)]
     return Work("update", dtype, float(kernels), float(3 + 2 * states))
