@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,10 @@ from hap.profiler.fit import Timing, fit_device, relative_error
 
 TABLE = Path(__file__).parent / "data" / "gpu_layer_latency.csv"
 BATCH = 4
+SPELLINGS = {"p100": "P100-12"}
+"""Names in the table that are those of other GPUs in the catalogue."""
+MEMORY_SHARES = (0.75, 0.9)
+"""Parts of the vendor's rate at which the memory of a GPU moves large tensors: what copies reach."""
 Figures = dict[str, dict[str, float]]  # kind -> dtype or 'memory_bandwidth' -> per second
 
 
@@ -51,7 +55,7 @@ def points(batch: int = BATCH, table: Path = TABLE) -> list[Point]:
     found = []
     with table.open() as file:
         for row in csv.DictReader(file):
-            entry = find(row["gpu"])
+            entry = find(SPELLINGS.get(row["gpu"], row["gpu"]))
             assert entry is not None, f"the catalogue does not know {row['gpu']}"
             layer = Layer(
                 family=row["family"],
@@ -84,6 +88,20 @@ def device(kind: str, fitted: Mapping[str, Mapping[str, float]] | None = None) -
     return replace(entry.device, launch_s=0.0)
 
 
+def bounded_fit(samples: Sequence[Timing], prior: Device, peak: float) -> Device:
+    """Fit a device; the rate of its memory is within ``MEMORY_SHARES`` of the vendor's peak.
+
+    Layers are mostly products, and errors of their price would otherwise pass for a slow memory.
+    """
+    found = fit_device(samples, prior=prior, source="fitted", ridge=0.3)
+    least, most = (share * peak for share in MEMORY_SHARES)
+    rate = min(max(found.memory_bytes_per_s, least), most)
+    if rate == found.memory_bytes_per_s:
+        return found
+    prior, held = replace(prior, memory_bytes_per_s=rate), ("memory_bytes_per_s",)
+    return fit_device(samples, prior=prior, source="fitted", ridge=0.3, held=held)
+
+
 def refit(measured: Iterable[Point]) -> Figures:
     """Fit every measured kind; kinds that are like another one follow it, with it as prior."""
     by_kind: dict[str, list[Point]] = {}
@@ -92,7 +110,9 @@ def refit(measured: Iterable[Point]) -> Figures:
     fitted: Figures = {}
     for kind in sorted(by_kind, key=lambda kind: (like(kind) is not None, kind)):
         samples = [point.sample for point in by_kind[kind]]
-        found = fit_device(samples, prior=device(kind, fitted), source="fitted", ridge=0.3)
+        found = bounded_fit(
+            samples, device(kind, fitted), catalogue()[kind].peak["memory_bandwidth"]
+        )
         dtypes = sorted({point.dtype for point in by_kind[kind]} & set(found.flops_per_s))
         fitted[kind] = {dtype: found.flops_per_s[dtype] for dtype in dtypes}
         fitted[kind]["memory_bandwidth"] = found.memory_bytes_per_s

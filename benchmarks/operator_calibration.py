@@ -38,6 +38,8 @@ MODELS = {
 }
 LINEARS = ("enc-attention-qkv", "enc-attention-dense", "enc-MLP-GEMM-1", "enc-MLP-GEMM-2")
 """Operators whose measured backward takes as long as the forward: it is one product of the two."""
+SPELLINGS = {"RTX-2080": "RTX2080Ti"}
+"""Names in the tables that are those of other GPUs in the catalogue."""
 SEQUENCE = 2048
 LEAST_MEGABYTES = 8.0
 Figures = dict[str, float]
@@ -81,7 +83,7 @@ class CollectivePoint:
 
 
 def kind_of(gpu: str) -> str:
-    entry = find(gpu)
+    entry = find(SPELLINGS.get(gpu, gpu))
     assert entry is not None, f"the catalogue does not know {gpu}"
     return entry.device.kind
 
@@ -143,8 +145,7 @@ def refit(points: Iterable[OperatorPoint]) -> dict[str, Figures]:
         figures = {dtype: min(rates[dtype], entry.peak[dtype]) for dtype in sorted(used)}
         if kind not in BY_LAYERS:
             figures["memory_bandwidth"] = found.memory_bytes_per_s
-        if figures:
-            fitted[kind] = figures
+        fitted[kind] = figures
     return fitted
 
 
@@ -272,7 +273,9 @@ def main() -> None:
         for figure, value in figures.items():
             unit, size = ("GB/s", 1e9) if figure == "memory_bandwidth" else ("TFLOP/s", 1e12)
             texts.append(f"{figure}: {value / size:.4g} {unit}")
-        print(f"  {kind}:\n    fitted: {{{', '.join(texts)}}}")
+        print(f"  {kind}:")
+        if texts:
+            print(f"    fitted: {{{', '.join(texts)}}}")
         print(f"    link: {ring_rate(kind) / 1e9:.3g} GB/s")
 
 

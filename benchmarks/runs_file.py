@@ -190,7 +190,11 @@ def _replica(data: Any, sizes: Mapping[str, int], where: str) -> Replica:
 
 def _gpu(name: str, where: str) -> str:
     if (entry := find(name)) is None:
-        raise InputError(f"{where}: unknown GPU {name!r}", hint=f"did you mean {nearest(name)}?")
+        near = nearest(name)
+        hint = (
+            f"did you mean {near}?" if near else "docs/cluster-file.md has the names that are known"
+        )
+        raise InputError(f"{where}: unknown GPU {name!r}", hint=hint)
     return entry.device.kind
 
 

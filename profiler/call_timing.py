@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from hap.cluster.device import USABLE_MEMORY
+
 _GROUPS = Path("/sys/fs/cgroup")
-_KEPT_FREE = 0.94
-"""Part of a CUDA device's memory that a plan may use; context and allocator need the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def timed(call: Callable[[], object], count: int, device: torch.device) -> float
 def memory_bytes(device: torch.device, ranks_here: int) -> int:
     """Return the bytes of a device that a plan may use; ranks of a machine share its memory."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_FREE)
+        return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY)
     page = os.sysconf("SC_PAGE_SIZE")
     whole = page * os.sysconf("SC_PHYS_PAGES") // ranks_here
     held = int(Path("/proc/self/statm").read_text().split()[1]) * page  # the interpreter, mostly

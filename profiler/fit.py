@@ -58,6 +58,7 @@ def fit_device(
     ridge: float = 0.03,
     rounds: int = 60,
     within: float = _NOISE,
+    held: Sequence[str] = (),
 ) -> Device:
     """Fit the figures of a device to samples.
 
@@ -73,6 +74,7 @@ def fit_device(
         within: Relative error up to which errors are squared (Huber loss), and beyond which they
             count by absolute value: larger averages operators that differ, smaller ignores
             outliers.
+        held: Figures that keep the prior's values, such as ``memory_bytes_per_s``.
 
     Returns:
         The prior with fitted rates.
@@ -84,7 +86,7 @@ def fit_device(
         raise ValueError("a fit needs samples, each with a positive time")
     dtypes = sorted({w.dtype for s in samples for w in s.works if w.flops} & set(prior.flops_per_s))
     names = [*dtypes, _MEMORY, _OPERANDS, _LAUNCH, *kinds]
-    free = np.array([name != _LAUNCH for name in names])
+    free = np.array([name not in (_LAUNCH, *held) for name in names])
     dtype_of = {w.kind: w.dtype for s in samples for w in s.works if w.kind in kinds}
 
     def device(slowness: np.ndarray) -> Device:

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 
 from benchmarks.calibration import (
+    MEMORY_SHARES,
     device,
     errors,
     fitted_block,
@@ -29,7 +30,6 @@ QUIRKS = {
     ("T4", "gpt_6.7b", "float16"),
     ("T4", "llama_tiny", "float16"),
     ("P40", "llama_tiny", "float16"),
-    ("P40", "llama_7b", "float16"),
     ("L4", "llama_7b", "float32"),
     ("L4", "llama_tiny", "float16"),
     ("L4", "bert_large", "float16"),
@@ -65,6 +65,8 @@ def test_the_catalogue_holds_what_the_fit_gives() -> None:
     """The figures in gpus.yaml are reproducible from the table beside them."""
     fitted = refit(points())
     for kind, figures in fitted.items():
+        least, most = (part * catalogue()[kind].peak["memory_bandwidth"] for part in MEMORY_SHARES)
+        assert least <= figures["memory_bandwidth"] <= most
         known = catalogue()[kind].device
         stored = {**known.flops_per_s, "memory_bandwidth": known.memory_bytes_per_s}
         for figure, value in figures.items():
@@ -73,7 +75,7 @@ def test_the_catalogue_holds_what_the_fit_gives() -> None:
 
 
 def test_unmeasured_gpus_reach_the_share_of_their_like() -> None:
-    like = catalogue()["H100-NVL"]
+    like = catalogue()["GH200"]
     share = like.device.flops_per_s["float16"] / like.peak["float16"]
     found = catalogue()["H200"]
     assert found.device.flops_per_s["bfloat16"] == pytest.approx(share * found.peak["bfloat16"])
@@ -120,6 +122,16 @@ def test_the_fit_recovers_a_known_device() -> None:
     assert found.flops_per_s == pytest.approx(TRUTH.flops_per_s, rel=0.02)
     assert found.memory_bytes_per_s == pytest.approx(TRUTH.memory_bytes_per_s, rel=0.02)
     assert found.source["flops_per_s.float16"] == "measured"
+
+
+def test_a_held_figure_keeps_the_prior() -> None:
+    samples = [Timing(works=works, seconds=predict(TRUTH, works)) for works in WORKS]
+    prior = replace(TRUTH, **_tripled())
+    held = ("memory_bytes_per_s",)
+    found = fit_device(samples, prior=prior, source="measured", held=held)
+    assert found.memory_bytes_per_s == prior.memory_bytes_per_s
+    assert found.source.get("memory_bytes_per_s") != "measured"
+    assert found.flops_per_s["float32"] == pytest.approx(TRUTH.flops_per_s["float32"], rel=0.2)
 
 
 def test_one_absurd_sample_does_not_carry_the_fit_away() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hap.cluster.catalogue import catalogue, find
+from hap.cluster.catalogue import catalogue, find, nearest
 from hap.cluster.cluster_file import load_cluster
 from hap.cluster.cluster_text import cluster_yaml
-from hap.cluster.device import Device
+from hap.cluster.device import USABLE_MEMORY, Device
 from hap.cluster.figures import BY_KEY, FIGURES, Figure, documentation
 from hap.cluster.link import Link
 from hap.cluster.topology import Cluster
@@ -37,6 +38,10 @@ nodes:
 """
 
 
+EFFICIENCY = {"attention": 0.5, "conv": 0.8, **dict.fromkeys(ELEMENTWISE, 0.1)}
+"""All that a file of an unknown type leaves to the catalogue."""
+
+
 def device(**changes: object) -> Device:
     figures: dict[str, object] = {
         "name": "a:0",
@@ -46,7 +51,7 @@ def device(**changes: object) -> Device:
         "flops_per_s": {"float32": 1e12, "float16": 4e12},
         "memory_bytes_per_s": 1e11,
         "launch_s": 1e-5,
-        "efficiency": {"attention": 0.5},
+        "efficiency": EFFICIENCY,
     }
     return Device(**{**figures, **changes})  # type: ignore[arg-type]
 
@@ -95,7 +100,7 @@ def test_a_device_refuses_impossible_figures(changes) -> None:
 OTHERS = {
     "memory": 2**31, "memory_bandwidth": 2e11, "launch": 2e-5, "host": 3e-5, "operands": 3e10, "delay": 0.01,
     "interference": 0.25, "drag": 1.5, "relaunch": 0.25, "flops": {"float32": 2e12, "float16": 4e12},
-    "efficiency": {"attention": 0.25}, "price_per_hour": 2.5,
+    "efficiency": {**EFFICIENCY, "attention": 0.25}, "price_per_hour": 2.5,
 }  # fmt: skip
 """Figure -> a value that differs from that of :func:`device`."""
 
@@ -152,7 +157,7 @@ def test_a_machine_is_as_fast_and_as_large_as_its_devices_together() -> None:
     assert seen == OTHERS | {
         "memory": 3 * 2**30, "memory_bandwidth": 3e11, "operands": float("inf"),
         "flops": {"float32": 3e12, "float16": 8e12}, "relaunch": 1.0,
-        "efficiency": {"attention": 0.5},
+        "efficiency": EFFICIENCY,
     }  # fmt: skip
 
 
@@ -207,6 +212,104 @@ def test_spellings_of_one_gpu(names) -> None:
     assert all(find(name) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80"),
+        ("A100-SXM", "A100-40"),
+        ("A100-PCIE", "A100-PCIE-40"),
+        ("A100-80G", "A100-80"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100 SXM5 80GB", "H100"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA GH200 144G HBM3e", "GH200-144"),
+        ("NVIDIA A2", "A2"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A40", "A40"),
+        ("Tesla V100-PCIE-32GB", "V100-PCIE-32"),
+        ("Tesla P100-PCIE-12GB", "P100-12"),
+        ("NVIDIA GeForce RTX 2080", "RTX2080"),
+        ("2080ti", "RTX2080Ti"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX3080Ti"),
+        ("RTX 4090 24GB", "RTX4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX5090"),
+        ("A6000 48GB", "A6000"),
+        ("Quadro RTX 6000", "RTX6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
+        ("AMD Instinct MI300X VF", "MI300X"),
+    ],
+)
+def test_names_as_drivers_and_people_write_them(name: str, kind: str) -> None:
+    found = find(name)
+    assert found is not None
+    assert found.device.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("A100-SXM-64GB", "A100-80"),
+        ("A100-PCIE-64GB", "A100-PCIE-80"),
+        ("NVIDIA H100 64GB HBM2", "H100"),
+        ("RTX 4090 48GB", "RTX4090"),
+        ("H20 PCIe", None),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GB10", None),
+        ("Tesla K80", None),
+        ("A101-40", None),
+        ("NVIDIA", None),
+    ],
+)
+def test_only_variants_of_the_same_model_are_near(name: str, kind: str | None) -> None:
+    assert find(name) is None
+    assert nearest(name) == kind
+
+
+def test_the_docs_list_every_kind() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "cluster-file.md").read_text()
+    assert not [kind for kind in catalogue() if not re.search(rf"\b{kind}\b(?!-)", text)]
+
+
+def test_the_catalogue_leaves_room_on_the_card() -> None:
+    node = "nodes: [{{gpus: 1, type: V100-32{}}}]\n"
+    typical = load_cluster(node.format("")).devices[0]
+    assert typical.memory_bytes == round(31.7 * 2**30 * USABLE_MEMORY)
+    assert "94%" in typical.source["memory_bytes"]
+    assert load_cluster(node.format(", memory: 31 GiB")).devices[0].memory_bytes == 31 * 2**30
+    assert catalogue()["cpu"].device.memory_bytes == 2 * 2**30
+
+
+def test_bridges_join_pairs_alone() -> None:
+    def rate(count: int, kind: str) -> float:
+        yaml = load_cluster(f"nodes: [{{gpus: {count}, type: {kind}}}]\n")
+        hosts = load_cluster(f"a slots={count} type={kind}\n\n")
+        assert yaml.intra["node"] == hosts.intra["a"]
+        return yaml.intra["node"].bandwidth_bytes_per_s
+
+    assert rate(2, "H100-NVL") == 230e9
+    assert rate(4, "H100-NVL") == 40e9
+    assert rate(2, "A100-PCIE-40") == 20e9
+
+
+@pytest.mark.parametrize(
+    ("kind", "figure", "value"),
+    [
+        ("MI250X", "float32", 47.9e12),
+        ("MI300X", "float64", 163.4e12),
+        ("RTX2080", "float32", 10.1e12),
+        ("A100-PCIE-40", "memory_bandwidth", 1555e9),
+        ("A100-PCIE-80", "memory_bandwidth", 1935e9),
+    ],
+)
+def test_peaks_are_those_of_the_vendor(kind: str, figure: str, value: float) -> None:
+    assert catalogue()[kind].peak[figure] == value
+
+
 def test_the_catalogue_is_complete_and_plausible() -> None:
     wanted = "P100 V100-16 V100-32 T4 A10G L4 L40S P40 A100-40 A100-80 RTX3090 RTX4090 A6000 H100"
     assert {*wanted.split(), "H200", "MI250X", "MI300X", "cpu"} <= set(catalogue())
@@ -222,8 +325,12 @@ def test_provenance_tells_fitted_figures_from_derived_ones() -> None:
     assert (
         "fitted to measured layers" in catalogue()["V100-16"].device.source["flops_per_s.float32"]
     )
-    assert "as H100-NVL reaches" in catalogue()["H200"].device.source["flops_per_s.float16"]
-    assert "typical of the fitted" in catalogue()["MI300X"].device.source["flops_per_s.float16"]
+    assert "as GH200 reaches" in catalogue()["H200"].device.source["flops_per_s.float16"]
+    assert "as H100-NVL reaches" in catalogue()["H200"].device.source["flops_per_s.float32"]
+    mi300x = catalogue()["MI300X"].device
+    assert "typical of the fitted" in mi300x.source["flops_per_s.float32"]
+    assert "published" in mi300x.source["flops_per_s.float16"]
+    assert 600e12 <= mi300x.flops_per_s["float16"] <= 655e12
     assert "rough" in catalogue()["cpu"].device.source["flops_per_s.float32"]
 
 
@@ -305,6 +412,16 @@ def test_typical_elementwise_work_follows_the_stated_memory() -> None:
     assert seconds(f", memory_bandwidth: {rate / 2} B/s") == pytest.approx(2 * usual)
     stated = ", flops: 10 TFLOP/s, efficiency: {norm: 0.01}"
     assert seconds(stated) == pytest.approx(1e9 / 10e12 / 0.01)
+
+
+def test_an_unknown_gpu_does_elementwise_work_as_one_of_the_catalogue() -> None:
+    known = catalogue()["A100-40"].device
+    flops = ", ".join(f"{dtype}: {rate} FLOP/s" for dtype, rate in known.flops_per_s.items())
+    text = f"{{type: X, memory: 9 GiB, flops: {{{flops}}}, memory_bandwidth: {known.memory_bytes_per_s} B/s}}"
+    (mine,) = load_cluster(f"nodes:\n  - {{name: a, gpus: [{text}]}}\n").devices
+    assert mine.efficiency == pytest.approx(known.efficiency, rel=1e-3)
+    update = Work("update", "float32", 110e6 * 12, 110e6 * 28)
+    assert mine.seconds(update) == pytest.approx(known.seconds(update), rel=1e-3)
 
 
 def test_a_node_may_mix_gpus_and_override_figures() -> None:
@@ -391,7 +508,18 @@ NODE = "nodes:\n  - gpus: 2\n    type: V100\n"
 BAD = {
     "unknown key": (NODE + "    memroy: 3 GiB\n", 4, "memroy", "memory"),
     "unknown key at the top": ("nods:\n  - gpus: 1\n", 1, "nods", "nodes"),
-    "unknown gpu": ("nodes:\n  - gpus: 1\n    type: A101-40\n", 3, "A101-40", "A100-40"),
+    "unknown gpu": (
+        "nodes:\n  - gpus: 1\n    type: A100-SXM-64GB\n",
+        3,
+        "A100-SXM-64GB",
+        "mean A100-80?",
+    ),
+    "unknown model": (
+        "nodes:\n  - gpus: 1\n    type: A101-40\n",
+        3,
+        "A101-40",
+        "names that are known",
+    ),
     "several devices without a link": (
         "nodes:\n  - gpus: 2\n    type: zzzzz\n    memory: 1 GiB\n    memory_bandwidth: 1 GB/s\n"
         "    flops: {float32: 1 TFLOP/s}\n",
@@ -405,7 +533,7 @@ BAD = {
         "    flops: {float16: 1 TFLOP/s}\n",
         3,
         "zzzzz",
-        "give its flops: {float32: ...}",
+        "give its flops: {float32: ..., float16: ..., bfloat16: ...}",
     ),
     "unknown dtype": (NODE + "    flops: {fp32: 1 TFLOP/s}\n", 4, "fp32", "float32"),
     "missing type": ("nodes:\n  - name: a\n    gpus: 2\n", 2, "'type' is missing", "V100"),
@@ -460,7 +588,13 @@ BAD = {
         "fewer",
     ),
     "hostfile: slots of 5000 digits": (f"a slots={'9' * 5000} type=T4\n\n", 1, "slots", "slots=8"),
-    "hostfile: unknown gpu": ("a slots=2 type=V100\nb slots=2 type=V10\n", 2, "V10", "V100"),
+    "hostfile: unknown gpu": (
+        "a slots=2 type=V100\nb slots=2 type=V100-8\n",
+        2,
+        "V100-8",
+        "V100-16?",
+    ),
+    "hostfile: unknown model": ("a slots=2 type=V10\n\n", 1, "V10", "names that are known"),
     "hostfile: no type": ("a slots=2\nb slots=2\n", 1, "no type", "type="),
     "hostfile: unknown key": ("a slots=2 type=T4\nb slot=2 type=T4\n", 2, "slot=2", "slots"),
     "hostfile: bad slots": ("a slots=two type=T4\n\n", 1, "two", "slots=8"),

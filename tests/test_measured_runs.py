@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.measured_runs import PAGE, RUNS, predict_run, scores, table
-from benchmarks.operator_calibration import BY_LAYERS, operator_points, refit, ring_rate
+from benchmarks.operator_calibration import operator_points, refit, ring_rate
 from benchmarks.runs_file import read_runs
 from benchmarks.transformer_operators import LAYER, Transformer
 from hap.cluster.catalogue import catalogue
@@ -112,9 +112,8 @@ def test_the_catalogue_holds_what_the_operators_give() -> None:
                     else f"flops_per_s.{figure}"
                 ]
             )
-        if kind not in BY_LAYERS:
-            link = catalogue()[kind].link.bandwidth_bytes_per_s
-            assert link == pytest.approx(ring_rate(kind), rel=5e-3)
+        link = catalogue()[kind].link.bandwidth_bytes_per_s
+        assert link == pytest.approx(ring_rate(kind), rel=5e-3)
 
 
 def test_tf32_makes_an_a100_worth_eight_v100s() -> None:

@@ -25,13 +25,14 @@ def init(folder: str, force: bool) -> None:
     The cluster file lists the GPUs of this machine, or its cores if it has none. If one of the
     files exists, nothing is written.
     """
-    written = write_files(Path(folder), force)
+    written, doubts = write_files(Path(folder), force)
     click.echo("\n".join(f"written: {path}" for path in written))
+    click.echo("".join(f"to check in {written[1]}: {doubt}\n" for doubt in doubts), nl=False)
     click.echo(f"next: hap plan {written[0]} --cluster {written[1]}")
 
 
-def write_files(folder: Path, force: bool) -> list[Path]:
-    """Write the model file and the cluster file, and return their paths.
+def write_files(folder: Path, force: bool) -> tuple[list[Path], list[str]]:
+    """Write the model file and the cluster file; return their paths, and what to check in the latter.
 
     Raises:
         InputError: a file exists, or cannot be written; nothing was written then.
@@ -64,4 +65,4 @@ def write_files(folder: Path, force: bool) -> list[Path]:
         check_output(str(folder / name), hint="give another folder")
     for name, text in texts.items():
         write_whole(folder / name, [text])
-    return [folder / name for name in texts]
+    return [folder / name for name in texts], [found.comment for found in gpus if found.comment]

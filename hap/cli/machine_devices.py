@@ -11,23 +11,30 @@ from dataclasses import dataclass
 import torch
 
 from hap.cluster.catalogue import find, nearest
+from hap.cluster.device import USABLE_MEMORY
 from hap.errors import InputError
 
 MOST_CORES = 8
 """Cores that ``hap init`` lists at most: a rank per core of a large machine takes long to plan."""
 
-_ROOM = 0.95
-"""Part of a GPU's memory that a plan may use; the rest is for the CUDA context."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Devices of one type. ``comment`` says what to check, ``memory`` is empty for the typical one."""
+    """Devices of one type.
+
+    Attributes:
+        kind: the type's name in the catalogue, or the driver's name of an unknown GPU.
+        count: the number of devices.
+        memory: as the file has it; empty for the typical one.
+        comment: what to check, or to complete, in the entry.
+        unknown: the catalogue has no such type, and the entry lacks figures.
+    """
 
     kind: str
     count: int
     memory: str = ""
     comment: str = ""
+    unknown: bool = False
 
 
 def devices() -> tuple[str, list[Found]]:
@@ -57,22 +64,21 @@ def listed(text: str) -> list[tuple[str, int]]:
 
 
 def gpus(named: list[tuple[str, int]]) -> list[Found]:
-    """Return the GPUs by type of the catalogue, in order, given (name, bytes) of each.
+    """Return the GPUs by type, in order, given (name, bytes) of each."""
+    return [
+        _found(name, len([*alike]), f"{int(nbytes * USABLE_MEMORY) >> 20} MiB")
+        for (name, nbytes), alike in itertools.groupby(named)
+    ]
 
-    Raises:
-        InputError: a GPU resembles no type of the catalogue.
-    """
-    found = []
-    for (name, nbytes), alike in itertools.groupby(named):
-        known = find(name)
-        kind = known.device.kind if known else nearest(name)
-        if kind is None:
-            raise InputError(
-                f"the GPU {name!r} resembles no known type",
-                hint="write a cluster file with its memory, flops and memory_bandwidth: see "
-                "docs/cluster-file.md; or measure it with hap profile",
-            )
-        memory = f"{int(nbytes * _ROOM) >> 20} MiB"
-        comment = "" if known else f"{name} is not a known type: figures of the nearest, check them"
-        found.append(Found(kind=kind, count=len([*alike]), memory=memory, comment=comment))
-    return found
+
+def _found(name: str, count: int, memory: str) -> Found:
+    if known := find(name):
+        return Found(kind=known.device.kind, count=count, memory=memory)
+    if near := nearest(name):
+        doubt = f"{name} is not in the catalogue: the figures are those of {near}, check them"
+        return Found(kind=near, count=count, memory=memory, comment=doubt)
+    missing = (
+        f"{name} is not in the catalogue: add its flops: {{float32: ..., bfloat16: ...}} and "
+        "memory_bandwidth to this entry, or measure them: hap profile -o FILE --nproc N"
+    )
+    return Found(kind=name, count=count, memory=memory, comment=missing, unknown=True)

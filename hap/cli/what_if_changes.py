@@ -190,7 +190,9 @@ def added(cluster: Cluster, text: str, option: str = "--add") -> Cluster:
         near = nearest(kind) if kind else None
         raise InputError(
             f"{option} {text}: this is no number of devices of a known type",
-            hint=f"did you mean {count}x{near}?" if near else "write 2xA100-40",
+            hint=f"did you mean {count}x{near}?"
+            if near
+            else "write 2xA100-40; docs/cluster-file.md has the names that are known",
         )
     check_size(cluster.world_size + int(count), f"{option} {text}")
     if len(cluster.nodes) == 1:
@@ -202,7 +204,7 @@ def added(cluster: Cluster, text: str, option: str = "--add") -> Cluster:
     prices = [d.price_per_hour for d in cluster.devices if d.kind == entry.device.kind]
     pattern = replace(entry.device, price_per_hour=max(prices, default=0.0), node=name)
     devices = tuple(replace(pattern, name=f"{name}:{k}") for k in range(int(count)))
-    intra = {**cluster.intra, name: entry.link}
+    intra = {**cluster.intra, name: entry.inside(int(count))}
     return replace(cluster, devices=cluster.devices + devices, intra=intra)
 
 

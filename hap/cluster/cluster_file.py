@@ -18,7 +18,7 @@ from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
-from hap.cluster.catalogue import TYPICAL, find, nearest
+from hap.cluster.catalogue import TYPICAL, find, nearest, typical_efficiency
 from hap.cluster.device import Device
 from hap.cluster.figures import BY_KEY, FIGURES, RETIRED, Figure, warn_of_retired
 from hap.cluster.hostfile import is_hostfile, local_cluster, read_hostfile
@@ -225,8 +225,9 @@ def _node(node: _Section, links: _Section) -> _Node:
 
 def _inside(node: _Section, links: _Section, devices: list[Device]) -> Link:
     entries = [entry for device in devices if (entry := find(device.kind))]
-    by_speed = sorted((e.link for e in entries), key=lambda link: link.bandwidth_bytes_per_s)
-    slowest = by_speed[0] if by_speed else None
+    alike = len({device.kind for device in devices}) == 1
+    links_of = [entry.inside(len(devices) if alike else 0) for entry in entries]
+    slowest = min(links_of, key=lambda link: link.bandwidth_bytes_per_s, default=None)
     latency_s = slowest.latency_s if slowest else 10e-6
     for section in (node, links):
         if "inside" in section.data:
@@ -261,24 +262,22 @@ def _pattern(gpu: _Section, given: tuple[_Section, ...]) -> Device:
     )
     if entry := find(kind):
         return entry.device
-    needed = {
-        "memory": "memory",
-        "flops": "flops: {float32: ...}",
-        "memory_bandwidth": "memory_bandwidth",
-    }
+    rates = "flops: {float32: ..., float16: ..., bfloat16: ...} (those that it has)"
+    needed = {"memory": "memory", "flops": rates, "memory_bandwidth": "memory_bandwidth"}
     missing = [text for key, text in needed.items() if not any(_states(s, key) for s in given)]
     if missing:
-        near = nearest(kind)
-        meant = f"did you mean {near}? Otherwise " if near else ""
+        near, needs = nearest(kind), ", ".join(missing)
+        hint = f"give its {needs} here; docs/cluster-file.md has the names that are known"
         raise ClusterError(
             f"the catalogue does not know the GPU {kind!r}",
             where=gpu.where("type"),
-            hint=f"{meant}give its {', '.join(missing)} here",
+            hint=f"did you mean {near}? Otherwise {hint}" if near else hint,
         )
-    # Placeholders that the caller overwrites with the file's figures.
+    # Placeholders that the caller overwrites with the file's figures; the efficiencies follow these.
     return Device(
         name=kind, kind=kind, node="", memory_bytes=1, flops_per_s={"float32": 1.0},
-        memory_bytes_per_s=1.0, launch_s=3e-6, source={"launch_s": "assumed"},
+        memory_bytes_per_s=1.0, launch_s=3e-6, efficiency=typical_efficiency(1.0, 1.0),
+        source={"launch_s": "assumed", "efficiency": TYPICAL},
     )  # fmt: skip
 
 

@@ -14,6 +14,10 @@ from hap.cluster.figures import FIGURES, RETIRED, nested, warn_of_retired
 from hap.cluster.work import ELEMENTWISE, GENERAL, PRODUCTS, Work
 from hap.errors import ClusterError
 
+USABLE_MEMORY: Final = 0.94
+"""Part of a GPU's memory, as the driver states it, that a plan may use by default. The rest is for the
+CUDA context, the buffers of NCCL, the workspaces of kernels, and fragmentation."""
+
 # Substitutes for dtypes without a figure of their own. A GPU without bfloat16 units emulates
 # them in float32; integers and booleans run on the ordinary (non-tensor) units.
 _STAND_IN: Final[Mapping[str, str]] = {

@@ -109,8 +109,8 @@ class Figure:
 FIGURES: Final = (
     Figure(
         key="memory", path="memory_bytes", dimension="bytes", together=sum, unit=(1, "B"),
-        meaning="memory that a plan may use of each GPU, such as 95 % of the card's, to leave room for "
-        "the CUDA context; the catalogue has all of it",
+        meaning="memory that a plan may use of each GPU, without the room for the CUDA context and NCCL; "
+        "the catalogue's is 94 % of what the driver reports",
     ),
     Figure(
         key="flops", path="flops_per_s", dimension="flop/s", by=DTYPES, together=sum,

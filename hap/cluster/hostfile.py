@@ -58,8 +58,8 @@ def read_hostfile(text: str, file: str, name: str) -> Cluster:
                 hint="give a machine with unlike GPUs in a yaml file",
             )
         settings = dict(_pairs(words, where, ("slots", "type")))
-        pattern, own[host] = _gpu(settings, where)
         slots = _slots(settings, where)
+        pattern, own[host] = _gpu(settings, slots, where)
         check_size(len(devices) + slots, where)
         devices += [replace(pattern, name=f"{host}:{index}", node=host) for index in range(slots)]
     if not devices:
@@ -92,16 +92,19 @@ def _pairs(words: list[str], where: str, keys: tuple[str, ...]) -> list[tuple[st
     return pairs
 
 
-def _gpu(settings: dict[str, str], where: str) -> tuple[Device, Link]:
+def _gpu(settings: dict[str, str], slots: int, where: str) -> tuple[Device, Link]:
     if "type" not in settings:
         raise ClusterError("no type of GPU", where=where, hint="add for example type=A100-40")
     if entry := find(settings["type"]):
-        return entry.device, entry.link
+        return entry.device, entry.inside(slots)
     near = nearest(settings["type"])
     raise ClusterError(
         f"the catalogue does not know the GPU {settings['type']!r}",
         where=where,
-        hint=f"did you mean {near}?" if near else "describe it in a yaml file",
+        hint=f"did you mean {near}?"
+        if near
+        else "docs/cluster-file.md has the names that are known; "
+        "describe any other GPU in a yaml file",
     )
 
 
